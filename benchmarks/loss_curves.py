@@ -71,6 +71,11 @@ VARIANTS = (
         devices=("cuda",),
     ),
     Variant(
+        name="fast, bf16 weights with masters",
+        fields=FAST | {"attention": "flash_triton", "compile": "default", "precision": "bf16_master"},
+        devices=("cuda",),
+    ),
+    Variant(
         name="fast, cuDNN, CUDA graphs",
         fields=FAST | {"attention": "sdpa_cudnn", "compile": "reduce-overhead", "model.projections": "merged"},
         devices=("cuda",),

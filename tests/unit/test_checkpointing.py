@@ -32,7 +32,7 @@ from steplab.store.database import Store
 from steplab.traces.digest import digest
 from steplab.traces.reading import read_trace
 
-CHOSEN = ("full", "every_2", "every_5", "selective")
+CHOSEN = ("full", "every_2", "every_5", "first_2", "selective")
 CPU = torch.device("cpu")
 LAYERS, WIDTH, INNER = 3, 16, 24
 TINY: dict[str, object] = {
@@ -85,13 +85,13 @@ def assert_identical(found: list[Tensor], expected: list[Tensor]) -> None:
 # --- names ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["none", "full", "selective", "every_2", "every_48"])
+@pytest.mark.parametrize("name", ["none", "full", "selective", "every_2", "every_48", "first_1", "first_12"])
 def test_a_choice_is_accepted(name: str) -> None:
     assert resolve_step({"checkpointing": name}).checkpointing == name
 
 
 @pytest.mark.parametrize(
-    "name", ["every_0", "every_", "every_N", "every_-2", "every_2.5", "every_02", "all", "every_²"]
+    "name", ["every_0", "every_", "every_N", "every_-2", "every_2.5", "every_02", "all", "every_²", "first_0", "first_"]
 )
 def test_an_unknown_choice_is_answered_with_those_there_are(name: str) -> None:
     with pytest.raises(UserError, match="is not known") as refused:
@@ -104,8 +104,10 @@ def test_every_block_has_one_name_alone() -> None:
         resolve_step({"checkpointing": "every_1"})
 
 
-@pytest.mark.parametrize(("name", "blocks"), [("every_2", {0, 2, 4}), ("every_3", {0, 3}), ("every_9", {0})])
-def test_every_nth_block_is_counted_from_the_first(name: str, blocks: set[int]) -> None:
+@pytest.mark.parametrize(
+    ("name", "blocks"), [("every_2", {0, 2, 4}), ("every_3", {0, 3}), ("every_9", {0}), ("first_2", {0, 1})]
+)
+def test_blocks_are_counted_from_the_first(name: str, blocks: set[int]) -> None:
     assert {block for block in range(6) if is_recomputed(name, block)} == blocks
 
 
@@ -150,7 +152,8 @@ def test_a_compiler_takes_it_in_one_graph(checkpointing: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("checkpointing", "num_blocks"), [("full", LAYERS), ("every_2", 2), ("every_5", 1), ("selective", 0)]
+    ("checkpointing", "num_blocks"),
+    [("full", LAYERS), ("every_2", 2), ("every_5", 1), ("first_2", 2), ("selective", 0)],
 )
 def test_what_backward_runs_again_is_all_but_the_last_matmul_of_a_block(checkpointing: str, num_blocks: int) -> None:
     def count(name: str) -> Counter[str]:

@@ -40,7 +40,13 @@ STEPS = {
         "optimizer": "adamw_triton",
         "pass": "forward_backward",
     },
-    "recomputed": {"precision": "bf16", "attention": "sdpa_flash", "checkpointing": "full", "model.num_kv_heads": "4"},
+    "recomputed": {
+        "precision": "bf16",
+        "attention": "sdpa_flash",
+        "checkpointing": "first_1",
+        "model.num_kv_heads": "4",
+        "model.num_layers": "2",
+    },
     "micro-steps": {"precision": "bf16_pure", "attention": "sdpa_flash", "accumulation": "2"},
 }
 

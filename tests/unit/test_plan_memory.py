@@ -460,7 +460,7 @@ STEPS = st.fixed_dictionaries(
         "precision": st.sampled_from(CHOICES["precision"]),
         "compile": st.sampled_from(["off", "off", "default"]),
         "attention": st.sampled_from(CHOICES["attention"]),
-        "checkpointing": st.sampled_from(["none", "full", "every_2", "selective"]),
+        "checkpointing": st.sampled_from(["none", "full", "every_2", "first_1", "selective"]),
         "optimizer": st.sampled_from(CHOICES["optimizer"]),
         "parts": draw_parts(),
     }

@@ -109,7 +109,7 @@ STEPS = st.fixed_dictionaries(
         "precision": st.sampled_from(["fp32", "tf32", "bf16", "fp16", "bf16_pure"]),
         "compile": st.sampled_from(["off", "block", "default", "reduce-overhead"]),
         "attention": st.sampled_from(["plain", "sdpa"]),
-        "checkpointing": st.sampled_from(["none", "full", "every_3", "selective"]),
+        "checkpointing": st.sampled_from(["none", "full", "every_3", "first_2", "selective"]),
         "pass": st.sampled_from(["forward", "forward_backward", "train"]),
         "optimizer": st.sampled_from(["adamw_fused", "adamw_foreach", "adamw_loop", "sgd"]),
     }

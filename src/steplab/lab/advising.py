@@ -7,6 +7,7 @@ from pathlib import Path
 
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.explaining import explain
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -27,6 +28,7 @@ from steplab.records.finding import Finding
 from steplab.records.run import Run
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import Change, changes_for
+from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import find_hardware
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
@@ -62,7 +64,8 @@ def advise(
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
-    asked, name = asked_step("advise", spec, given), checked_name(name)
+    chosen, name = choose_checkpointing(asked_step("advise", spec, given)), checked_name(name)
+    asked = chosen.spec
     if asked.layout.world_size > 1:
         raise UserError(f"advise walks steps of one process; leave out --layout {asked.layout}")
     with open_store(store, write=True) as opened:
@@ -91,7 +94,7 @@ def advise(
                 if walk.start is None:
                     raise
                 interrupted = walk.interrupted = error
-            advice = keep(opened, _recorded(walk, found, name))
+            advice = keep(opened, _recorded(walk, found, name, chosen.notes))
         if interrupted:
             raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from interrupted
         return advice
@@ -179,7 +182,7 @@ class _Findings:
             self._findings, self._step_s = found.findings, found.step_s
 
 
-def _recorded(walk: Walk, found: _Findings, name: str) -> Advice:
+def _recorded(walk: Walk, found: _Findings, name: str, notes: tuple[str, ...]) -> Advice:
     """The record of a walk that is over; its sides leave."""
     untried = walk.untried
     start, best = walk.leave(walk.start), walk.leave(walk.best)
@@ -192,7 +195,7 @@ def _recorded(walk: Walk, found: _Findings, name: str) -> Advice:
         environment=walk.best.environment,
         spec=walk.start.spec,
         failure=failure,
-        notes=tuple(_notes(walk)),
+        notes=(*notes, *_notes(walk)),
         best=None if failure else walk.best.spec,
         start_id=start.id if start else None,
         best_id=best.id if best and not failure else None,
@@ -223,7 +226,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
     change, promise = attempt.change, attempt.promise
     return Tried(
         field=change.field,
-        value=change.value,
+        value=_value(attempt),
         code=tuple(change.code.splitlines()),
         numerics=change.numerics,
         predicted_share=promise.share if promise else None,
@@ -237,6 +240,14 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         base_id=base.id if base else None,
         took_s=attempt.took_s,
     )
+
+
+def _value(attempt: Attempt) -> str:
+    """The value of the change; where that leaves a choice, what was chosen."""
+    if attempt.change.value != AUTO or attempt.change.field != "checkpointing" or attempt.side is None:
+        return attempt.change.value
+    chosen: str = attempt.side.spec.checkpointing
+    return chosen
 
 
 def _peak_bytes(run: Run | None) -> int | None:

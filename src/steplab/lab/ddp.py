@@ -18,6 +18,7 @@ from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.codec import new_id, now_utc
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
+from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import (
     COLLECTIVES,
     KINDS,
@@ -109,6 +110,9 @@ def ddp_study(
     Raises UserError that names what was given and what is valid, and Unsupported for a transport that needs GPUs.
     """
     step, count = ddp_step(fields, gpus, processes)
+    if step.checkpointing == AUTO:
+        why = "the variants need different amounts of memory, and are compared in equal steps"
+        raise Unsupported("checkpointing auto in a benchmark of data parallelism", why, "use none, selective or full")
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
     if small and transport and "peer_copy" in transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")

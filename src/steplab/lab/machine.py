@@ -1,9 +1,13 @@
-"""Measure the ceilings of this machine, for devices outside the catalogue of hardware."""
+"""What this machine has: its GPUs, and its ceilings, for devices outside the catalogue of hardware."""
 
+import ctypes
 import importlib.metadata
 import os
 import platform
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from steplab.lab.keeping import Place, keep, open_store
 from steplab.measurement.processes.launch import ceilings_in_child
@@ -50,3 +54,30 @@ def device_kind_here(name: str) -> str:
     if visible_gpus():
         return "cuda"
     return "mps" if (platform.system(), platform.machine()) == ("Darwin", "arm64") else "cpu"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class VisibleGpu:
+    """A GPU of this machine as torch would tell of it."""
+
+    name: str
+    """torch.cuda.get_device_name()."""
+    memory_bytes: int
+    """Total memory in bytes."""
+
+
+def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> VisibleGpu | None:
+    """The GPU of this number, by the CUDA driver (CUDA driver API, cuDeviceGetName and cuDeviceTotalMem), which needs
+    neither torch nor a context on it; None where the driver does not tell."""
+    try:
+        driver = load("libcuda.so.1")
+    except OSError:
+        return None
+    device, name, total = ctypes.c_int(), ctypes.create_string_buffer(256), ctypes.c_size_t()
+    failed = (
+        driver.cuInit(0)
+        or driver.cuDeviceGet(ctypes.byref(device), number)
+        or driver.cuDeviceGetName(name, len(name), device)
+        or driver.cuDeviceTotalMem_v2(ctypes.byref(total), device)
+    )
+    return None if failed else VisibleGpu(name=name.value.decode(errors="replace"), memory_bytes=total.value)

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from steplab.errors import UserError
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import device_kind_here
 from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
@@ -41,15 +42,16 @@ def measure(
     for a request that is not supported, and SteplabError if the store cannot be written.
     """
     given = fields if isinstance(spec, StepSpec) else fields_here(fields)
-    asked, name = spread_here(asked_step("measure", spec, given)), checked_name(name)
+    chosen, name = choose_checkpointing(spread_here(asked_step("measure", spec, given))), checked_name(name)
+    asked = chosen.spec
     if not is_first_rank():
         run = measure_in_child(asked, timeout_s=timeout_s)
         if run.failure:
             let_the_first_store()
-        return dataclasses.replace(run, name=name)
+        return with_notes(dataclasses.replace(run, name=name), chosen.notes)
     with open_store(store, write=True) as opened:
         run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
-        run = with_utilizations(dataclasses.replace(run, name=name), opened)
+        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
         keep(opened, run)
         return run
 

@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from steplab.errors import Unsupported, UserError
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -51,13 +52,13 @@ def memory(
     measurement is then stored, and the snapshot is kept with its marks.
     """
     refuse_torchrun("watch the memory of a step")
-    asked, name = asked_step("memory", spec, fields), checked_name(name)
+    chosen, name = choose_checkpointing(asked_step("memory", spec, fields)), checked_name(name)
     target, marks_target = _destinations(snapshot, store, force)
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / "step.pickle"
         marks = marks_beside(written)
-        run = measure_in_child(asked, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
-        run = with_utilizations(dataclasses.replace(run, name=name), opened)
+        run = measure_in_child(chosen.spec, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
+        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
         try:
             if written.exists():
                 if marks_target:

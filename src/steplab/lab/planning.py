@@ -1,23 +1,23 @@
 """Predict the memory and the time of a step for hardware that is not at hand; this needs neither torch nor a GPU."""
 
-import importlib.util
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.measuring import asked_step
-from steplab.plan.memory import predict_memory
+from steplab.lab.predicting import is_traced, memory_of
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
+from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import find_hardware, hardware_named
-from steplab.specs.hf_shape import refuse_experts
 from steplab.specs.step import StepSpec
 
 T = TypeVar("T")
@@ -42,7 +42,10 @@ def plan(spec: StepSpec | str | None = None, *, gpu: Gpu | str = DEFAULT_GPU, **
 
     `plan_memory`, `plan_time`, `plan_layout` and `plan_accounting` have the options of the commands of their names.
     """
-    return plan_steps([asked_step("plan", spec, fields, on_cuda)], gpu=gpu)[0]
+    chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
+    found = choose_checkpointing(asked_step("plan", spec, fields, on_cuda), hardware_named(chosen.name))
+    planned = plan_steps([found.spec], gpu=chosen)[0]
+    return replace(planned, memory=planned.memory and with_notes(planned.memory, found.notes))
 
 
 def plan_memory(
@@ -69,8 +72,12 @@ def plan_memory(
     asked = asked_step("plan_memory", spec, fields, on_cuda)
     if not sequence_parallel and asked.layout.tp == 1:
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
+    if asked.checkpointing == AUTO and gpu is None:
+        raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
     wanted = None if gpu is None else hardware_named(gpu).name
-    found = _memory_of(asked, asked_variant(asked, variant), sequence_parallel=sequence_parallel)
+    chosen = choose_checkpointing(asked, None if gpu is None else hardware_named(gpu))
+    found = memory_of(chosen.spec, asked_variant(asked, variant), sequence_parallel=sequence_parallel)
+    found = with_notes(found, chosen.notes)
     cards = tuple(card for card in found.cards if wanted in (None, card.gpu))
     return replace(found, cards=cards)
 
@@ -100,34 +107,17 @@ def plan_time(
     Raises UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
-    return _time_of(asked_step("plan_time", spec, fields, on_cuda), chosen)
-
-
-def _memory_of(spec: StepSpec, variant: Variant | None = None, *, sequence_parallel: bool = True) -> MemoryPrediction:
-    """Predict the memory of any model; one that is not steplab's own is traced where that is possible."""
-    simple = spec.compile == "off" and spec.layout.world_size == 1
-    if _is_traced(spec) and (simple or spec.model.kind == "factory"):
-        from steplab.fake_step.step import fake_step
-
-        return predict_memory(spec, open_step=fake_step)
-    return predict_memory(spec, variant=variant, sequence_parallel=sequence_parallel)
+    found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), hardware_named(chosen.name))
+    return with_notes(_time_of(found.spec, chosen), found.notes)
 
 
 def _time_of(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
-    if not _is_traced(spec) or spec.layout.world_size > 1:
+    if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     from steplab.fake_step.step import operators_of_fake
 
     refuse_unknown_step(spec, gpu, operators_are_known=True)
     return predict_step_time(spec, gpu, operators_of_fake(spec))
-
-
-def _is_traced(spec: StepSpec) -> bool:
-    """Whether the operators of the model are known by running it on tensors without content, which needs torch. Raises
-    Unsupported for a mixture of experts."""
-    needed = {"hf": ("torch", "transformers"), "factory": ("torch",)}.get(spec.model.kind, ())
-    refuse_experts(spec.model, f"a prediction for {spec.model.label}")
-    return bool(needed) and all(importlib.util.find_spec(name) is not None for name in needed)
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
@@ -136,7 +126,7 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
     found = []
     for spec in specs:
         why_not: list[str] = []
-        memory = _tried(partial(_memory_of, spec), "memory", why_not)
+        memory = _tried(partial(memory_of, spec), "memory", why_not)
         time = _tried(partial(_time_of, spec, chosen), "time", why_not)
         found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
     return tuple(found)

@@ -4,6 +4,7 @@ import dataclasses
 from pathlib import Path
 
 from steplab.errors import UserError
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -48,21 +49,21 @@ def profile(
     trace cannot be written or the trace cannot be read; the measurement is then stored, and the trace is kept.
     """
     refuse_torchrun("profile a step")
-    asked, name = asked_step("profile", spec, fields), checked_name(name)
+    chosen, name = choose_checkpointing(asked_step("profile", spec, fields)), checked_name(name)
     if profiled_steps < 1:
         raise UserError(f"profiled steps must be at least 1, not {profiled_steps}")
     target = _destination(trace, nsys, store, force)
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / ("steps.sqlite" if nsys else "steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
-            asked,
+            chosen.spec,
             profiled_steps=profiled_steps,
             trace=None if nsys else written,
             wrapper=nsys_command(written.with_suffix("")) if nsys else (),
             timeout_s=timeout_s,
             on_progress=on_progress,
         )
-        run = with_utilizations(dataclasses.replace(run, name=name), opened)
+        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
         if nsys and run.timing:
             run = _with_notes_on_nsys(run, written)
         try:

@@ -14,6 +14,7 @@ import msgspec
 from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.attention import attention_study, measure_attention
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.comm import comm_study, measure_comm
 from steplab.lab.ddp import ddp_study, measure_ddp
 from steplab.lab.keeping import NotStored, Place, keep, open_store
@@ -82,11 +83,15 @@ def _time(
 ) -> Run:
     """Time one step; one that is refused becomes a record as well, so that it is a row among the others."""
     with open_store(store, write=True) as opened:
+        notes: tuple[str, ...] = ()
         try:
-            run = measure_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
+            chosen = choose_checkpointing(spec)
+            notes = chosen.notes
+            run = measure_in_child(chosen.spec, timeout_s=timeout_s, on_progress=on_progress)
         except SteplabError as error:
             run = _refused(Run, spec, error)
-        return keep(opened, with_utilizations(dataclasses.replace(run, name=name), opened), place)
+        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), notes)
+        return keep(opened, run, place)
 
 
 def _watch(

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import NotStored, Place, checked_name, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.lab.measuring import named_fields
@@ -14,6 +15,7 @@ from steplab.lab.study_parts import jobs_of
 from steplab.measurement.progress import Progress
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.specs.step import StepSpec
 from steplab.specs.study import StudySpec, as_grid, fitted, load_study
 from steplab.store.cells import cell_key
 from steplab.store.database import Store
@@ -153,8 +155,16 @@ def _result(store: Store, study: StudySpec, study_id: str, num_jobs: int, refusa
     by_cell = {cell_key(record.spec): record for record in records if isinstance(record, Run) and record.spec}
     return SweepResult(
         study_id=study_id,
-        runs=tuple(by_cell[key] for key in map(cell_key, study.cells) if key in by_cell),
+        runs=tuple(by_cell[key] for key in map(_key_of_record, study.cells) if key in by_cell),
         num_measured=num_jobs,
         num_failed=sum(record.status != "ok" for record in records) + len(refusals),
         refusals=tuple(refusals),
     )
+
+
+def _key_of_record(cell: StepSpec) -> str:
+    """The key of the step that a cell's record is of: where the cell leaves a choice, that with what was chosen."""
+    try:
+        return cell_key(choose_checkpointing(cell).spec)
+    except SteplabError:  # it was refused, and the record says why
+        return cell_key(cell)

@@ -9,6 +9,7 @@ from typing import Any, Protocol, Self
 
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
+from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
@@ -55,6 +56,8 @@ class StoredSession:
     def __init__(self, session: Taking, store: Store, name: str) -> None:
         self._session, self._store, self._name = session, store, name
         self._present: list[Any] = []
+        self._notes: dict[int, tuple[str, ...]] = {}
+        """What was chosen for each side that is present, by the side's identity."""
         self.stored: list[Run] = []
         """The records, in the order in which sides left."""
 
@@ -83,7 +86,9 @@ class StoredSession:
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
         """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""
-        side = self._session.enter(label, spec, surroundings)
+        chosen = choose_checkpointing(spec)
+        side = self._session.enter(label, chosen.spec, surroundings)
+        self._notes[id(side)] = chosen.notes
         self._present.append(side)
         return side
 
@@ -98,8 +103,9 @@ class StoredSession:
         if side.failure is None and side.run is None:
             self._session.measure([side], side.spec.steps)
         self._present.remove(side)
+        notes = self._notes.pop(id(side), ())
         run = with_utilizations(dataclasses.replace(self._session.leave(side), name=self._name), self._store)
-        self.stored.append(keep(self._store, run))
+        self.stored.append(keep(self._store, with_notes(run, notes)))
         return run
 
 

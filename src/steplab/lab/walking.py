@@ -28,7 +28,7 @@ from steplab.specs.resolve import with_fields
 from steplab.specs.step import FIELDS, StepSpec
 
 _MAKE_ROOM = ("attention", "loss", "precision")
-"""Fields whose changes need less memory, where the first step does not fit."""
+"""Fields whose changes need less memory and no more time, where the first step does not fit."""
 _LAUNCHING = ("compile", "cuda_graph")
 """Fields that change how many kernels are launched, and how."""
 _FIRST_STEPS = 1
@@ -194,6 +194,8 @@ class Walk:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
         found = []
         for change in self._untried_of(spec):
+            if change.makes_room:
+                continue
             promise = self.outlook.forecast(spec, change)
             changed = with_fields(spec, {change.field: change.value})
             found.append(Candidate(change=change, promise=promise, takes_s=trial_s + self.outlook.compile_s(changed)))
@@ -287,8 +289,10 @@ class Walk:
     def _make_room(self) -> None:
         """Where the first step does not run, add the changes that need less memory until it does."""
         for change in self.outlook.changes(self.start.spec):
-            if change.field not in _MAKE_ROOM or change not in self._untried_of(self.best.spec):
+            makes_room = change.field in _MAKE_ROOM or change.makes_room
+            if not makes_room or change not in self._untried_of(self.best.spec):
                 continue
+            self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
             attempt = self._attempt(change, self.outlook.forecast(self.best.spec, change))
             if attempt.side is None:
                 continue

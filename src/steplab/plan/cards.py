@@ -45,11 +45,16 @@ def fits_of(kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> t
     return tuple(fit_of(card, kind, least_bytes, safe_bytes) for card in cards)
 
 
+def usable_of(card: HardwareSpec) -> tuple[int, int]:
+    """Bytes of a card that a program can count on, and that none can exceed."""
+    if card.usable_bytes is not None:
+        return card.usable_bytes, card.usable_bytes
+    return int(card.memory_bytes * LEAST_USABLE), card.memory_bytes
+
+
 def fit_of(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
     """The verdict on one card."""
-    known = card.usable_bytes is not None
-    usable = card.usable_bytes if card.usable_bytes is not None else int(card.memory_bytes * LEAST_USABLE)
-    most = card.usable_bytes if card.usable_bytes is not None else card.memory_bytes
+    usable, most = usable_of(card)
     verdict: Verdict = "too tight to promise"
     if least_bytes > most:
         verdict = "does not fit"
@@ -57,4 +62,4 @@ def fit_of(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_byte
         verdict = "not known"
     elif safe_bytes <= usable:
         verdict = "fits"
-    return CardFit(gpu=card.name, usable_bytes=usable, usable_is_known=known, verdict=verdict)
+    return CardFit(gpu=card.name, usable_bytes=usable, usable_is_known=card.usable_bytes is not None, verdict=verdict)

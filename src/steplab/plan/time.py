@@ -22,7 +22,7 @@ from steplab.plan.rates import Gpu, StepRates
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, CompiledShares, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention
-from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
@@ -156,7 +156,10 @@ _FEWEST_MICRO_STEPS = 2
 def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     shape = spec.model.shape
     assert shape is not None
-    period = _period(spec.checkpointing)
+    first = num_first(spec.checkpointing)
+    if first is not None and spec.checkpoints_apply:
+        return _of_first_blocks(spec, gpu, min(first, shape.num_layers))
+    period = period_of(spec.checkpointing)
     fewest = shape.num_layers % period + period
     if shape.num_layers <= fewest + period:
         return _summed(spec, gpu, shape.num_layers)
@@ -164,9 +167,31 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     return _extrapolated(few, more, (shape.num_layers - fewest) // period)
 
 
-def _extrapolated(few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int) -> "dict[_Key, _Sum]":
-    """`few`, with as many times what `more` has beyond it."""
-    return {key: few.get(key, _NOTHING).plus(more[key].minus(few.get(key, _NOTHING)), times) for key in more}
+def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
+    """As `_of_blocks`, where the first blocks are recomputed: one more of those adds the same, and one more of the
+    others."""
+    assert spec.model.shape is not None
+
+    def summed(first: int, others: int) -> "dict[_Key, _Sum]":
+        return _summed(dataclasses.replace(spec, checkpointing=f"first_{first}"), gpu, first + others)
+
+    others = spec.model.shape.num_layers - num_first
+    found = few = summed(1, min(others, 1))
+    if num_first > 1:
+        found = _extrapolated(few, summed(2, min(others, 1)), num_first - 1, found)
+    if others > 1:
+        found = _extrapolated(few, summed(1, 2), others - 1, found)
+    return found
+
+
+def _extrapolated(
+    few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
+) -> "dict[_Key, _Sum]":
+    """`start`, by default `few`, with as many times what `more` has beyond `few`."""
+    start = few if start is None else start
+    beyond = {key: found.minus(few.get(key, _NOTHING)) for key, found in more.items()}
+    keys = dict.fromkeys([*start, *beyond])
+    return {key: start.get(key, _NOTHING).plus(beyond.get(key, _NOTHING), times) for key in keys}
 
 
 _Key = tuple[str, str, str, str]
@@ -193,11 +218,6 @@ class _Sum:
 
 
 _NOTHING = _Sum()
-
-
-def _period(checkpointing: str) -> int:
-    """After how many blocks the next is treated as the first was."""
-    return int(checkpointing.removeprefix("every_")) if checkpointing.startswith("every_") else 1
 
 
 def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:

@@ -36,6 +36,8 @@ class Change:
     """Present values for which it is tried; empty: all others."""
     pointless_after: tuple[str, ...] = ()
     """Values of the field that do the same and more, so that this one saves no time once they were tried."""
+    makes_room: bool = False
+    """Whether it costs time for memory, so that it is tried only where the step runs out of memory."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
 
@@ -186,6 +188,15 @@ CHANGES = (
         replaces=("bf16",),
     ),
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
+    Change(
+        field="checkpointing",
+        value="auto",
+        code="from torch.utils.checkpoint import checkpoint\n"
+        "x = checkpoint(block, x, use_reentrant=False)  # for as many of the blocks as it takes to fit",
+        devices=_CUDA,
+        replaces=("none",),
+        makes_room=True,
+    ),
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
     Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA, fast={"cuda": ("transformer",)}),

@@ -3,7 +3,10 @@
     none       every block saves its activations
     full       every block is recomputed
     every_N    blocks 0, N, 2N, ... are recomputed, the others save theirs
+    first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
     selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
+    auto       the first of none, selective, first_K and full with which the step fits its GPU; chosen by
+               lab.checkpointing before anything is built or recorded
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", for the selective kind.
@@ -13,31 +16,46 @@ import re
 
 from steplab.errors import UserError
 
-CHECKPOINTING = ("none", "full", "every_N", "selective")
-"""The choices; N is a whole number of at least 2."""
+CHECKPOINTING = ("none", "full", "every_N", "first_K", "selective", "auto")
+"""The choices; N is a whole number of at least 2, K one of at least 1."""
+AUTO = "auto"
 
-_EVERY = re.compile(r"every_([1-9][0-9]{0,8})")
+_NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 
 
 def check_checkpointing(name: str) -> None:
     """Raise UserError, listing the choices, for a name that is not one of them."""
-    if _every(name) == 1:
+    if name == "every_1":
         raise UserError("checkpointing 'every_1' would recompute every block; use full for that")
-    if name not in ("none", "full", "selective") and _every(name) is None:
+    if name not in ("none", "full", "selective", AUTO) and not _NUMBERED.fullmatch(name):
         choices = ", ".join(CHECKPOINTING)
-        raise UserError(f"checkpointing '{name}' is not known; choose one of {choices} (with N at least 2: every_2)")
+        raise UserError(
+            f"checkpointing '{name}' is not known; choose one of {choices} (every_2, with N at least 2; first_12)"
+        )
 
 
 def is_recomputed(checkpointing: str, block: int) -> bool:
-    """Whether a block, counted from 0, is recomputed in the backward pass, matmuls included; never for selective."""
-    every = _every(checkpointing)
-    return checkpointing == "full" or (every is not None and block % every == 0)
+    """Whether a block, counted from 0, is recomputed in the backward pass, matmuls included; never for selective.
+
+    Raises UserError for auto, which must be chosen before.
+    """
+    if checkpointing == AUTO:
+        raise UserError("checkpointing auto is not chosen here; name none, selective, full, first_K or every_N")
+    if (first := num_first(checkpointing)) is not None:
+        return block < first
+    return (checkpointing == "full" or checkpointing.startswith("every_")) and block % period_of(checkpointing) == 0
 
 
 def num_recomputed(checkpointing: str, num_layers: int) -> int:
     """How many of `num_layers` blocks are recomputed in the backward pass."""
-    every = 1 if checkpointing == "full" else _every(checkpointing)
-    return -(-num_layers // every) if every is not None else 0
+    if (first := num_first(checkpointing)) is not None:
+        return min(first, num_layers)
+    return -(-num_layers // period_of(checkpointing)) if is_recomputed(checkpointing, 0) else 0
+
+
+def differs_by_block(checkpointing: str) -> bool:
+    """Whether some blocks may be treated otherwise than others."""
+    return _NUMBERED.fullmatch(checkpointing) is not None
 
 
 def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradients: bool) -> str | None:
@@ -47,7 +65,9 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
     """
     if checkpointing != "none" and not gradients:
         return "checkpointing: changes nothing, because without gradients no activation is saved"
-    if num_layers is not None and 1 < num_layers <= (_every(checkpointing) or 0):
+    if num_layers is not None and num_layers < (num_first(checkpointing) or 0):
+        return f"checkpointing {checkpointing}: there are {num_layers} blocks, and all of them are recomputed"
+    if num_layers is not None and 1 < num_layers <= period_of(checkpointing):
         return (
             f"checkpointing {checkpointing}: only the first of {num_layers} blocks is recomputed; "
             f"take N below {num_layers} for more"
@@ -55,7 +75,17 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
     return None
 
 
-def _every(name: str) -> int | None:
-    """The N of every_N."""
-    found = _EVERY.fullmatch(name)
-    return int(found[1]) if found else None
+def period_of(checkpointing: str) -> int:
+    """After how many blocks the next is treated as the first was: the N of every_N, otherwise 1."""
+    return _number("every", checkpointing) or 1
+
+
+def num_first(checkpointing: str) -> int | None:
+    """The K of first_K; None for another choice."""
+    return _number("first", checkpointing)
+
+
+def _number(kind: str, name: str) -> int | None:
+    """The N of every_N, or the K of first_K; None for another choice."""
+    found = _NUMBERED.fullmatch(name)
+    return int(found[2]) if found and found[1] == kind else None

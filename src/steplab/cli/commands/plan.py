@@ -107,7 +107,7 @@ def memory(
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
-    _write(plan_document(spec, prediction), chosen, out, prediction)
+    _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 
 @plan.command
@@ -147,7 +147,7 @@ def time(
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
-    _write(time_document(spec, prediction), chosen, out, prediction)
+    _write(time_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 
 _OF_LAYOUTS = (

@@ -24,7 +24,7 @@ from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import RankMemory, Term
-from steplab.specs.checkpointing import is_recomputed
+from steplab.specs.checkpointing import differs_by_block, is_recomputed
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
 
@@ -93,7 +93,7 @@ def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple
 
 def _differ(spec: StepSpec) -> bool:
     """Whether checkpointing treats some blocks otherwise than others."""
-    return spec.checkpoints_apply and spec.checkpointing.startswith("every_")
+    return spec.checkpoints_apply and differs_by_block(spec.checkpointing)
 
 
 class _Rank:

@@ -26,6 +26,7 @@ from steplab.plan.layout.traffic import Traffic, gathered_elements, traffic_of
 from steplab.plan.rates import Gpu
 from steplab.plan.time import step_spread, throttling
 from steplab.records.layout_plan import AxisTraffic, LayoutTime
+from steplab.specs.checkpointing import differs_by_block
 from steplab.specs.ddp import Variant
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
@@ -219,7 +220,7 @@ class LayoutClock:
 
 def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
     """What the time of a group's step follows from."""
-    if spec.checkpointing.startswith("every_"):
+    if differs_by_block(spec.checkpointing):
         return (group.place,)
     return tuple((len(stage.blocks), stage.first, stage.last) for stage in group.stages)
 
