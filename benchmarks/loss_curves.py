@@ -40,9 +40,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from steplab.measurement.machine.device import open_device
+from steplab.measurement.machine.device import Device, open_device
+from steplab.measurement.step.graphed import GraphedStep
+from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
+from steplab.specs.recipe import resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -53,44 +56,32 @@ class Variant:
 
     name: str
     fields: Mapping[str, object] = field(default_factory=dict)
-    """What it changes of the reference, by the names of options."""
+    """What it sets, by the names of options."""
     devices: tuple[str, ...] = ("cuda", "cpu")
     """Kinds of devices that it runs on."""
     control: bool = False
     """Whether it is known to train otherwise, so that it need not pass."""
 
 
-FAST = {"precision": "bf16", "loss": "fused", "optimizer": "adamw_triton"}
+PLAIN = {"optimizer": "adamw_loop"}
+FAST = {"precision": "bf16", "loss": "fused", "optimizer": "adamw_triton", "compile": "block"}
 REFERENCE = "plain, fp32"
 VARIANTS = (
-    Variant(name=REFERENCE),
-    Variant(name="plain, bf16", fields={"precision": "bf16"}, devices=("cuda",)),
+    Variant(name=REFERENCE, fields=PLAIN),
+    Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
+    Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
     Variant(
-        name="fast, Triton",
-        fields=FAST | {"attention": "flash_triton", "compile": "default"},
+        name="bf16 weights with masters",
+        fields=FAST | {"attention": "flash_triton", "precision": "bf16_master"},
         devices=("cuda",),
     ),
+    Variant(name="bf16_pure", fields=PLAIN | {"precision": "bf16_pure"}, devices=("cuda",), control=True),
+    Variant(name="--recipe fast", fields={"recipe": "fast"}, devices=("cuda",)),
     Variant(
-        name="fast, bf16 weights with masters",
-        fields=FAST | {"attention": "flash_triton", "compile": "default", "precision": "bf16_master"},
-        devices=("cuda",),
-    ),
-    Variant(
-        name="fast, cuDNN, CUDA graphs",
-        fields=FAST | {"attention": "sdpa_cudnn", "compile": "reduce-overhead", "model.projections": "merged"},
-        devices=("cuda",),
-    ),
-    Variant(
-        name="fast, CPU",
-        fields={
-            "attention": "sdpa",
-            "loss": "chunked",
-            "optimizer": "adamw_fused",
-            "model.projections": "merged",
-        },
+        name="chunked loss, sdpa, merged",
+        fields={"attention": "sdpa", "loss": "chunked", "model.projections": "merged"},
         devices=("cpu",),
     ),
-    Variant(name="bf16_pure", fields={"precision": "bf16_pure"}, devices=("cuda",), control=True),
     Variant(name="sgd", fields={"optimizer": "sgd"}, devices=("cpu",), control=True),
 )
 """The reference first: eager, fp32, attention with its scores in memory, and torch's AdamW as a loop. Few CPUs multiply
@@ -100,6 +91,8 @@ PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")
 """The linear layers of which merged ones are made."""
 NUM_WINDOWS = 10
 
+Batch = tuple[Tensor, Tensor]
+"""Tokens and targets."""
 Curves = dict[str, dict[int, list[float]]]
 """variant -> seed -> loss of each step"""
 Losses = NDArray[np.float64]
@@ -122,14 +115,13 @@ def sequences(vocab_size: int, length: int) -> Tensor:
     return ids[: len(ids) // length * length].view(-1, length)
 
 
-def batches_of(data_NL: Tensor, spec: StepSpec, steps: int) -> Iterator[tuple[Tensor, Tensor]]:
+def batches_of(data_NL: Tensor, spec: StepSpec, steps: int, device: torch.device) -> list[Batch]:
     """Tokens and targets of each step; the order is the seed's. The text is read again if the steps need more of it."""
     order = torch.Generator().manual_seed(spec.seed)
-    numbers = torch.cat(
-        [torch.randperm(len(data_NL), generator=order) for _ in range(1 + steps * spec.batch // len(data_NL))]
-    )
-    for chosen in numbers[: steps * spec.batch].view(steps, spec.batch):
-        yield data_NL[chosen, :-1], data_NL[chosen, 1:]
+    times = 1 + steps * spec.batch // len(data_NL)
+    numbers = torch.cat([torch.randperm(len(data_NL), generator=order) for _ in range(times)])
+    chosen_SBL = data_NL[numbers[: steps * spec.batch]].view(steps, spec.batch, -1).to(device)
+    return [(chosen_BL[:, :-1].contiguous(), chosen_BL[:, 1:].contiguous()) for chosen_BL in chosen_SBL]
 
 
 def adopt(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
@@ -144,51 +136,69 @@ def adopt(module: nn.Module, weights: Mapping[str, Tensor]) -> None:
     module.load_state_dict({name: of(name) for name in module.state_dict()})
 
 
-def losses_of(step: ModelStep, batches: Iterator[tuple[Tensor, Tensor]]) -> list[float]:
-    """Train, and give the loss of each step before its update. Batches are written where the step reads its own."""
-    kept = []
-    for number, batch in enumerate(batches):
-        for held, new in zip(step.batches[number % len(step.batches)], batch, strict=True):
-            held.copy_(new)
-        loss = None
-        for phase in step.phases:
-            phase.run()
-            loss = loss if step.loss is None else step.loss.detach().clone()  # backward lets go of it
-        assert loss is not None
-        kept.append(loss)
+def losses_of(step: ModelStep, batches: Sequence[Batch], device: Device, *, as_graphs: bool) -> list[float]:
+    """Train on each batch once, and give the loss of each step before its update. as_graphs: replay the step as CUDA
+    graphs; what runs before they are recorded trains too."""
+    step.batches = list(batches)
+    kept: list[Tensor] = []
+    forward = step.phases[0]
+
+    def run() -> None:
+        forward.run()
+        assert step.loss is not None
+        kept.append(step.loss.detach().clone())  # backward lets go of it
+
+    step.phases[0] = Phase(name=forward.name, run=run)
+    if as_graphs:
+        graphed = GraphedStep(step, device, "the model")
+        graphed.record()
+        recorded = kept.pop()  # of the recording, which executes nothing; every replay writes it
+        graphed.batches = list(batches[len(kept) :])
+        for _ in graphed.batches:
+            for phase in graphed.phases:
+                phase.run()
+            kept.append(recorded.clone())
+    else:
+        for _ in batches:
+            step.run()
     return [loss.item() for loss in kept]
 
 
 def train(options: argparse.Namespace) -> dict[str, Any]:
-    """The curves of all variants and seeds on one device."""
-    device = open_device(options.device).torch_device
-    plain = {"model": options.model, "context": options.context, "batch": options.batch, "optimizer": "adamw_loop"}
-    shape = resolve_step(plain).model.shape
+    """The curves of all variants and seeds on one device; those until then are in --output after each."""
+    device = open_device(options.device)
+    torch_device = device.torch_device
+    size = {"model": options.model, "context": options.context, "batch": options.batch, "device": options.device}
+    shape = resolve_step(size).model.shape
     assert shape is not None
     data_NL = sequences(shape.vocab_size, options.context + 1)
+    where = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else platform.machine()
     curves: Curves = {}
-    chosen = [each for each in VARIANTS if device.type in each.devices]
-    for seed in options.seeds:
-        own = plain | {"seed": seed, "device": options.device}
-        first = build_workload(resolve_step(own), device).module
-        assert first is not None
-        weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
-        for variant in chosen:
-            spec = resolve_step(own | variant.fields)
-            workload = build_workload(spec, device)
-            assert workload.module is not None
-            adopt(workload.module, weights)
-            step = make_step(workload, spec, device)
-            assert isinstance(step, ModelStep)
-            curves.setdefault(variant.name, {})[seed] = losses_of(step, batches_of(data_NL, spec, options.steps))
-            del workload, step
-            print(f"seed {seed}, {variant.name}: {curves[variant.name][seed][-1]:.3f}", file=sys.stderr, flush=True)
-    where = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    return {
+    result = {
         "about": f"{options.model}, batch {options.batch}, context {options.context}, {where}, "
         f"torch {torch.__version__}, text of Python {platform.python_version()} in {data_NL.numel():,} tokens",
         "curves": curves,
     }
+    for seed in options.seeds:
+        reference = resolve_step(size | {"seed": seed})
+        first = build_workload(reference, torch_device).module
+        assert first is not None
+        weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
+        batches = batches_of(data_NL, reference, options.steps, torch_device)
+        for variant in (each for each in VARIANTS if torch_device.type in each.devices):
+            spec = resolve_with_recipe(size | {"seed": seed} | variant.fields, lambda name: torch_device.type)
+            workload = build_workload(spec, torch_device)
+            assert workload.module is not None
+            adopt(workload.module, weights)
+            step = make_step(workload, spec, torch_device)
+            assert isinstance(step, ModelStep)
+            losses = losses_of(step, batches, device, as_graphs=spec.cuda_graph == "step")
+            curves.setdefault(variant.name, {})[seed] = losses
+            del workload, step
+            print(f"seed {seed}, {variant.name}: {losses[-1]:.3f}", file=sys.stderr, flush=True)
+            if options.output:
+                Path(options.output).write_text(json.dumps(result))
+    return result
 
 
 def joined(results: Sequence[Mapping[str, Any]]) -> Curves:
@@ -277,7 +287,7 @@ def draw(curves: Curves, found: Mapping[str, Beside], seeds: Sequence[int], path
 def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
     """Print the table, draw the picture, and give the exit code."""
     curves = joined(results)
-    seeds = sorted(curves[REFERENCE])
+    seeds = sorted(set.intersection(*map(set, curves.values())))
     if len(seeds) < 2:
         print("one seed: the curves are kept, and compared where --read gives two or more", file=sys.stderr)
         return 0
@@ -314,8 +324,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--picture", default="", help="a file for the picture, .svg or .png")
     options = parser.parse_args(arguments)
     results = [json.loads(Path(path).read_text()) for path in options.read] or [train(options)]
-    if options.output:
-        Path(options.output).write_text(json.dumps(results[0]))
     return report(results, options.picture)
 
 

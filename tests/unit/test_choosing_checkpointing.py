@@ -17,6 +17,7 @@ from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.machine import VisibleGpu, visible_gpu
 from steplab.lab.measuring import measure
 from steplab.lab.planning import plan, plan_memory, plan_time
+from steplab.lab.predicting import memory_of
 from steplab.plan.cards import fit_of
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
@@ -83,8 +84,7 @@ def test_of_a_transformers_model_every_layer_is_recomputed_or_none(tmp_path: Pat
     path.write_text(json.dumps(config))
     spec = resolve_step({"model": f"hf:{path}", "compile": "default", "checkpointing": "auto", "context": 2048})
     none, full = (
-        checkpointing.memory_of(dataclasses.replace(spec, checkpointing=name)).safe_device_bytes
-        for name in ("none", "full")
+        memory_of(dataclasses.replace(spec, checkpointing=name)).safe_device_bytes for name in ("none", "full")
     )
     assert none is not None
     assert full is not None
@@ -208,7 +208,7 @@ def test_a_walk_recomputes_where_the_step_runs_out_of_memory(
         keep_precision=True,
         store=tmp_path / "store.db",
         session=FakeSession(told),
-        profile=lambda *_, **__: None,
+        profile=unprofiled,
     )
     assert advice.best is not None
     assert advice.best.checkpointing != "none"
