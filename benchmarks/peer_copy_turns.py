@@ -1,0 +1,157 @@
+"""Copies from every GPU to every other: in which order they are sent, and whether in turns. Then peer copies by size.
+
+    torchrun --nproc-per-node 4 benchmarks/peer_copy_turns.py [--buckets 100,200,400]
+
+First copies alone: 60 rounds in which each GPU sends 20 MB to each other one, without waiting for any (from the next
+rank on, the same with ranks that begin 30 microseconds apart, all to rank 0 first), in turns as of
+parallel/peer_copies.py, and on two streams. Then the gradients of xl, averaged with nothing beside them, at once and in
+turns, in buckets of some sizes in MB. Milliseconds of the slowest rank; rates are of what one GPU sends. Half a minute
+on four H200s.
+"""
+
+import argparse
+import os
+import statistics
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steplab.parallel.buckets import grouped
+from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.peer_copies import PeerBucket, peer_buckets
+from steplab.parallel.symmetric_memory import SymmetricMemory
+
+PIECE_BYTES, ROUNDS, REPEATS = 20_000_000, 60, 6
+HELD_CYCLES, APART_CYCLES = 80_000_000, 50_000
+"""How long the GPU is held so that Python is ahead of it, some 40 ms, and how far apart ranks begin."""
+
+
+class Copies:
+    """Rounds of copies to all other GPUs."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.memory = SymmetricMemory(GroupCollectives(), None, device)
+        self.rank, self.size = self.memory.rank, self.memory.size
+        _, self.bases = self.memory.allocate(PIECE_BYTES * (self.size + 1), 1)
+        self.next_ranks = [(self.rank + step) % self.size for step in range(1, self.size)]
+        self.turn = 0
+
+    def rounds(self, order: Sequence[int], *, in_turns: bool = False, num_lines: int = 1) -> None:
+        """Give the lines all copies, and have the current stream wait for them."""
+        for line in range(num_lines):
+            self.memory.follow_current(line)
+        for _ in range(ROUNDS):
+            for place, peer in enumerate(order):
+                if in_turns and self.turn:
+                    self.memory.await_signals(0, (0,), self.turn)
+                target = self.bases[peer] + PIECE_BYTES * (1 + self.rank)
+                self.memory.copy(place % num_lines, [target], [self.bases[self.rank]], [PIECE_BYTES])
+                if in_turns:
+                    self.turn += 1
+                    self.memory.signal(0, (((self.rank - 1) % self.size, 0),), self.turn)
+        for stream in self.memory._streams:
+            torch.cuda.current_stream().wait_stream(stream)
+
+
+def slowest_ms(work: Callable[[], object], after: Callable[[], object], *, apart: bool = False) -> list[float]:
+    """Milliseconds of the slowest rank in each repeat, in ascending order."""
+    found = []
+    for repeat in range(-2, REPEATS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        torch.cuda._sleep(HELD_CYCLES + apart * APART_CYCLES * dist.get_rank())  # type: ignore[no-untyped-call]
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        work()
+        end.record()
+        torch.cuda.synchronize()
+        after()
+        if repeat >= 0:
+            found.append(start.elapsed_time(end))
+    times = torch.tensor(found, device="cuda")
+    dist.all_reduce(times, op=dist.ReduceOp.MAX)
+    return sorted(times.tolist())
+
+
+def compare_orders(copies: Copies) -> None:
+    """Print a line for each order of copies."""
+    if copies.rank == 0:
+        print("copies,ms,ms_least,ms_most,GB_per_s", flush=True)
+    ways: dict[str, Callable[[], None]] = {
+        "from the next rank on": lambda: copies.rounds(copies.next_ranks),
+        "the same, begun apart": lambda: copies.rounds(copies.next_ranks),
+        "rank 0 first": lambda: copies.rounds(sorted(copies.next_ranks)),
+        "in turns": lambda: copies.rounds(copies.next_ranks, in_turns=copies.size > 2),
+        "two streams": lambda: copies.rounds(copies.next_ranks, num_lines=2),
+    }
+    for name, way in ways.items():
+        times = slowest_ms(way, lambda: None, apart=name.endswith("apart"))
+        rate = PIECE_BYTES * ROUNDS * (copies.size - 1) / statistics.median(times) / 1e6
+        if copies.rank == 0:
+            print(f"{name},{statistics.median(times):.2f},{times[0]:.2f},{times[-1]:.2f},{rate:.0f}", flush=True)
+
+
+def xl_shapes() -> list[tuple[int, ...]]:
+    """Of the parameters of xl, in the order in which their gradients become ready."""
+    width, inner, vocabulary = 1600, 6400, 10_000
+    block = [*[(width, width)] * 4, (inner, width), (inner, width), (width, inner), (width,), (width,)]
+    return [(vocabulary, width), (width,), *(block * 48), (vocabulary, width)]
+
+
+def average(buckets: Sequence[PeerBucket], groups: Sequence[Sequence[int]], gradients: Sequence[Tensor]) -> None:
+    """Average all gradients."""
+    for bucket, group in zip(buckets, groups, strict=True):
+        bucket.launch([gradients[index] for index in group])
+    for bucket in buckets:
+        bucket.wait()
+
+
+def release(buckets: Sequence[PeerBucket]) -> None:
+    for bucket in buckets:
+        bucket.release()
+
+
+def compare_designs(size_mb: int, gradients: Sequence[Tensor]) -> None:
+    """Print a line for buckets of this size at once, and one in turns; raises AssertionError if an average is wrong."""
+    size = dist.get_world_size()
+    parameters = [nn.Parameter(torch.empty(gradient.shape, device="meta")) for gradient in gradients]
+    groups = grouped(parameters, size_mb * 1e6)
+    memory = SymmetricMemory(GroupCollectives(), None, gradients[0].device)
+    buckets = peer_buckets([[parameters[index] for index in group] for group in groups], memory)
+    for name in ("at once", "in turns") if size > 2 else ("at once",):
+        for bucket in buckets:
+            copies = bucket._copies
+            bucket._copy = copies.copy_in_turns if name == "in turns" else copies.copy_at_once
+        times = slowest_ms(partial(average, buckets, groups, gradients), partial(release, buckets))
+        for kept in (kept for bucket in buckets for kept in bucket.wait()):
+            assert kept is not None
+            assert bool((kept == (size + 1) / 2).all()), f"{name}, {size_mb} MB"
+            kept.zero_()
+        if dist.get_rank() == 0:
+            figures = f"{statistics.median(times):.2f},{times[0]:.2f},{times[-1]:.2f}"
+            print(f"{name},{size_mb},{len(buckets)},{figures}", flush=True)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--buckets", default="100,200,400", help="sizes in MB of 1e6 bytes")
+    options = parser.parse_args()
+    device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+    torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl", device_id=device)
+    compare_orders(Copies(device))
+    gradients = [torch.full(shape, dist.get_rank() + 1.0, device=device) for shape in xl_shapes()]
+    if dist.get_rank() == 0:
+        print("\ngradients of xl,bucket_mb,num_buckets,ms,ms_least,ms_most", flush=True)
+    for size in options.buckets.split(","):
+        compare_designs(int(size), gradients)
+        torch.cuda.synchronize()
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
