@@ -16,6 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
+from attention_dims import GRID, dims_table
 from attention_sources import cells_of, disagreements, sources
 from attention_steps import OURS, STEPS, milliseconds, steps
 
@@ -80,9 +81,8 @@ def main(records: str, *rest: str) -> None:
     whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
     if rest:
         _, page = rest
-        write_between_marks(
-            Path(page), "\n\n".join([*for_docs(cells_of(runs, "peers"), cells_of(runs, "long")), whole[-1]])
-        )
+        shown = for_docs(cells_of(runs, "peers"), cells_of(runs, "long"), cells_of(runs, GRID))
+        write_between_marks(Path(page), "\n\n".join([*shown, whole[-1]]))
     else:
         print("\n\n".join([*parts(runs), *whole]))
 
@@ -118,6 +118,7 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
         yield from _titled(f"Which cell of {OURS} is bound by what", bounds(peers))
         yield from _titled("Errors and first calls, the worst of all shapes", worst(peers))
         yield from _titled("Memory, peak of forward and backward beyond the inputs", memory(peers))
+    yield from _titled("Head dimensions and grouped heads", dims_table(cells_of(runs, GRID)))
     for grid, title in (("study", "Batch 8, one head, fp32, not causal"), ("long", "Batch 1, one head, causal")):
         cells = _in_order(cells_of(runs, grid))
         if not cells:
@@ -139,7 +140,9 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
             yield markdown_table(replace(account_table(account), caption=f"Most at once: {text}{said}"))
 
 
-def for_docs(peers: Sequence[AttentionCell], long: Sequence[AttentionCell]) -> Iterator[str]:
+def for_docs(
+    peers: Sequence[AttentionCell], long: Sequence[AttentionCell], dims: Sequence[AttentionCell]
+) -> Iterator[str]:
     """What docs/attention.md shows."""
     yield markdown_table(by_shape(peers, _three_times, LABEL, f"{_OF_PASSES}."))
     for peer in (PEER, default_peer(peers)):
@@ -149,8 +152,9 @@ def for_docs(peers: Sequence[AttentionCell], long: Sequence[AttentionCell]) -> I
         yield markdown_table(
             by_shape(longest, _three_times, LABEL, f"{_OF_PASSES}; the longest sequences of the long grid.")
         )
-    if found := bounds(peers):
-        yield markdown_table(found)
+    for table in (dims_table(dims), bounds(peers)):
+        if table:
+            yield markdown_table(table)
 
 
 def _three_times(cell: AttentionCell) -> str | None:

@@ -1,0 +1,56 @@
+"""benchmarks/attention_dims.py: times beside what FLOPs in proportion say."""
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from steplab.records.attention import AttentionCell
+from steplab.records.timing import PhaseSamples
+from steplab.report.kit.markup import markdown_table
+from steplab.specs.attention import AttentionSpec
+from steplab.specs.attention_study import cells_of_grid
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+
+
+@pytest.fixture
+def attention_dims(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return import_module("attention_dims")
+
+
+def cell(milliseconds: float, **sizes: int) -> AttentionCell:
+    """Forward alone was timed."""
+    spec = AttentionSpec(**{"heads": 32, "queries": 4096, "causal": True, "implementation": "flash_triton", **sizes})  # type: ignore[arg-type]
+    return AttentionCell(spec=spec, passes=(PhaseSamples(phase="forward", device_s=(milliseconds / 1e3,) * 4),))
+
+
+def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own(attention_dims: Any) -> None:
+    cells = [
+        cell(1.0, dim=64),
+        cell(2.0, dim=128),
+        cell(1.375, dim=80),
+        cell(1.35, dim=96),
+        cell(0.95, dim=64, kv_heads=8),
+    ]
+    lines = markdown_table(attention_dims.dims_table(cells)).splitlines()
+    forward = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if "flash" in line}
+    assert forward == {
+        "1×32×4096×64": "1.00",
+        "1×32×4096×128": "2.00",
+        "1×32×4096×80": "1.38 (+10%)",  # of 1.25
+        "1×32×4096×96": "1.35 (-10%)",  # of 1.5
+        "1×32/8×4096×64": "0.950 (-5%)",
+    }
+
+
+def test_the_grid_has_what_each_of_its_cells_is_set_beside(attention_dims: Any) -> None:
+    name, _, specs = cells_of_grid(str(BENCHMARKS / "attention_dims.toml"), {})
+    assert name == attention_dims.GRID
+    times = {spec: {"forward": 1.0} for spec in specs}
+    without = {(spec.dim, spec.heads) for spec in specs if attention_dims._expected(spec, "forward", times) is None}
+    assert without == {(64, 16), (128, 16), (64, 32), (128, 32)}, "those that others are set beside"
+    assert {spec.dim for spec in specs} == {64, 80, 96, 112, 128}
+    assert {spec.num_kv_heads for spec in specs if spec.heads == 32} == {32, 8, 4}
