@@ -51,6 +51,6 @@ def test_the_grid_has_what_each_of_its_cells_is_set_beside(attention_dims: Any) 
     assert name == attention_dims.GRID
     times = {spec: {"forward": 1.0} for spec in specs}
     without = {(spec.dim, spec.heads) for spec in specs if attention_dims._expected(spec, "forward", times) is None}
-    assert without == {(64, 16), (128, 16), (64, 32), (128, 32)}, "those that others are set beside"
-    assert {spec.dim for spec in specs} == {64, 80, 96, 112, 128}
+    assert without == {(64, 16), (128, 16), (64, 32), (128, 32), (256, 16)}, "those that others are set beside, and 256"
+    assert {spec.dim for spec in specs} == {64, 80, 96, 112, 128, 256}
     assert {spec.num_kv_heads for spec in specs if spec.heads == 32} == {32, 8, 4}
