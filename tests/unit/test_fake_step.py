@@ -181,6 +181,20 @@ def gpt2(tmp_path: Path) -> str:
     return f"hf:{path}"
 
 
+def test_masters_are_traced_without_their_optimizer_and_refused_where_there_are_no_linear_layers(gpt2: str) -> None:
+    """The head of a GPT-2 is the embedding's weight, and its other layers are transformers' own."""
+    own: dict[str, object] = {"context": "64", "precision": "bf16_master", "optimizer": "adamw_triton"}
+    with pytest.raises(Unsupported, match="it has a kernel of its own; use --pass forward_backward"):
+        plan_memory(resolve_step(own | {"model": gpt2}))
+    for compiled in ("off", "default"):
+        with pytest.raises(Unsupported, match="it has no linear layer .*; use --precision bf16$"):
+            plan_memory(resolve_step(own | {"model": gpt2, "pass": "forward_backward", "compile": compiled}))
+    fields = {"model": f"{__name__}:foreign", "pass": "forward_backward"}
+    traced, autocast = (plan_memory(resolve_step(own | fields | {"precision": p})) for p in ("bf16_master", "bf16"))
+    linear = 2 * (2 * 64 * 256 + 256 + 64) + 64 * 1000 + 1000  # the layers of its attention are subclasses
+    assert traced.at_peak["parameters"] == autocast.at_peak["parameters"] - 2 * linear
+
+
 def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
     spec = resolve_step({"model": gpt2, "context": "64", "attention": "sdpa"})
     traced, counted = plan_memory(spec), predict_memory(spec)

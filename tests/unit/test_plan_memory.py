@@ -261,13 +261,27 @@ def test_what_weights_in_bf16_with_masters_hold_by_hand() -> None:
 
 def test_weights_in_bf16_with_masters_have_no_copies_where_autocast_makes_them() -> None:
     """Eager and compiled; activations are the same."""
-    for compiled in ("off", "default"):
+    for compiled in ("off", "default", "block"):
         fields: dict[str, object] = {"pass": "forward_backward", "attention": "sdpa_flash", "compile": compiled}
         autocast, masters = (predict(**fields, precision=name) for name in ("bf16", "bf16_master"))
         assert autocast.at_peak["autocast_copies"] == 2 * MATRICES
         assert "autocast_copies" not in masters.at_peak
         assert masters.at_peak["activations"] == autocast.at_peak["activations"]
         assert masters.at_peak["parameters"] == autocast.at_peak["parameters"] - 2 * MATRICES
+
+
+def test_a_step_compiled_block_by_block_has_its_masters_beside_other_state() -> None:
+    """By parts, which an eager step holds as the dry run of all blocks does, but for tables of the optimizer."""
+    few: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
+    blocks, whole = predict(**few, compile="block"), predict(**few)
+    for category in ("parameters", "gradients"):
+        assert blocks.at_peak.get(category) == whole.at_peak.get(category)
+    assert blocks.at_peak["optimizer_state"] == 4 * MATRICES + 8 * N
+    rest = whole.at_peak["optimizer_state"] - blocks.at_peak["optimizer_state"]
+    assert whole.phase_peaks["optimizer"] - blocks.phase_peaks["optimizer"] == pytest.approx(rest, abs=5e5)
+    passes = predict(**few | {"pass": "forward_backward"}, compile="block")
+    assert passes.at_peak["parameters"] == whole.at_peak["parameters"]
+    assert "optimizer_state" not in passes.at_peak
 
 
 def test_a_planning_size_has_masters_beside_its_moments() -> None:

@@ -129,7 +129,7 @@ def refuse_unknown_memory(spec: StepSpec) -> None:
 
 def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:
     if spec.model.kind == "hf":
-        _refuse_what_transformers_has_not(spec, what)
+        _refuse_what_transformers_has_not(spec, shape, what)
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
@@ -160,12 +160,16 @@ def refuse_untraced(spec: StepSpec, what: str) -> None:
     if spec.compile != "off":
         why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
         raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")
-    if spec.optimizer == "adamw_triton":
-        raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", "use adamw_fused")
+    if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
+        instead = "use --pass forward_backward" if spec.precision == "bf16_master" else "use adamw_fused"
+        raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", instead)
 
 
-def _refuse_what_transformers_has_not(spec: StepSpec, what: str) -> None:
-    """As model.hf does, which builds such a model."""
+def _refuse_what_transformers_has_not(spec: StepSpec, shape: TransformerShape, what: str) -> None:
+    """As model.hf does, which builds such a model, and as measurement.step."""
+    if spec.precision == "bf16_master" and shape.learned_positions:
+        why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"
+        raise Unsupported(f"{what} in bf16_master", why, "use --precision bf16")
     if spec.attention != "plain" and not spec.attention.startswith("sdpa"):
         why = "transformers computes its models' attention"
         raise Unsupported(f"{what} with attention {spec.attention}", why, "choose plain, sdpa or one of its kernels")

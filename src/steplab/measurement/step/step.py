@@ -88,7 +88,7 @@ class ModelStep:
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = to_bf16(parameter.data)
-        masters = bf16_with_masters(module, stay=_added_up(module)) if spec.precision == "bf16_master" else {}
+        masters = _masters(module, spec) if spec.precision == "bf16_master" else {}
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
@@ -240,6 +240,15 @@ def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
         return OneKernelAdamW, {"lr": LEARNING_RATE}
     options = {"fused": name == "adamw_fused", "foreach": name == "adamw_foreach"}
     return torch.optim.AdamW, {"lr": LEARNING_RATE, **options}
+
+
+def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
+    """The fp32 values of the module's linear layers, which are bf16 from here on."""
+    masters = bf16_with_masters(module, stay=_added_up(module))
+    if not masters:
+        why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"
+        raise Unsupported(f"precision bf16_master for {spec.model.name}", why, "use --precision bf16")
+    return masters
 
 
 def _added_up(module: nn.Module) -> Sequence[Tensor]:

@@ -12,7 +12,7 @@ backward its weights, the message of the unit that comes next, and the gradients
 
 import functools
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 from steplab.plan.dry_run.allocator import CachingAllocator
@@ -30,7 +30,7 @@ from steplab.specs.step import StepSpec
 
 _BATCHES = 2
 _INT64_BYTES = 8
-_FP32_BYTES = 4
+_FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_ROUNDED = 8
 """Blocks whose tensors are placed in memory to find the rounding; that of more grows in proportion."""
 
@@ -38,6 +38,8 @@ CACHED_SHARE = 0.04
 """Share of what is allocated at most, by which the allocator holds more in gaps and cache: the median over the ranks of
 benchmarks/results/layout_h200_202611.jsonl.gz is 0.035, and 0.03 over the single GPUs of docs/memory_formulas.md."""
 
+_Sizes = tuple[tuple[int, ...], ...]
+"""Of each weight the bytes of the tensors that are made of it."""
 Holdings = list[tuple[Bundle, int]]
 """Tensors that are there together, and how many times."""
 
@@ -112,7 +114,8 @@ class _Rank:
         self._head = weights_of(shape, "head", tp) if group.stages[-1].last else ()
         self._block = weights_of(shape, "block", tp)
         self._num_blocks = len(group.blocks)
-        self._num_local: int | None = None
+        self._has_masters = spec.precision == "bf16_master"
+        self._num_bytes: int | None = None
         self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
         """The parts where all blocks are treated alike."""
         self._always = [*self._state(), (self._others(workspace_bytes), 1)]
@@ -245,6 +248,14 @@ class _Rank:
     def _local(self, weight: Weight) -> int:
         return weight.shard(self._sharing.fsdp)
 
+    def _has_master(self, weight: Weight) -> bool:
+        return self._has_masters and weight.of_linear_layer
+
+    def _bytes_of(self, weights: Sequence[Weight]) -> int:
+        """Of this rank's shards of these weights, and of their gradients."""
+        width = self._sharing.weight_bytes
+        return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
+
     def _parameter_bytes(self) -> int:
         if self._sharing.owned:
             return self._sharing.owned.parameters_bytes
@@ -258,10 +269,13 @@ class _Rank:
         return buckets.buffered_bytes if buckets and self._sharing.owned else self._local_bytes()
 
     def _local_bytes(self) -> int:
-        if self._num_local is None:
-            parts = ((self._embedding, 1), (self._block, self._num_blocks), (self._head, 1))
-            self._num_local = sum(number * sum(map(self._local, weights)) for weights, number in parts)
-        return self._sharing.weight_bytes * self._num_local
+        if self._num_bytes is None:
+            self._num_bytes = self._of_all(self._bytes_of)
+        return self._num_bytes
+
+    def _of_all(self, measure: Callable[[Sequence[Weight]], int]) -> int:
+        """The sum of a measure over all weights of this rank."""
+        return measure(self._embedding) + self._num_blocks * measure(self._block) + measure(self._head)
 
     def _optimizer_bytes(self) -> int:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
@@ -269,6 +283,9 @@ class _Rank:
         moments, number = 2 * self._local_bytes(), self._num_weights()
         if self._sharing.owned:
             moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
+        if self._has_masters:
+            with_masters = self._of_all(lambda weights: elements([w for w in weights if self._has_master(w)]))
+            moments = _FP32_BYTES * (2 * self._of_all(elements) + with_masters)
         return moments + (_FP32_BYTES * number if self._spec.optimizer == "adamw_fused" else 0)
 
     def _state(self) -> Holdings:
@@ -278,7 +295,7 @@ class _Rank:
                 "parameters", self._parameter_bytes() if self._in_allocator() else 0, formula=self._formula(1)
             ),
             *self._share("optimizer_state", self._optimizer_bytes(), formula=self._formula(2)),
-            *self._share("rounding", self._rounding(copies=3 if self._optimizer_bytes() else 1)),
+            *self._share("rounding", self._rounding(with_state=self._optimizer_bytes() > 0)),
         ]
 
     def _in_allocator(self) -> bool:
@@ -291,14 +308,22 @@ class _Rank:
         return [(_single(category, what or _WORDS.get(category, category), formula or _SUM, num_bytes), 1)]
 
     def _formula(self, copies: int) -> str:
+        if self._has_masters:
+            return _SUM
         ranks = self._sharing.fsdp if self._sharing.gathers else 1
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
-    def _rounding(self, copies: int) -> int:
-        """What the allocator adds to the weights and to other tensors like them, `copies` of each in all."""
-        width = self._sharing.weight_bytes
-        sizes = [tuple(width * self._local(w) for w in part) for part in (self._embedding, self._block, self._head)]
-        return _rounding(*sizes, self._num_blocks, copies)
+    def _rounding(self, *, with_state: bool) -> int:
+        """What the allocator adds to the weights or their gradients, and with_state to what the optimizer has of each."""
+
+        def sizes(weight: Weight) -> tuple[int, ...]:
+            own = self._bytes_of([weight])
+            if not with_state:
+                return (own,)
+            return (own, *[_FP32_BYTES * self._local(weight)] * 3) if self._has_master(weight) else (own,) * 3
+
+        parts = [tuple(map(sizes, part)) for part in (self._embedding, self._block, self._head)]
+        return _rounding(*parts, self._num_blocks)
 
     def _others(self, workspace_bytes: int) -> Bundle:
         """Inputs, the rotary table, the workspaces of cuBLAS, and a pipeline's messages."""
@@ -335,8 +360,8 @@ class _Rank:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
-        whole = elements(self._embedding) + elements(self._block) * self._num_blocks + elements(self._head)
-        later = self._elements_after(stage, part, block) if phase == "backward" else 0
+        whole = self._of_all(elements)
+        later = self._after(stage, part, block, elements) if phase == "backward" else 0
         if sharing.gathers:
             reduced = _FP32_BYTES if sharing.gathered_bytes != sharing.weight_bytes else sharing.weight_bytes
             if self._adds_up:
@@ -349,9 +374,11 @@ class _Rank:
             ]
         width = sharing.weight_bytes
         if buckets is None:
-            there = whole if self._adds_up else later
-            rounding = round(self._rounding(copies=1) * there / whole)
-            return [*self._share("gradients", width * there), *self._share("rounding", rounding)]
+            all_bytes = self._local_bytes()
+            later_bytes = self._after(stage, part, block, self._bytes_of) if phase == "backward" else 0
+            there_bytes = all_bytes if self._adds_up else later_bytes
+            rounding = round(self._rounding(with_state=False) * there_bytes / all_bytes)
+            return [*self._share("gradients", there_bytes), *self._share("rounding", rounding)]
         alone = 0 if buckets.shared_bytes or sharing.owned else width * whole - buckets.buffered_bytes
         if self._adds_up:
             born = width * whole  # in the memory where autograd made them, until the last micro-step
@@ -363,13 +390,13 @@ class _Rank:
             *self._share("communication", waiting, "gradients that wait for their bucket"),
         ]
 
-    def _elements_after(self, stage: Stage, part: PartName, block: int) -> int:
-        """Elements of weights whose gradients are there when the backward pass has come to a part."""
+    def _after(self, stage: Stage, part: PartName, block: int, measure: Callable[[Sequence[Weight]], int]) -> int:
+        """A measure of the weights whose gradients are there when the backward pass has come to a part."""
         if part == "head":
             return 0
-        after = elements(self._head)
+        after = measure(self._head)
         blocks = [b for other in self._group.stages for b in other.blocks if b > block or part == "embedding"]
-        return after + elements(self._block) * len(blocks)
+        return after + measure(self._block) * len(blocks)
 
     def _gathered(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
         """Weights that FSDP2 gathered, and its messages under way; see the head of this file."""
@@ -409,7 +436,7 @@ def _is_aside(bundle: Bundle) -> bool:
 
 
 _SUM = "sum over weights"
-_WORDS = {"optimizer_state": "moments and step numbers"}
+_WORDS = {"optimizer_state": "moments, step numbers and masters"}
 
 
 @functools.lru_cache(maxsize=4096)
@@ -420,16 +447,14 @@ def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
 
 
 @functools.lru_cache(maxsize=4096)
-def _rounding(
-    embedding: tuple[int, ...], block: tuple[int, ...], head: tuple[int, ...], num_blocks: int, copies: int
-) -> int:
-    """What the allocator adds to the weights of these sizes and to `copies` - 1 tensors more for each."""
+def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -> int:
+    """What the allocator adds to the tensors of these sizes, of which the first of each weight are made first."""
     placed = min(num_blocks, _MOST_ROUNDED)
     sizes = (*embedding, *block * placed, *head)
     allocator = CachingAllocator()
-    for size in (*sizes, *(size for size in sizes for _ in range(copies - 1))):
+    for size in (*(first for first, *_ in sizes), *(size for _, *others in sizes for size in others)):
         allocator.allocate(size)
-    return round((allocator.allocated_bytes - copies * sum(sizes)) * num_blocks / placed)
+    return round((allocator.allocated_bytes - sum(map(sum, sizes))) * num_blocks / placed)
 
 
 def _terms(holdings: Holdings) -> tuple[Term, ...]:

@@ -26,6 +26,11 @@ class Weight:
         """Elements."""
         return self.rows * self.row_elements
 
+    @property
+    def of_linear_layer(self) -> bool:
+        """Whether a linear layer has it: all but norms and embeddings."""
+        return not any(word in self.name for word in ("norm", "embedding", "positions"))
+
     def shard(self, ranks: int) -> int:
         """Elements of the largest shard, which the first rank has: rows are dealt out whole."""
         return math.ceil(self.rows / ranks) * self.row_elements
