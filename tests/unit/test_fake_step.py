@@ -187,7 +187,7 @@ def test_masters_are_traced_without_their_optimizer_and_refused_where_there_are_
     with pytest.raises(Unsupported, match="it has a kernel of its own; use --pass forward_backward"):
         plan_memory(resolve_step(own | {"model": gpt2}))
     for compiled in ("off", "default"):
-        with pytest.raises(Unsupported, match="it has no linear layer .*; use --precision bf16$"):
+        with pytest.raises(Unsupported, match=r"it has no linear layer .*; use --precision bf16$"):
             plan_memory(resolve_step(own | {"model": gpt2, "pass": "forward_backward", "compile": compiled}))
     fields = {"model": f"{__name__}:foreign", "pass": "forward_backward"}
     traced, autocast = (plan_memory(resolve_step(own | fields | {"precision": p})) for p in ("bf16_master", "bf16"))

@@ -314,7 +314,7 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """What the allocator adds to the weights or their gradients, and with_state to what the optimizer has of each."""
+        """What the allocator adds to the weights, or to their gradients; with_state: and to the optimizer's tensors."""
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])
