@@ -69,7 +69,7 @@ def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
     assert told.sentences[0].startswith("The GPU waits for the CPU")
-    assert re.search(r": --\w+ \S+ saves (about|at most) ", told.sentences[0])
+    assert re.search(r": (--[\w-]+ \S+ )+saves (about|at most) ", told.sentences[0])
     assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[0]
 
 
