@@ -111,14 +111,15 @@ def test_replayed_steps_give_the_losses_and_the_state_of_launched_ones_to_the_bi
     losses, state = launched(fields, data)
     found, found_state = replayed(fields, data)
     assert len(found) == STEPS * micro_steps
+    # A batch that was not copied would give the loss, and the gradients, of another.
     assert [float(loss) for loss in found] == [float(loss) for loss in losses[BEFORE * micro_steps :]]
-    assert len({float(loss) for loss in found}) == len(found)  # fresh data in each
     assert all(torch.equal(one, other) for one, other in zip(found_state, state, strict=True))
 
 
 def measured(**fields: object) -> Run:
     gc.collect()  # what an earlier test in this process made would count towards the peak
     torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()  # and what it left in the cache towards the reserved one
     return measure_here(resolve_step({"model": "tiny", "warmup": 3, "steps": 5} | fields), Observer())
 
 
@@ -136,6 +137,7 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one() -> N
         assert expected is not None
         # The copy of the batch, and what is rounded up to a block.
         assert peak.peak_allocated_bytes == pytest.approx(expected.peak_allocated_bytes, abs=32 * MIB)
+        # Graphs do not fill up the blocks of which the state of the steps before them takes a part.
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
     assert plain.median_s is not None

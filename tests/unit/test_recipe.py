@@ -26,10 +26,10 @@ def resolved(kind: str, **fields: object) -> tuple[StepSpec, str]:
 
 def test_on_a_gpu_the_spec_is_that_of_the_options_that_it_names() -> None:
     spec, said = resolved("cuda", model="small")
-    fields = {"precision": "bf16", "attention": "auto", "compile": "block", "cuda_graph": "step"}
+    fields = {"precision": "bf16_master", "attention": "auto", "compile": "block", "cuda_graph": "step"}
     assert spec == resolve_step({"model": "small", "optimizer": "adamw_triton"} | fields)
-    assert said.startswith("recipe fast on cuda sets --precision bf16 --attention auto --compile block ")
-    assert "which made steps faster on an H200; --precision bf16 changes the numbers" in said
+    assert said.startswith("recipe fast on cuda sets --precision bf16_master --attention auto --compile block ")
+    assert said.endswith("which made steps faster on an H200; --precision bf16_master changes the numbers")
 
 
 def test_on_a_cpu_it_sets_what_serves_there() -> None:
@@ -43,6 +43,22 @@ def test_what_is_given_wins_even_if_it_is_a_default() -> None:
     spec, said = resolved("cuda", compile="off", precision="fp32", optimizer="sgd")
     assert (spec.compile, spec.precision, spec.optimizer, spec.cuda_graph) == ("off", "fp32", "sgd", "step")
     assert said == "recipe fast on cuda sets --attention auto --cuda-graph step, which made steps faster on an H200"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"optimizer": "adamw_fused"}, "the optimizer has to keep fp32 masters"),
+        ({"accumulation": 2}, "gradients of micro-steps would be added up in bf16"),
+        ({"layout": "dp=2"}, "ranks would add up their gradients in bf16"),
+        ({"model": "mine:build"}, ""),
+    ],
+)
+def test_precision_is_bf16_where_weights_cannot_have_masters(fields: dict[str, object], why: str) -> None:
+    spec, said = resolved("cuda", **fields)
+    assert spec.precision == "bf16"
+    assert said.startswith("recipe fast on cuda sets --precision bf16 ")
+    assert (f"--precision bf16_master is left out: {why}" in said) == bool(why)
 
 
 @pytest.mark.parametrize(
@@ -69,13 +85,16 @@ def test_without_gradients_no_optimizer_is_set() -> None:
     assert "--optimizer" not in resolved("cuda", **{"pass": "forward"})[1]
 
 
-def test_the_table_sets_each_field_once_and_the_help_is_made_of_it() -> None:
+def test_a_later_row_of_a_field_refines_the_earlier_one_and_the_help_names_both() -> None:
     for kind in ("cuda", "cpu", "mps"):
         for model in ("transformer", "hf", "factory"):
-            fields = [change.field for change in CHANGES if model in change.fast.get(kind, ())]
-            assert len(fields) == len(set(fields))
-    assert "on cuda precision bf16, attention auto, compile block" in recipe_help()
-    assert "on cpu attention sdpa" in recipe_help()
+            before = dict[str, str]()
+            for change in CHANGES:
+                if model in change.fast.get(kind, ()):
+                    assert change.field not in before or before[change.field] in change.replaces
+                    before[change.field] = change.value
+    assert "on cuda --precision bf16_master or bf16, --attention auto, --compile block" in recipe_help()
+    assert "on cpu --attention sdpa" in recipe_help()
 
 
 def test_a_recipe_is_a_field_for_python_and_a_plan_is_of_a_gpu() -> None:
@@ -93,6 +112,6 @@ def test_a_recipe_is_a_field_for_python_and_a_plan_is_of_a_gpu() -> None:
 def test_the_command_line_says_what_it_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "time", "--model", "small", "--recipe", "fast", "--optimizer", "adamw_fused"]) == 0
     out, said = capsys.readouterr()
-    assert said.startswith("steplab: recipe fast on cuda sets --precision bf16")
+    assert said.startswith("steplab: recipe fast on cuda sets --precision bf16 --attention auto")
     assert "adamw_triton" not in said
     assert "replayed as CUDA graphs" in out

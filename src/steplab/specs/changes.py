@@ -42,7 +42,8 @@ class Change:
     """How it changes the numbers beyond the order of additions; empty: not at all."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
-    """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none."""
+    """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none. A later row of the same field
+    replaces an earlier one where the step supports it."""
 
     @property
     def words(self) -> str:
@@ -186,6 +187,7 @@ CHANGES = (
         "optimizer = OneKernelAdamW(model.parameters(), lr=lr, masters=masters)",
         devices=_CUDA,
         replaces=("bf16",),
+        fast={"cuda": ("transformer",)},
     ),
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
     Change(

@@ -31,7 +31,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
     if name not in RECIPES:
         raise UserError(f"recipe '{name}' is not known; choose one of {', '.join(RECIPES)}")
     kind = device_kind(spec.device)
-    added, numerics, refused = list[str](), list[str](), list[str]()
+    added, numerics, refused = dict[str, str](), dict[str, None](), list[str]()
     for change in CHANGES:
         if change.field in given or spec.model.kind not in change.fast.get(kind, ()) or not change.matters(spec):
             continue
@@ -41,11 +41,14 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
         except Unsupported as error:
             refused.append(f"{option} is left out: {error.why}")
         else:
-            added.append(option)
+            added[change.field] = option  # a later row of a field takes the place of an earlier one
             if change.numerics:
-                numerics.append(f"{option} changes the numbers")
-    sets = f"sets {' '.join(added)}, which made steps faster on {_MEASURED_ON[kind]}" if added else "sets nothing"
-    warnings.warn(Remark("; ".join([f"recipe {name} on {kind} {sets}", *numerics, *refused])), stacklevel=2)
+                numerics[change.field] = None
+    sets = "sets nothing"
+    if added:
+        sets = f"sets {' '.join(added.values())}, which made steps faster on {_MEASURED_ON[kind]}"
+    changing = [f"{added[field]} changes the numbers" for field in numerics]
+    warnings.warn(Remark("; ".join([f"recipe {name} on {kind} {sets}", *changing, *refused])), stacklevel=2)
     return spec
 
 
@@ -53,7 +56,11 @@ def recipe_help() -> str:
     """Help of the option --recipe: what it sets for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
-        words = [change.words for change in CHANGES if "transformer" in change.fast.get(kind, ())]
+        values = dict[str, list[str]]()
+        for change in CHANGES:
+            if "transformer" in change.fast.get(kind, ()):
+                values[change.field] = [change.value, *values.get(change.field, [])]
+        words = [f"{option_name(field)} {' or '.join(those)}" for field, those in values.items()]
         if words:
             of_kinds.append(f"on {kind} {', '.join(words)}")
     return f"Set what the other options leave open: fast ({'; '.join(of_kinds)})"
