@@ -22,7 +22,8 @@ from steplab.ops.attention import triton_hopper_backward, triton_hopper_forward
 from steplab.ops.attention.triton_schedule import dealt, heads_a_group, lengths_of_tasks, task_table
 
 KEYS = 128
-QUERIES = 64
+WIDTHS = [(64, 128), (128, 64)]
+"""Columns, and queries of a tile of the backward kernel."""
 LENGTHS = [1, 64, 65, 127, 128, 200, 300]
 ANYTHING = MagicMock()
 
@@ -57,7 +58,7 @@ def told_by(program: int, **given: Any) -> dict[str, Any]:
     kernel = triton_hopper_backward.backward_kernel
     names = inspect.signature(kernel.fn).parameters
     usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
-    usual |= {"M": QUERIES, "MAIN": 64, "REST": 0, "BOX": 64, "NUM_SLOTS": 2}
+    usual |= {"M": 64, "MAIN": 128, "REST": 0, "BOX": 128, "NUM_SLOTS": 2}
     with as_python(triton_hopper_backward, program) as started:
         kernel.fn(**{name: (usual | given).get(name, ANYTHING) for name in names})
     told: dict[str, Any] = {}
@@ -76,21 +77,22 @@ def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
 
 @pytest.mark.parametrize("upwards", [False, True])
 @pytest.mark.parametrize("causal", [False, True])
-def test_keys_meet_every_query_that_sees_them_once(causal: bool, upwards: bool) -> None:
+@pytest.mark.parametrize("rows", [64, 128])
+def test_keys_meet_every_query_that_sees_them_once(causal: bool, upwards: bool, rows: int) -> None:
     for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
         right = seen(num_queries, num_keys, causal=causal)
         done = torch.zeros(right.shape, dtype=torch.int)
         for program in range(-(-num_keys // KEYS)):
-            sizes = {"num_queries": num_queries, "num_keys": num_keys, "CAUSAL": causal}
+            sizes = {"num_queries": num_queries, "num_keys": num_keys, "CAUSAL": causal, "M": rows}
             told = told_by(program, num_upwards=int(upwards), **sizes)
             keys = slice(told["first_key"], told["first_key"] + KEYS)
             num_tiles, num_masked, num_whole = told["num_tiles"], told["num_masked"], told["num_whole"]
             for t in range(num_tiles):
-                first = told["first_query"] + t * QUERIES
-                visited = right[first : first + QUERIES, keys]
+                first = told["first_query"] + t * rows
+                visited = right[first : first + rows, keys]
                 assert visited.any(), "a tile of which nothing is seen"
                 masked = t < num_masked or t >= max(num_masked, num_whole)
-                done[first : first + QUERIES, keys] += visited if masked else torch.tensor(1)
+                done[first : first + rows, keys] += visited if masked else torch.tensor(1)
         assert torch.equal(done, right.int()), (num_queries, num_keys)
 
 
@@ -107,16 +109,18 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, toge
     ]
 
 
+@pytest.mark.parametrize(("columns", "rows"), WIDTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_upwards", [0, 2, 100])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(600, 600), (200, 600), (600, 200), (1, 300), (129, 128)])
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
-    causal: bool, num_upwards: int, num_queries: int, num_keys: int
+    causal: bool, num_upwards: int, num_queries: int, num_keys: int, columns: int, rows: int
 ) -> None:
     """Whatever the number of programs that run at a time: if it is one, each finds its turns come."""
     heads, num_padded = 3, -(-num_queries // KEYS) * KEYS
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
+    sizes |= {"M": rows, "MAIN": columns, "BOX": columns}
     turns = [0] * (heads * num_padded // KEYS)
     first_of_tile: dict[int, list[bool]] = {}
     for program in range(heads * -(-num_keys // KEYS)):
@@ -146,7 +150,16 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     assert turns == of_blocks * heads
     # The first that comes to a tile stores, and all others add.
     assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
-    assert len(first_of_tile) == heads * -(-num_queries // QUERIES) * 2
+    # Each in pieces of 64 queries and 32 columns, as `finish_kernel` takes them.
+    tiles = -(-num_queries // rows)
+    pieces = {64 * i for head in range(heads) for i in _pieces(head * num_padded, tiles * rows, columns)}
+    assert set(first_of_tile) == pieces
+
+
+def _pieces(first_query: int, num_queries: int, columns: int) -> range:
+    """Numbers of the pieces of 64 queries and 32 columns that hold the sums of so many queries."""
+    a_query = columns // 32
+    return range(first_query // 64 * a_query, (first_query + num_queries) // 64 * a_query)
 
 
 # --- the forward kernel's tasks ------------------------------------------------------------------------------------

@@ -97,8 +97,8 @@ Q, K = (12800, 3200, 64, 1), (8960, 4480, 64, 1)
 CALL = Call(columns(64), torch.bfloat16, torch.device("cpu"), "ieee", True, 0.125)
 
 
-def tiles_of(kernel: Kernel, variant: Variant, queries: int = 128) -> Tiles:
-    return Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=queries, keys=128, stages=2)
+def tiles_of(kernel: Kernel, variant: Variant) -> Tiles:
+    return Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=128, keys=128, stages=2)
 
 
 def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
@@ -130,7 +130,7 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None
     hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
     portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
     noted = [KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.backward_kernel, portable.finish_kernel)]
-    given = tiles_of("backward", "hopper", queries=64), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
+    given = tiles_of("backward", "hopper"), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
     with patch.object(hopper, "backward_kernel", noted[0]), patch.object(portable, "finish_kernel", noted[1]):
         start, finish = _starts_of_one_sweep.__wrapped__(*given)
     check_both_starts(start, noted[0], 10)
@@ -139,7 +139,7 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None
 
 def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     """50 queries of 4 heads are filled up to 128, and 64 columns are two parts of 32."""
-    with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper", queries=64)):
+    with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper")):
         layout = _layout.__wrapped__((1, 4, 50, 64), torch.bfloat16, torch.device("cpu"))
     assert layout.parts == [4 * 128, 4 * 128, 4 * 128 * 64, 4 * 2]
     room = layout.room(torch.device("cpu"))

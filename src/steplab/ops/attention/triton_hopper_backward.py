@@ -2,13 +2,18 @@
 
 A program has 128 keys of a head, 64 for each of two consumers, and goes over the queries that see them. A consumer
 keeps its keys' dK and dV in registers. What a tile of queries gets of dQ is a sum over all keys: both consumers put
-their part of dS into shared memory, each multiplies all of it with half the columns of the keys, and a warp of its own
-has the copy engine add the product to float32 sums in memory, which `finish_kernel` rounds.
+their part of dS into shared memory, each multiplies all of it with half the columns of the keys, or half of it with all
+columns, and a warp of its own has the copy engine add the product to float32 sums in memory, which `finish_kernel`
+rounds. Tiles are of 128 queries where the keys have up to 64 columns, beyond of 64: what registers hold.
 
 Note "turns": programs add to the same sums, and sums of floats depend on their order. So every 128 queries of a head
 have a counter, and a program waits until it says that it is its turn. Nobody waits for long: programs of a head visit
 the queries one behind the other. Programs start in the order of their numbers, and each waits for such alone as have
 lower ones, so that all of them come to an end. Whose turn is the first stores instead of adding: nothing needs zeroing.
+
+Note "the tensor cores": consumers take turns at them too. One starts S and dP, then the other; one starts dV, dK and
+dQ, then the other. So exponentials, and what passes through shared memory, run under the other's products. For dQ a
+consumer waits within its turn for the other's dS, which that one puts into shared memory before it asks for its own.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W those of dQ that a
 consumer makes.
@@ -30,6 +35,7 @@ from steplab.ops.attention.triton_hopper_tiles import (
     NUM_CONSUMERS,
     ROWS,
     barrier,
+    let_pass,
     meet,
     pack,
     put,
@@ -43,6 +49,11 @@ KEYS = gl.constexpr(128)
 """Keys of a program, and queries whose sums are handed on together."""
 PART = gl.constexpr(32)
 """Columns of the sums that lie together in memory, [64, 32] in a row: 128 bytes a query."""
+
+# Named barriers of the two consumers. For the last two add the consumer that waits there.
+BOTH_ARE_DONE = gl.constexpr(0)
+TURN = gl.constexpr(1)
+DS = gl.constexpr(3)
 
 
 # --- what Gluon has no word for ------------------------------------------------------------------------------------
@@ -105,6 +116,16 @@ def _hand_on(turn_ptr):
     )
 
 
+@gluon.jit
+def _zero_at_run_time(i):
+    """Zero, which the compiler does not know to be one.
+
+    It would compute addresses in shared memory that are the same in every round before the loop, and keep them, for
+    which no registers are left.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
 # --- the warps -----------------------------------------------------------------------------------------------------
 
 
@@ -152,7 +173,7 @@ def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num
                 last = gl.minimum(query // KEYS, num_key_tiles - 1)
                 turn = gl.where(upwards, last - key_tile, key_tile)
             _wait_for(turn, turn_ptr)
-        row = (b_head * num_padded + query) * PARTS
+        row = (b_head * num_padded + query) * (PARTS * ROWS // M)
         for c in gl.static_range(NUM_CONSUMERS):
             mbarrier.wait(dq_full.index(c), i & 1)
             for part in gl.static_range(c * PARTS_0, PARTS_0 if c == 0 else PARTS):
@@ -171,10 +192,15 @@ def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num
 
 @gluon.jit
 def _times_keys(ds_NM, k_ND, FIRST: gl.constexpr, W: gl.constexpr):
-    """Start dS^T times some columns of the keys."""
+    """Start dS^T times W columns of the keys; of a tile of 128 queries, 64 of its rows times all columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
     zero = gl.zeros([ROWS, W], gl.float32, layout)
-    return warpgroup_mma(ds_NM.permute((1, 0)), k_ND.slice(FIRST, W, dim=1), zero, use_acc=False, is_async=True)
+    if ds_NM.shape[1] > ROWS:
+        ds_NM = ds_NM.slice(FIRST, ROWS, dim=1)
+        k_NW = k_ND
+    else:
+        k_NW = k_ND.slice(FIRST, W, dim=1)
+    return warpgroup_mma(ds_NM.permute((1, 0)), k_NW, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
@@ -186,26 +212,38 @@ def _keep(dq_MW, dq_parts, FIRST: gl.constexpr, W: gl.constexpr):
 
 
 @gluon.jit
-def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty, ds_parts, ds_full,
-           dq_parts, dq_full, dq_empty, scale_log2, first_key, first_query, num_queries, num_keys,
-           MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-           NUM_SLOTS: gl.constexpr, LATE: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-           W: gl.constexpr):  # fmt: skip
-    """What the consumer's keys get from the i-th tile of queries, and dQ of this one or, if LATE, of the one before."""
+def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty, ds_parts, ds_full, dq_parts,
+           dq_full, dq_empty, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
+           CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, NUM_SLOTS: gl.constexpr,
+           CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """What the consumer's keys get from the i-th tile of queries, and its part of the tile's dQ."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     P: gl.constexpr = gl.DotOperandLayout(0, dk_RD.type.layout, 2)
     dtype: gl.constexpr = kv.dtype
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
-    NUM_BUFFERS: gl.constexpr = 3 if LATE else 2
+    WIDE: gl.constexpr = M > ROWS
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    OTHERS_DS: gl.constexpr = DS + CONSUMER
+    OWN_DS: gl.constexpr = DS + 1 - CONSUMER
+    zero = _zero_at_run_time(i)
+    k_ND = kv.index(zero)
+    k_RD = k_ND.slice(CONSUMER * ROWS, ROWS, dim=0)
+    v_RD = kv.index(zero + 1).slice(CONSUMER * ROWS, ROWS, dim=0)
     slot = i % NUM_SLOTS
+    ds_slot = i % 2
     q_MD = tiles.index(2 * slot)
     do_MD = tiles.index(2 * slot + 1)
+    minus_lse_M = numbers.index(2 * slot)
+    minus_d_M = numbers.index(2 * slot + 1)
     mbarrier.wait(full.index(slot), (i // NUM_SLOTS) & 1)
+    meet(OWN_TURN)
     s_RM = scores(k_RD, q_MD, S, MAIN, REST)
     dp_RM = scores(v_RD, do_MD, S, MAIN, REST)
+    let_pass(NEXT_TURN)
     s_RM = warpgroup_mma_wait(NUM_STARTED, [s_RM])
-    p_RM = gl.exp2(s_RM * scale_log2 + numbers.index(2 * slot).load(OF_QUERIES)[None, :])
+    p_RM = gl.exp2(s_RM * scale_log2 + minus_lse_M.load(OF_QUERIES)[None, :])
     if MASKED:
         keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         queries = first_query + gl.arange(0, M, OF_QUERIES)
@@ -214,28 +252,26 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbe
         if CAUSAL:
             end = gl.minimum(queries + 1, num_keys)
         p_RM = where_before(p_RM, keys[:, None], gl.where(queries < num_queries, end, 0)[None, :], 0.0)
-    weights = pack(p_RM, dtype)
     dp_RM = warpgroup_mma_wait(0, [dp_RM])
-    dv_RD, dv_rest_RD = times(unpack(weights, dtype, P), do_MD, dv_RD, dv_rest_RD, MAIN, REST)
-    ds = pack(p_RM * (dp_RM + numbers.index(2 * slot + 1).load(OF_QUERIES)[None, :]), dtype)
-    # The other consumer waits for dS, but with 128 columns this one's product is long, and better under way first.
-    if REST == 0:
-        dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
-    of = i
-    if LATE:
-        # Before the first there is none, and what comes out is not kept.
-        of = gl.maximum(i - 1, 0)
-        mbarrier.wait(ds_full.index(of % NUM_BUFFERS), (of // NUM_BUFFERS) & 1, pred=i > 0)
-        dq_MW = _times_keys(ds_parts.index(of % NUM_BUFFERS), kv.index(0), FIRST, W)
-    ds_parts.index(i % NUM_BUFFERS).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, dtype, S))
+    ds = pack(p_RM * (dp_RM + minus_d_M.load(OF_QUERIES)[None, :]), dtype)
+    weights = pack(p_RM, dtype)
+    ds_parts.index(ds_slot).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, dtype, S))
     fence_async_shared()
-    mbarrier.arrive(ds_full.index(i % NUM_BUFFERS))
-    if REST > 0:
-        dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
-    if not LATE:
-        mbarrier.wait(ds_full.index(of % NUM_BUFFERS), (of // NUM_BUFFERS) & 1)
-        dq_MW = _times_keys(ds_parts.index(of % NUM_BUFFERS), kv.index(0), FIRST, W)
-    mbarrier.wait(dq_empty.index(CONSUMER), (of & 1) ^ 1, pred=of > 0)
+    # With tiles of 64 queries a barrier in memory is 1 % faster than a named one, up to 16,384 positions.
+    if WIDE:
+        let_pass(OWN_DS)
+    else:
+        mbarrier.arrive(ds_full.index(ds_slot))
+    meet(OWN_TURN)
+    dv_RD, dv_rest_RD = times(unpack(weights, dtype, P), do_MD, dv_RD, dv_rest_RD, MAIN, REST)
+    dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
+    if WIDE:
+        meet(OTHERS_DS)
+    else:
+        mbarrier.wait(ds_full.index(ds_slot), (i // 2) & 1)
+    dq_MW = _times_keys(ds_parts.index(ds_slot), k_ND, FIRST, W)
+    let_pass(NEXT_TURN)
+    mbarrier.wait(dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, dq_MW, weights, ds = warpgroup_mma_wait(
             0, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, dq_MW, weights, ds]
@@ -244,10 +280,7 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbe
         dk_RD, dv_RD, dq_MW, weights, ds = warpgroup_mma_wait(0, [dk_RD, dv_RD, dq_MW, weights, ds])
     mbarrier.arrive(empty.index(slot))
     _keep(dq_MW, dq_parts, FIRST, W)
-    if LATE:
-        mbarrier.arrive(dq_full.index(CONSUMER), pred=i > 0)
-    else:
-        mbarrier.arrive(dq_full.index(CONSUMER))
+    mbarrier.arrive(dq_full.index(CONSUMER))
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 
@@ -256,8 +289,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
                       num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers,
                       full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, CONSUMER: gl.constexpr,
                       CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                      NUM_SLOTS: gl.constexpr, LATE: gl.constexpr, FIRST: gl.constexpr,
-                      W: gl.constexpr):  # fmt: skip
+                      NUM_SLOTS: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
@@ -269,13 +301,9 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     dk_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     dv_rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_G)
     mbarrier.wait(kv_arrived, 0)
-    if LATE:  # there are registers for them, and shared memory is read enough
-        IN_REGISTERS: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
-        k_RD = k_own.load(IN_REGISTERS)
-        v_RD = v_own.load(IN_REGISTERS)
-    else:
-        k_RD = k_own
-        v_RD = v_own
+    TURN_OF_0: gl.constexpr = TURN + 0
+    if CONSUMER == 1:
+        let_pass(TURN_OF_0)
     # Tiles are masked at the diagonal and at the end of the queries, and visited from either.
     num_ended = num_tiles - gl.maximum(num_masked, num_whole)
     start = gl.where(upwards, first_query, first_query + (num_tiles - 1) * M)
@@ -285,33 +313,25 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     for h in range(sharing):
         for t in range(first_whole):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
                 ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
+                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
             )  # fmt: skip
         for t in range(first_whole, end_whole):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
                 ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, False, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
+                num_keys, False, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
             )  # fmt: skip
         for t in range(end_whole, num_tiles):
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, k_RD, v_RD, kv, tiles, numbers, full, empty,
+                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
                 ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, LATE, CONSUMER, FIRST, W,
+                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
             )  # fmt: skip
-    last = sharing * num_tiles - 1
-    if LATE:
-        if last >= 0:
-            mbarrier.wait(ds_full.index(last % 3), (last // 3) & 1)
-            dq_MW = _times_keys(ds_parts.index(last % 3), kv.index(0), FIRST, W)
-            mbarrier.wait(dq_empty.index(CONSUMER), (last & 1) ^ 1, pred=last > 0)
-            dq_MW = warpgroup_mma_wait(0, [dq_MW])
-            _keep(dq_MW, dq_parts, FIRST, W)
-            mbarrier.arrive(dq_full.index(CONSUMER))
+    if CONSUMER == 0:
+        meet(TURN_OF_0)  # which the other has let it have once more
     # dK and dV go where the keys and values were, of which dQ of both consumers is made.
-    BOTH_ARE_DONE: gl.constexpr = 0
     meet(BOTH_ARE_DONE)
     put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
     put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
@@ -347,12 +367,9 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     group, from head num_upwards on, has the longest programs first instead, so that all end together, and visits the
     queries downwards.
     """
-    # With few columns a consumer has registers to make dQ a round late, and need not wait for the other's dS.
-    LATE: gl.constexpr = BOX <= 64
-    NUM_BUFFERS: gl.constexpr = 3 if LATE else 2
-    # Consumers halve the columns of dQ, or one has the main ones and the other the rest.
-    W_0: gl.constexpr = MAIN // 2 if REST == 0 else MAIN
-    W_1: gl.constexpr = MAIN // 2 if REST == 0 else 32
+    # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
+    W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
+    W_1: gl.constexpr = 32 if REST > 0 else W_0
     PARTS_0: gl.constexpr = W_0 // 32
     PARTS_1: gl.constexpr = W_1 // 32
     C0: gl.constexpr = 0
@@ -389,12 +406,12 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     number_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUM_SLOTS, M], number_layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)
-    ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [NUM_BUFFERS, KEYS, M], ds_layout)
+    ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, M], ds_layout)
     part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 32], gl.float32)
     dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS_0 + PARTS_1, ROWS, 32], part_layout)
     full = _barriers(NUM_SLOTS, 1)
     empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)
-    ds_full = _barriers(NUM_BUFFERS, NUM_CONSUMERS)
+    ds_full = _barriers(2, NUM_CONSUMERS)
     dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
     fence_async_shared()
@@ -403,11 +420,11 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
                              num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
                              numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C0, CAUSAL, M,
-                             MAIN, REST, NUM_SLOTS, LATE, NONE, W_0)),
+                             MAIN, REST, NUM_SLOTS, NONE, W_0)),
         (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
                              num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
                              numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C1, CAUSAL, M,
-                             MAIN, REST, NUM_SLOTS, LATE, W_0, W_1)),
+                             MAIN, REST, NUM_SLOTS, W_0, W_1)),
         (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
                  first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
                  M, NUM_SLOTS)),
