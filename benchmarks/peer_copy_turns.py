@@ -1,27 +1,32 @@
 """Copies from every GPU to every other: in which order they are sent, and whether in turns. Then peer copies by size.
 
+    export CUDA_SCALE_LAUNCH_QUEUES=4x          # as `steplab ddp` sets it for its ranks
     torchrun --nproc-per-node 4 benchmarks/peer_copy_turns.py [--buckets 100,200,400]
 
 First copies alone: 60 rounds in which each GPU sends 20 MB to each other one, without waiting for any (from the next
 rank on, the same with ranks that begin 30 microseconds apart, all to rank 0 first), in turns as of
-parallel/peer_copies.py, and on two streams. Then the gradients of xl, averaged with nothing beside them, at once and in
-turns, in buckets of some sizes in MB. Milliseconds of the slowest rank; rates are of what one GPU sends. Half a minute
-on four H200s.
+parallel/peer_copies.py, and on two streams. Then the gradients of xl, averaged with nothing beside them, in buckets of
+some sizes in MB: at once; by stages, in which a rank sends to all peers as soon as the next rank has ended the stage
+before; and in turns. Milliseconds of the slowest rank, and of rank 0's host for the calls that launch all of it, while
+its GPU is held for some 40; rates are of what one GPU sends. Half a minute on four H200s.
 """
 
 import argparse
 import os
 import statistics
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steplab.parallel import peer_copies
 from steplab.parallel.buckets import grouped
 from steplab.parallel.collectives import GroupCollectives
-from steplab.parallel.peer_copies import PeerBucket, peer_buckets
+from steplab.parallel.peer_copies import PeerBucket, PeerCopies, peer_buckets
 from steplab.parallel.symmetric_memory import SymmetricMemory
 
 PIECE_BYTES, ROUNDS, REPEATS = 20_000_000, 60, 6
@@ -56,24 +61,37 @@ class Copies:
             torch.cuda.current_stream().wait_stream(stream)
 
 
-def slowest_ms(work: Callable[[], object], after: Callable[[], object], *, apart: bool = False) -> list[float]:
-    """Milliseconds of the slowest rank in each repeat, in ascending order."""
-    found = []
+class Times(NamedTuple):
+    slowest_ms: list[float]
+    """Of the slowest rank in each repeat, in ascending order."""
+    host_ms: float
+    """Median of this rank's calls."""
+
+    def __str__(self) -> str:
+        return f"{statistics.median(self.slowest_ms):.2f},{self.slowest_ms[0]:.2f},{self.slowest_ms[-1]:.2f}"
+
+
+def timed(work: Callable[[], object], after: Callable[[], object], *, apart: bool = False) -> Times:
+    """Repeats of work that all ranks begin together."""
+    found, host = [], []
     for repeat in range(-2, REPEATS):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda._sleep(HELD_CYCLES + apart * APART_CYCLES * dist.get_rank())  # type: ignore[no-untyped-call]
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
+        began = time.perf_counter()
         work()
+        called_ms = (time.perf_counter() - began) * 1e3
         end.record()
         torch.cuda.synchronize()
         after()
         if repeat >= 0:
             found.append(start.elapsed_time(end))
+            host.append(called_ms)
     times = torch.tensor(found, device="cuda")
     dist.all_reduce(times, op=dist.ReduceOp.MAX)
-    return sorted(times.tolist())
+    return Times(sorted(times.tolist()), statistics.median(host))
 
 
 def compare_orders(copies: Copies) -> None:
@@ -88,10 +106,10 @@ def compare_orders(copies: Copies) -> None:
         "two streams": lambda: copies.rounds(copies.next_ranks, num_lines=2),
     }
     for name, way in ways.items():
-        times = slowest_ms(way, lambda: None, apart=name.endswith("apart"))
-        rate = PIECE_BYTES * ROUNDS * (copies.size - 1) / statistics.median(times) / 1e6
+        times = timed(way, lambda: None, apart=name.endswith("apart"))
+        rate = PIECE_BYTES * ROUNDS * (copies.size - 1) / statistics.median(times.slowest_ms) / 1e6
         if copies.rank == 0:
-            print(f"{name},{statistics.median(times):.2f},{times[0]:.2f},{times[-1]:.2f},{rate:.0f}", flush=True)
+            print(f"{name},{times},{rate:.0f}", flush=True)
 
 
 def xl_shapes() -> list[tuple[int, ...]]:
@@ -114,25 +132,36 @@ def release(buckets: Sequence[PeerBucket]) -> None:
         bucket.release()
 
 
+def by_stages(copies: PeerCopies, items: Sequence[peer_copies.Copies]) -> None:
+    """Copy to all peers when the next rank has ended its stage before: the waits and signals of turns, once for all."""
+    if copies._num_turns:
+        copies.memory.await_signals(peer_copies.COPIES, copies._turns_told, copies._num_turns)
+    copies.copy_at_once(items)
+    copies._num_turns += 1
+    copies.memory.signal(peer_copies.COPIES, copies._tell_of_turns, copies._num_turns)
+
+
 def compare_designs(size_mb: int, gradients: Sequence[Tensor]) -> None:
-    """Print a line for buckets of this size at once, and one in turns; raises AssertionError if an average is wrong."""
+    """Print a line for buckets of this size by each design; raises AssertionError if an average is wrong."""
     size = dist.get_world_size()
     parameters = [nn.Parameter(torch.empty(gradient.shape, device="meta")) for gradient in gradients]
     groups = grouped(parameters, size_mb * 1e6)
     memory = SymmetricMemory(GroupCollectives(), None, gradients[0].device)
     buckets = peer_buckets([[parameters[index] for index in group] for group in groups], memory)
-    for name in ("at once", "in turns") if size > 2 else ("at once",):
+    copies = buckets[0]._copies
+    designs: dict[str, Callable[[Sequence[peer_copies.Copies]], None]] = {"at once": copies.copy_at_once}
+    if size > 2:
+        designs |= {"by stages": partial(by_stages, copies), "in turns": copies.copy_in_turns}
+    for name, design in designs.items():
         for bucket in buckets:
-            copies = bucket._copies
-            bucket._copy = copies.copy_in_turns if name == "in turns" else copies.copy_at_once
-        times = slowest_ms(partial(average, buckets, groups, gradients), partial(release, buckets))
+            bucket._copy = design
+        times = timed(partial(average, buckets, groups, gradients), partial(release, buckets))
         for kept in (kept for bucket in buckets for kept in bucket.wait()):
             assert kept is not None
             assert bool((kept == (size + 1) / 2).all()), f"{name}, {size_mb} MB"
             kept.zero_()
         if dist.get_rank() == 0:
-            figures = f"{statistics.median(times):.2f},{times[0]:.2f},{times[-1]:.2f}"
-            print(f"{name},{size_mb},{len(buckets)},{figures}", flush=True)
+            print(f"{name},{size_mb},{len(buckets)},{times},{times.host_ms:.1f}", flush=True)
 
 
 def main() -> None:
@@ -145,7 +174,7 @@ def main() -> None:
     compare_orders(Copies(device))
     gradients = [torch.full(shape, dist.get_rank() + 1.0, device=device) for shape in xl_shapes()]
     if dist.get_rank() == 0:
-        print("\ngradients of xl,bucket_mb,num_buckets,ms,ms_least,ms_most", flush=True)
+        print("\ngradients of xl,bucket_mb,num_buckets,ms,ms_least,ms_most,host_ms", flush=True)
     for size in options.buckets.split(","):
         compare_designs(int(size), gradients)
         torch.cuda.synchronize()

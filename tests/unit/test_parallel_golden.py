@@ -58,6 +58,23 @@ def test_peer_copies_expose_about_a_third_of_what_torch_ddp_does(
     assert least < exposed_s / best_s < most
 
 
+@pytest.mark.parametrize(("size_mb", "share"), [(100, 0.27), (200, 0.29), (400, 0.33)])
+def test_four_ranks_that_send_in_turns_expose_a_third_at_every_bucket_size(
+    studies: dict[str, DdpRun], size_mb: int, share: float
+) -> None:
+    """Of what torch's DDP exposed in the study an hour before, whose step without communication took as long."""
+    turns, before = studies["16fec02a687f"], studies["3d6a55bb805c"]
+    label = f"bucketed {size_mb} MB, peer_copy"
+    exposed_s, best_s = figures.exposed_s(cell(turns, label)), figures.best_ddp_s(before.cells)
+    earlier_s = figures.exposed_s(cell(before, label))
+    assert exposed_s is not None
+    assert best_s is not None
+    assert earlier_s is not None
+    assert exposed_s / best_s == pytest.approx(share, abs=0.005)
+    assert exposed_s < 0.9 * earlier_s
+    assert figures.usual_baseline_s(turns) == pytest.approx(figures.usual_baseline_s(before), rel=0.005)
+
+
 def test_with_a_head_start_python_was_ahead_of_every_step(studies: dict[str, DdpRun]) -> None:
     for name in ("compiled-2", "eager-2"):
         for one in studies[name].cells[1:]:  # the baseline's own row is of before the ranks had settled
