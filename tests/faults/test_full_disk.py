@@ -2,8 +2,6 @@
 
 import errno
 import json
-import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -28,18 +26,6 @@ def build(context):
     return lambda: None
 '''
 SWEEP = ("sweep", *tiny(context="1,2,3"), "--model", "filling:build", "--format", "json")
-
-
-@pytest.fixture
-def disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 2 MiB."""
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    mount = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=2m", "none", folder], capture_output=True, check=False)
-    if mount.returncode != 0:
-        pytest.skip("only root mounts a small disk")
-    yield folder
-    subprocess.run(["umount", "-l", folder], check=True)
 
 
 def model(place: Path) -> str:

@@ -88,6 +88,7 @@ def run(
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("always")
+        warnings.simplefilter("ignore", DeprecationWarning)  # as Python does in a program
         warnings.showwarning = _show
         try:
             with _limited(limit_s):

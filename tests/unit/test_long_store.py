@@ -75,6 +75,14 @@ def test_the_newest_that_can_be_read_is_found_behind_many_that_cannot(path: Path
     assert [record.id for record in found][-1] == f"{149:012x}"
 
 
+def test_a_record_whose_row_denies_what_it_is_is_reported_alone(tmp_path: Path) -> None:
+    with Store.open(tmp_path / "store.db", write=True) as store:
+        store.add(make_run())
+        store._connection.query("UPDATE record SET study = 'x'")
+    (record,) = records_to_report(store=tmp_path / "store.db").records
+    assert record.id == make_run().id
+
+
 def test_an_export_is_written_record_by_record(tmp_path: Path) -> None:
     """When the second piece is made, the first is in the file."""
     seen = list[int]()

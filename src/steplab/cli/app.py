@@ -4,6 +4,7 @@ import contextlib
 import errno
 import io
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -22,6 +23,8 @@ from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import remark
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
+_NARROWEST = 20
+"""The fewest columns that are written for; rich, which draws `--help`, does not come to an end in one or two."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -60,6 +63,9 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
     `ending` knows the signal behind a KeyboardInterrupt.
     """
     given = list(sys.argv[1:] if arguments is None else arguments)
+    _open_what_is_closed()
+    if shutil.get_terminal_size().columns < _NARROWEST:
+        os.environ["COLUMNS"] = str(_NARROWEST)
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
     try:
@@ -109,6 +115,13 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
             1,
             given,
         )
+
+
+def _open_what_is_closed() -> None:
+    """Let a standard stream that the caller has closed (`>&-`) be /dev/null; the next file would take its place."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        if getattr(sys, name) is None:
+            setattr(sys, name, os.fdopen(os.open(os.devnull, os.O_RDWR), mode, encoding="utf-8"))
 
 
 def _fault_of_the_machine(error: Exception) -> str | None:

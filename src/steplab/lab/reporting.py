@@ -67,7 +67,8 @@ def records_to_report(
             return _of_study(opened, newest.sweep_id)
         if kind_of(newest).stands_alone:
             return _selected([newest])
-        return _selected(opened.iterate(kind=kind_of(newest).name, outside_studies=True, newest=_MOST_TOGETHER))
+        alike = opened.iterate(kind=kind_of(newest).name, outside_studies=True, newest=_MOST_TOGETHER)
+        return _selected(tuple(alike) or [newest])  # in a damaged store its row may deny its kind
 
 
 def _newest(opened: Store) -> Record:

@@ -45,8 +45,10 @@ def longest_piece(text: str) -> int:
 def flowed(text: str, width: int) -> list[str]:
     """A text in lines of at most `width` columns, broken between words and never between a figure and its unit.
 
-    A word longer than a line is cut. Line breaks of the text itself stay.
+    A word longer than a line is cut. Line breaks of the text itself stay. A line has at least one column, however few
+    the margins leave of a terminal.
     """
+    width = max(1, width)
     lines = [line for paragraph in unbroken(text).split("\n") for line in _flowed(paragraph.split(" "), width)]
     return [line.replace(_FIXED, " ") for line in lines]
 

@@ -1,0 +1,129 @@
+"""Commands in odd surroundings: a locale without UTF-8, a terminal of a few columns, closed streams, no home, a full
+disk under what is written, another working folder than at the start."""
+
+import json
+import os
+import pwd
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import NoReturn
+
+import pytest
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.fuzz.ending import run
+from tests.profiles import imported_run
+from tests.runs import make_run
+
+from steplab.report.kit.text import flowed
+from steplab.store.database import Store
+
+ID = "0123456789ab"
+READING = (("list",), ("show", "last"), ("report",), ("explain",), ("list", "--sort", "id", "--format", "md"))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A store with records of several kinds, one of them with a name beyond ASCII."""
+    path = tmp_path_factory.mktemp("surroundings") / "store.db"
+    with Store.open(path, write=True) as opened:
+        for record in (replace(make_run(), id=ID, name="größer – 漢字"), imported_run(), make_comm(), make_benchmark()):
+            opened.add(record)
+    return path
+
+
+def program(
+    commands: Sequence[Sequence[str]], variables: Mapping[str, str], ending: str = ""
+) -> subprocess.CompletedProcess[bytes]:
+    """Run commands one after the other in a process of their own; `ending` redirects its streams."""
+    script = "import json, sys; from steplab.cli.app import main; sys.exit(max(map(main, json.loads(sys.argv[1]))))"
+    words = ["sh", "-c", f'exec "$@" {ending}', "sh", sys.executable, "-c", script, json.dumps(commands)]
+    return subprocess.run(words, env={**os.environ, **variables}, capture_output=True, timeout=120, check=False)
+
+
+def test_a_locale_without_utf_8_loses_no_file_and_ends_no_command(store: Path, tmp_path: Path) -> None:
+    files = [tmp_path / name for name in ("page.md", "all.csv", "all.jsonl")]
+    writing = [
+        [words, ID, "--output", str(file)] for words, file in zip(("report", "export", "export"), files, strict=True)
+    ]
+    given = [[*words, "--store", str(store)] for words in (("list",), ("report",), *writing)]
+    given.append(["list", "--where", "name=größer – 漢字", "--store", str(store)])
+    ascii_alone = {"LC_ALL": "C", "PYTHONIOENCODING": "ascii", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}
+    ended = program(given, ascii_alone)
+    assert (ended.returncode, b"Traceback" in ended.stderr) == (0, False), ended.stderr
+    assert b"gr\\xf6\\xdfer \\u2013 \\u6f22\\u5b57" in ended.stdout
+    for file in files:
+        assert "größer – 漢字" in file.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("columns", ["1", "2", "20"])
+def test_no_terminal_is_too_narrow(columns: str, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for words in (*((*words, "--store", str(store)) for words in READING), ("run", "--help")):
+        end = run(*words)
+        assert (end.code, end.faults) == (0, ())
+
+
+@pytest.mark.parametrize("width", [-3, 0, 1, 2])
+def test_a_text_is_broken_into_lines_of_at_least_one_column(width: int) -> None:
+    assert flowed("ab 漢", width)[:1] == ["a" if width < 2 else "ab"]
+
+
+def test_standard_output_that_is_closed_is_no_error(store: Path) -> None:
+    given = [[*words, "--store", str(store)] for words in (("list",), ("show", ID), ("export",))]
+    for ending in ("| head -1", ">&- 2>&- <&-"):
+        ended = program(given, {}, ending)
+        assert (ended.returncode, ended.stderr) == (0, b""), ending
+
+
+def test_no_home_is_one_line(store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a container whose user has no entry in /etc/passwd."""
+
+    def unknown(number: int) -> NoReturn:
+        raise KeyError(f"getpwuid(): uid not found: {number}")
+
+    for name in ("HOME", "STEPLAB_STORE", "XDG_DATA_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(pwd, "getpwuid", unknown)
+    monkeypatch.chdir(tmp_path)
+    for words in (("list",), ("run", "--model", "tiny"), ("report",)):
+        end = run(*words)
+        assert (end.code, end.faults) == (1, ())
+        assert "name the store with --store or STEPLAB_STORE" in end.stderr
+    assert run("list", "--store", str(store)).code == 0
+
+
+OUTPUTS = (
+    "report --output page.md", "show last --format html --output page.html",
+    "list --output list.csv", "export --output all.jsonl", "export --output all.csv",
+    "export --format jsonl --output all.jsonl.gz",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_an_output_on_a_full_disk_is_one_line_and_leaves_nothing(command: str, store: Path, disk: Path) -> None:
+    *words, name = command.split()
+    target = disk / name
+    target.touch()
+    with suppress(OSError), (disk / "filler").open("wb", buffering=0) as filler:
+        while filler.write(bytes(1 << 16)):
+            pass
+    end = run(*words, str(target), "--store", str(store))
+    assert (end.code, end.faults) == (1, ())
+    assert f"cannot write {target}: No space left on device" in end.stderr
+    assert {path.name: path.stat().st_size for path in disk.iterdir() if path.name != "filler"} == {name: 0}
+
+
+def test_a_store_named_from_another_folder_stays_where_it_was(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with Store.open("store.db", write=True) as opened:
+        (tmp_path / "elsewhere").mkdir()
+        monkeypatch.chdir("elsewhere")
+        opened.add(make_run())
+    assert not list((tmp_path / "elsewhere").iterdir())
+    with Store.open(tmp_path / "store.db") as opened:
+        assert len(opened.rows()) == 1
