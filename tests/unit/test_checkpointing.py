@@ -234,9 +234,10 @@ def hf_spec(tmp_path: Path, **fields: object) -> Any:
     return resolve_step({"model": hf_config(tmp_path), "batch": 2, "context": 5, "device": "cpu"} | fields)
 
 
-def test_transformers_checkpoints_its_own_layers(tmp_path: Path) -> None:
+@pytest.mark.parametrize("attention", ["plain", "sdpa_math"])  # the latter is not what torch would choose
+def test_transformers_checkpoints_its_own_layers(tmp_path: Path, attention: str) -> None:
     def counted(checkpointing: str) -> tuple[list[Tensor], int]:
-        built = build_workload(hf_spec(tmp_path, checkpointing=checkpointing), CPU)
+        built = build_workload(hf_spec(tmp_path, checkpointing=checkpointing, attention=attention), CPU)
         with CountedOps() as ops:
             return step(built), ops.counts["silu"]
 

@@ -70,8 +70,12 @@ def _checkpoint(model: Any, spec: StepSpec) -> None:
         raise Unsupported(what, why, "use --checkpointing full or none")
     # the name since transformers 5.23
     enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    options: dict[str, Any] = {"use_reentrant": False, "preserve_rng_state": False}
+    backend = SDPA_BACKENDS.get(spec.attention.removeprefix("sdpa_"))
+    if backend is not None and spec.compile == "off":  # a compiler traces a layer once, and runs the same kernels again
+        options["context_fn"] = lambda: (sdpa_kernel(backend), sdpa_kernel(backend))
     try:
-        enable({"use_reentrant": False, "preserve_rng_state": False})
+        enable(options)
     except ValueError as error:
         raise Unsupported(what, " ".join(str(error).split()), "use --checkpointing none") from error
 
