@@ -74,7 +74,7 @@ def parts(runs: Sequence[Run]) -> Iterator[str]:
     yield markdown_table(steps(list(fastest.values())))
     yield "## All steps"
     yield markdown_table(steps(order))
-    if profiled := [run for run in order if run.profile]:
+    if profiled := [run for run in order if run.profile and run.spec and run.spec.pass_name == "train"]:
         yield "## Where the time goes"
         yield markdown_table(shares(profiled))
 
@@ -142,8 +142,8 @@ def shares(runs: Sequence[Run]) -> Table:
         rows.append(
             (
                 *(spec.model.name, str(spec.context), spec.precision, spec.compile, spec.cuda_graph),
-                *(_ms(products_s), f"{flops / products_s / 1e12:.0f}", _ms(flops / MATMUL_FLOPS_PER_S)),
-                *(_ms(adamw_s), f"{moved / adamw_s / 1e12:.2f}", _ms(moved / COPY_BYTES_PER_S)),
+                *(_ms(products_s), _tera(flops, products_s, digits=0), _ms(flops / MATMUL_FLOPS_PER_S)),
+                *(_ms(adamw_s), _tera(moved, adamw_s, digits=2), _ms(moved / COPY_BYTES_PER_S)),
                 *(_ms(attention_s), _ms(rest_s), _ms(idle_s), run.id),
             )
         )
@@ -176,6 +176,10 @@ def _linear_flops_per_token(run: Run) -> float:
     )
     assert flops is not None
     return flops
+
+
+def _tera(amount: float, seconds: float, *, digits: int) -> str:
+    return f"{amount / seconds / 1e12:.{digits}f}" if seconds else "–"
 
 
 def _ms(seconds: float | None) -> str:

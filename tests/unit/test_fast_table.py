@@ -31,8 +31,9 @@ def test_each_size_has_its_fastest_step_first(runs: list[Run]) -> None:
 
 
 def test_the_parts_of_a_profiled_step_are_all_of_it(runs: list[Run]) -> None:
-    (run,) = (run for run in runs if run.profile)
-    assert run.profile is not None
-    (row,) = fast_table.shares([run]).rows
-    found = sum(float(str(row[str(index)])) for index in (5, 8, 11, 12, 13))
-    assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
+    profiled = [run for run in runs if run.profile]
+    assert profiled
+    for run, row in zip(profiled, fast_table.shares(profiled).rows, strict=True):
+        assert run.profile is not None
+        found = sum(float(str(row[str(index)])) for index in (5, 8, 11, 12, 13))
+        assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
