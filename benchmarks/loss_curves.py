@@ -186,7 +186,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         weights = {name: tensor.clone() for name, tensor in first.state_dict().items()}
         batches = batches_of(data_NL, reference, options.steps, torch_device)
         for variant in (each for each in VARIANTS if torch_device.type in each.devices):
-            spec = resolve_with_recipe(size | {"seed": seed} | variant.fields, lambda name: torch_device.type)
+            spec = resolve_with_recipe({**size, "seed": seed, **variant.fields}, lambda name: torch_device.type)
             workload = build_workload(spec, torch_device)
             assert workload.module is not None
             adopt(workload.module, weights)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steplab.model.compiling import compiled
-from steplab.model.transformer import Block, BlockCaller, call_plainly
+from steplab.model.transformer import BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.specs.checkpointing import is_recomputed
 
@@ -51,7 +51,7 @@ def block_caller(checkpointing: str) -> BlockCaller:
     return call
 
 
-def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
+def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
     """Change a block's forward pass in place: it is recomputed, compiled, or both.
 
     No parameter is renamed, and hooks on the block itself stay outside.
@@ -69,10 +69,10 @@ def wrap_block(block: Block, index: int, *, checkpointing: str, compile_mode: st
         forward = _recomputed(forward, checkpointing)
     if compile_mode != "off":
         forward = compiled(forward, compile_mode)
-        block.compiled_within = True
+        block.compiled_within = True  # type: ignore[assignment]
     if recomputed and outside:
         forward = _recomputed(forward, checkpointing)
-    block.forward = forward  # type: ignore[method-assign]
+    block.forward = forward
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:
