@@ -76,6 +76,11 @@ class Preloaded:
                 [sys.executable, __file__, number], env=environment, pass_fds=[theirs.fileno()], start_new_session=True
             )
 
+    def close(self) -> None:
+        """End the other process."""
+        self._socket.close()
+        self._server.wait()
+
     def start(
         self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes
     ) -> Started:

@@ -4,6 +4,7 @@ Commands are forked from a process that has imported everything (preloaded.py): 
 run under another program is started as from a shell, and so are some that are interrupted.
 """
 
+import atexit
 import contextlib
 import fcntl
 import hashlib
@@ -176,7 +177,9 @@ class Program:
 @cache
 def preloaded() -> Preloaded:
     """The process that this test process's commands are forked from."""
-    return Preloaded(dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
+    made = Preloaded(dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
+    atexit.register(made.close)
+    return made
 
 
 def tiny(**changes: str) -> tuple[str, ...]:

@@ -203,9 +203,44 @@ finally:
     assert ended.returncode == 128 + signal.SIGTERM
 
 
-def test_what_the_parent_ignores_stays_ignored() -> None:
+def test_a_signal_in_a_finalizer_ends_the_program_all_the_same(steplab: Program) -> None:
+    """Python drops what is raised there."""
+    steplab.write(
+        "finalizing.py",
+        """
+import os, signal, time
+from steplab.cli import ending
+
+listening = ending.Ending()
+listening.listen()
+
+class Dropped:
+    def __del__(self):
+        os.kill(os.getpid(), signal.SIGTERM)
+        time.sleep(10)
+
+try:
+    Dropped()
+    time.sleep(60)
+except KeyboardInterrupt:
+    print(listening.exit_code)
+""",
+    )
+    ended = subprocess.run(
+        [sys.executable, "finalizing.py"],
+        cwd=steplab.cwd,
+        env=steplab.environment,
+        timeout=30,
+        check=False,
+        capture_output=True,
+    )
+    assert (ended.stdout, ended.stderr) == (b"143\n", b"")
+
+
+def test_what_the_parent_ignores_stays_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "unraisablehook", sys.unraisablehook)
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    others = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    others = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)}
     try:
         Ending().listen()
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -41,6 +41,8 @@ from steplab.records.codec import encode
 LONGEST_LIFE_S = 5.0
 """How long a process may live after its command."""
 NUM_IMPORTED = 300
+_FEWEST_IN_TIME = 0.3
+"""Share of the signals that have to come before the command is over, or little was tried."""
 MODEL = """
 import time
 
@@ -117,6 +119,7 @@ class Attack:
         result = finish(process)
         for problem in self._problems(command, end, result.code, result.stderr, came_in_time=came_in_time):
             self.outcome.problems.append(f"{command}, {end} after {delay_s:.3f} s: {problem}")
+            print(self.outcome.problems[-1], file=sys.stderr, flush=True)
         self.outcome.tries[f"{command}, {end}"] += 1
         self.outcome.in_time += came_in_time
 
@@ -250,6 +253,7 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=1000, help="number of commands to end")
     parser.add_argument("--seed", type=int, default=1, help="seed of the moments")
     given = parser.parse_args()
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # under nohup the commands would rightly ignore it
 
     def tell(done: int, so_far: Outcome) -> None:
         if done % 20 == 0:
@@ -258,6 +262,8 @@ def main() -> int:
     every = itertools.cycle((command, end) for end in ENDS for command in COMMANDS)
     with tempfile.TemporaryDirectory() as folder:
         outcome = attack(Path(folder), [next(every) for _ in range(given.tries)], given.seed, tell=tell)
+    if outcome.in_time < _FEWEST_IN_TIME * given.tries:
+        outcome.problems.append(f"only {outcome.in_time} of {given.tries} signals came before the command was over")
     print(json.dumps(vars(outcome), indent=2))
     return 1 if outcome.problems else 0
 

@@ -29,6 +29,17 @@ SPOILT = Failure(kind="error", message="ValueError: spoilt", phase="measure")
 LOST = Failure(kind="error", message="RuntimeError: gloo/transport: Connection closed by peer", phase="measure")
 
 
+OPENED = list[Channel]()
+"""The connections of a test's ranks."""
+
+
+@pytest.fixture(autouse=True)
+def closed_at_the_end() -> Iterator[None]:
+    yield
+    while OPENED:
+        OPENED.pop().close()
+
+
 class Process:
     """The process of a rank, as far as its parent looks at it."""
 
@@ -55,6 +66,7 @@ class World:
         self.processes = {number: Process() for number in range(1 if joined else size)}
         self.port = hub.listen(everywhere=False) if joined else 0
         self.ranks = [Channel(hub.adopt(number)) for number in self.processes]
+        OPENED.extend(self.ranks)
         for number in range(1, joined):
             self.ranks.append(self.join(number))
         for rank in self.ranks:
@@ -79,7 +91,8 @@ def joined_by(hub: Hub, port: int, rank: int) -> tuple[Channel, list[Event]]:
         connecting = threads.submit(connect, LOOPBACK, port, hub.token, rank)
         while not connecting.done():
             events += hub.poll(0.01)
-        return connecting.result(), events
+        OPENED.append(connecting.result())
+        return OPENED[-1], events
 
 
 @pytest.fixture(autouse=True)

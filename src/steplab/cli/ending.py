@@ -5,10 +5,12 @@ It imports next to nothing, so that a signal during the imports of the program i
 
 import os
 import signal
+import sys
 import time
 from types import FrameType
 
 _NAMES = ("SIGINT", "SIGTERM", "SIGHUP")
+_AGAIN_S = 0.01
 TIDYING_S = 3.0
 """How long after the first signal further ones are ignored: processes are ended, and what was measured is stored. A
 signal after that ends the program at once."""
@@ -28,10 +30,13 @@ class Ending:
         for number in _numbers():
             if signal.getsignal(number) is not signal.SIG_IGN:
                 signal.signal(number, self._arrived)
+        if _has_timer:
+            signal.signal(signal.SIGALRM, signal.default_int_handler)
+            sys.unraisablehook = self._lost
 
     def ignore(self) -> None:
         """Ignore the signals from now on: the exit code is decided."""
-        for number in _numbers():
+        for number in [*_numbers(), *([signal.SIGALRM] if _has_timer else [])]:
             signal.signal(number, signal.SIG_IGN)
 
     @property
@@ -44,6 +49,13 @@ class Ending:
         """What happened, for the user."""
         return "interrupted" if self.number == signal.SIGINT else f"ended by {signal.Signals(self.number).name}"
 
+    def _lost(self, unraisable: "sys.UnraisableHookArgs") -> None:
+        """Raise a KeyboardInterrupt once more that was raised where Python drops exceptions: in a finalizer, say."""
+        if self._arrived_s is not None and issubclass(unraisable.exc_type, KeyboardInterrupt):
+            signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)  # a thread might need a lock that is held here
+        else:
+            sys.__unraisablehook__(unraisable)
+
     def _arrived(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self._arrived_s is None:
@@ -51,6 +63,9 @@ class Ending:
             raise KeyboardInterrupt
         if now_s - self._arrived_s > TIDYING_S:
             os._exit(self.exit_code)  # measuring processes end by themselves when this one is gone
+
+
+_has_timer = hasattr(signal, "setitimer")  # Windows has none
 
 
 def _numbers() -> list[signal.Signals]:

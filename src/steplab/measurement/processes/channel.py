@@ -33,7 +33,8 @@ class Channel:
     def __init__(self, connected: socket.socket) -> None:
         self._socket = connected
         self._socket.settimeout(None)
-        self._lines = lines_of(self._socket.makefile("rb"))
+        self._stream = self._socket.makefile("rb")
+        self._lines = lines_of(self._stream)
         self._lock = threading.Lock()
 
     def send(self, kind: str, value: Any = None) -> None:
@@ -65,6 +66,11 @@ class Channel:
                 on_end(f"the first process sent an unreadable message: {error}")
 
         threading.Thread(target=serve, daemon=True).start()
+
+    def close(self) -> None:
+        """End the connection; not while another thread listens."""
+        self._stream.close()
+        self._socket.close()
 
     def _write(self, message: object) -> None:
         with self._lock:

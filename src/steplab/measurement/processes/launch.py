@@ -221,8 +221,9 @@ def _follow_the_first(
     if failure is None:
         return listener.failed
     if listener.hub is not None:
-        with contextlib.suppress(OSError):  # the first one has ended; torchrun reports it
-            connect(*listener.hub, command_line_of(around.rank)).send("failed", failure)
+        address, own = listener.hub, command_line_of(around.rank)
+        with contextlib.suppress(OSError), contextlib.closing(connect(*address, own)) as first:
+            first.send("failed", failure)  # if the first one has ended, torchrun reports it
     return named(failure, around.rank, socket.gethostname())
 
 
