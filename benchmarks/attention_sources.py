@@ -18,6 +18,18 @@ def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
     return list(found.values())
 
 
+def needed(runs: Sequence[AttentionRun], grid: str) -> list[AttentionRun]:
+    """The newest benchmark of a grid, then those before it that have cells which none of the later ones has."""
+    seen: set[AttentionSpec] = set()
+    found = []
+    for run in reversed([run for run in runs if run.study.name == grid]):
+        own = {cell.spec for cell in run.cells}
+        if own - seen:
+            found.append(run)
+        seen |= own
+    return found
+
+
 def sources(runs: Sequence[AttentionRun], grid: str) -> Table | None:
     """A row a record: when it was made, of what code, on which GPU, and which of its cells are shown. None where one
     record has the whole grid."""

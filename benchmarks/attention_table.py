@@ -17,7 +17,7 @@ from statistics import median
 from typing import TypeVar
 
 from attention_dims import GRID, dims_table
-from attention_sources import cells_of, disagreements, sources
+from attention_sources import cells_of, disagreements, needed, sources
 from attention_steps import OURS, STEPS, milliseconds, steps
 
 from steplab import units
@@ -25,7 +25,7 @@ from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
-from steplab.report.attention.figures import PASS_WORDS, default_peer, median_s
+from steplab.report.attention.figures import PASS_WORDS, median_s
 from steplab.report.attention.tables import account_table, by_shape, mean_speeds, speed_table
 from steplab.report.kit.document import Table, table_of_texts
 from steplab.report.kit.markup import markdown_table
@@ -34,6 +34,8 @@ from steplab.specs.attention import PASSES, AttentionSpec
 
 Kind = TypeVar("Kind", AttentionRun, Run)
 PEER = "flex"
+SET_BESIDE = "sdpa_cudnn", "flash_attn_4", "flex"
+"""Whose speed is 1 in the tables of docs/attention.md: of each, in the newest benchmark that has it."""
 MATMUL_FLOPS_PER_S = 790e12
 """What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.3e12
@@ -81,7 +83,7 @@ def main(records: str, *rest: str) -> None:
     whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
     if rest:
         _, page = rest
-        shown = for_docs(cells_of(runs, "peers"), cells_of(runs, "long"), cells_of(runs, GRID))
+        shown = for_docs(needed(runs, "peers"), cells_of(runs, "long"), cells_of(runs, GRID))
         write_between_marks(Path(page), "\n\n".join([*shown, whole[-1]]))
     else:
         print("\n\n".join([*parts(runs), *whole]))
@@ -109,8 +111,9 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
     env = next(run.environment for run in runs if run.environment)
     ids = ", ".join(f"{run.id} ({run.name or run.study.name}, {run.created_utc[:10]})" for run in runs)
     yield HEAD.format(env=env, device=env.device.name, ids=ids).strip()
-    if peers := cells_of(runs, "peers"):
-        yield "## Against its peers"
+    for run in needed(runs, "peers"):  # each by itself: what took turns in one process compares
+        peers = run.cells
+        yield f"## Against its peers, {_record(run)}"
         for name in PASSES:
             yield from _titled(PASS_WORDS[name].capitalize(), speed_table(peers, PEER, name))
         for peer in dict.fromkeys(cell.spec.column for cell in peers if cell.spec.column != OURS):
@@ -140,19 +143,26 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
             yield markdown_table(replace(account_table(account), caption=f"Most at once: {text}{said}"))
 
 
+def _record(run: AttentionRun) -> str:
+    return f"record {run.id} of {run.created_utc[:10]} {run.created_utc[11:16]} UTC"
+
+
 def for_docs(
-    peers: Sequence[AttentionCell], long: Sequence[AttentionCell], dims: Sequence[AttentionCell]
+    peers: Sequence[AttentionRun], long: Sequence[AttentionCell], dims: Sequence[AttentionCell]
 ) -> Iterator[str]:
     """What docs/attention.md shows."""
-    yield markdown_table(by_shape(peers, _three_times, LABEL, f"{_OF_PASSES}."))
-    for peer in (PEER, default_peer(peers)):
-        if means := mean_speeds(peers, peer):
-            yield markdown_table(means)
+    told = set()
+    for run in peers:
+        yield markdown_table(by_shape(run.cells, _three_times, LABEL, f"{_OF_PASSES}; {_record(run)}."))
+        for peer in SET_BESIDE:
+            if peer not in told and (means := mean_speeds(run.cells, peer)):
+                told.add(peer)
+                yield markdown_table(means)
     if longest := [cell for cell in _in_order(long) if cell.spec.queries == LONGEST]:
         yield markdown_table(
             by_shape(longest, _three_times, LABEL, f"{_OF_PASSES}; the longest sequences of the long grid.")
         )
-    for table in (dims_table(dims), bounds(peers)):
+    for table in (dims_table(dims), *(bounds(run.cells) for run in peers[:1])):
         if table:
             yield markdown_table(table)
 
