@@ -98,6 +98,43 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
         assert sum(kernel.moved_bytes for kernel in fused) == pytest.approx(moved, rel=0.35)
 
 
+def test_optimizers_of_one_kernel_take_as_long_as_recorded() -> None:
+    """torch's fused AdamW and steplab's, of 2.7b on an H200, which differ in what they reach of the bandwidth."""
+    for run in recorded("../../benchmarks/results/fast_h200_202611.jsonl.gz"):
+        assert run.spec is not None
+        assert run.timing is not None
+        measured = run.timing.phase("optimizer")
+        if run.spec.model.name == "2.7b" and measured is not None:
+            [times] = [phase for phase in predict_step_time(run.spec, H200).phases if phase.phase == "optimizer"]
+            assert times.device_s == pytest.approx(median(measured.best_s), rel=0.03), run.id
+
+
+def test_auto_is_predicted_as_what_it_chooses() -> None:
+    fields = {"model": "2.7b", "context": 512, "precision": "bf16", "compile": "block"}
+    chosen = predicted(attention="auto", **fields)
+    assert chosen.central_s == predicted(attention="sdpa_cudnn", **fields).central_s
+    elsewhere = gpu_named("A100 SXM 80GB")
+    assert predicted(elsewhere, attention="auto", **fields).central_s == pytest.approx(
+        predicted(elsewhere, attention="sdpa", **fields).central_s
+    )
+
+
+@pytest.mark.parametrize("phase", ["forward", "backward"])
+def test_two_parts_of_a_tensor_are_both_read(phase: str) -> None:
+    """Gate and up from one product or from two: the kernel that multiplies them moves the same bytes."""
+
+    def moved(projections: str) -> list[int]:
+        spec = resolve_step({"model": "2.7b", "model.num_layers": 1, "model.projections": projections, "context": 512,
+                             "precision": "bf16", "compile": "block", "attention": "sdpa"})  # fmt: skip
+        kernels = [kernel for kernel in kernels_of(spec) if kernel.operator.phase == phase and kernel.fused]
+        return sorted(kernel.moved_bytes for kernel in kernels if not kernel.reduces)
+
+    inner = 2 * 4 * 512 * 10240  # bytes of the gate in bf16
+    gated = (3 if phase == "forward" else 5) * inner  # read gate and up, backward the gradient too; write as many
+    assert gated in moved("separate")
+    assert gated in moved("merged")
+
+
 # --- what must hold of any model ----------------------------------------------------------------------------------
 
 STEPS = st.fixed_dictionaries(

@@ -227,16 +227,16 @@ def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> Ho
 
 def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
     """Seconds that compiling took, of blocks that are alike and of each block of a whole model: the longest of each
-    size, because others found a part in Inductor's cache."""
-    longest: tuple[dict[str, float], dict[str, float]] = {}, {}
+    size and attention, because others found a part in Inductor's cache."""
+    longest: tuple[dict[tuple[str, str], float], dict[tuple[str, str], float]] = {}, {}
     for run in runs:
         spec, timing = run.spec, run.timing
         if spec is None or spec.model.shape is None or timing is None or timing.first_step_s is None:
             continue
         whole = spec.compile != "block"
         each_s = timing.first_step_s / (spec.model.shape.num_layers if whole else 1)
-        of_size = longest[whole]
-        of_size[spec.model.label] = max(each_s, of_size.get(spec.model.label, 0.0))
+        of_kind, kind = longest[whole], (spec.model.label, spec.attention)
+        of_kind[kind] = max(each_s, of_kind.get(kind, 0.0))
     return list(longest[False].values()), list(longest[True].values())
 
 

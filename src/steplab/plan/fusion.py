@@ -21,6 +21,9 @@ _ALONE = ("_fused_adamw_", "adamw_kernel", "_foreach_", "embedding_dense_backwar
 Version = tuple[int, int]
 """A memory, and how often it was written before: what an operator in place makes is not what it took."""
 
+Spans = frozenset[tuple[int, int]]
+"""Begins and lengths, in bytes, of the parts of a memory that are read."""
+
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
@@ -53,8 +56,8 @@ class _Group:
     level: int
     """Number of products on the longest way to it."""
     operators: list[Operator] = field(default_factory=list)
-    reads: dict[Version, int] = field(default_factory=dict)
-    """Bytes of what comes from outside."""
+    reads: dict[Version, Spans] = field(default_factory=dict)
+    """What comes from outside."""
     made: dict[Version, int] = field(default_factory=dict)
     """Bytes of what is made inside."""
     unnamed_bytes: int = 0
@@ -68,8 +71,8 @@ class _Made:
     group: _Group | None
     """The joined kernel that makes it; None: an operator by itself."""
     level: int
-    reads: list[tuple[Version, int]] = field(default_factory=list)
-    """What it is computed of, with the bytes of each."""
+    reads: list[tuple[Version, Spans]] = field(default_factory=list)
+    """What it is computed of."""
     casts: list[Version] = field(default_factory=list)
     """The same numbers in another format."""
 
@@ -88,7 +91,7 @@ class _Fuser:
 
     def take(self, op: Operator) -> None:
         """The next operator of the step."""
-        read = [(self._now(operand.memory), operand.num_bytes) for operand in op.reads]
+        read = [(self._now(each.memory), Spans({(each.start, each.num_bytes)})) for each in op.reads]
         level = max((self._made[version].level for version, _ in read if version in self._made), default=0)
         if op.kind != "streaming" or op.name.startswith(_ALONE):
             self._needed.update(version for version, _ in read)
@@ -102,9 +105,9 @@ class _Fuser:
                 self._same[self._next(op.writes[0].memory)] = known
                 return
         group = self._group(op, [version for version, _ in read], level)
-        for version, num_bytes in read:
+        for version, spans in read:
             if version not in group.made:
-                group.reads[version] = max(num_bytes, group.reads.get(version, 0))
+                group.reads[version] = spans | group.reads.get(version, Spans())
                 self._add_reader(version, group)
         for version in self._write(op.writes, group, level):
             self._made[version].reads = read
@@ -156,7 +159,8 @@ class _Fuser:
         group.operators += other.operators
         group.made |= other.made
         group.unnamed_bytes += other.unnamed_bytes
-        group.reads = {v: size for v, size in (other.reads | group.reads).items() if v not in group.made}
+        both = _merged(other.reads, group.reads)
+        group.reads = {version: spans for version, spans in both.items() if version not in group.made}
         for version in other.made:
             self._made[version].group = group
         for version in other.reads:
@@ -186,25 +190,26 @@ class _Fuser:
             if isinstance(item, Operator):
                 yield Kernel(item, item.read_bytes + item.written_bytes)
             elif item.operators:
-                reads: dict[Version, int] = {}
-                for version, num_bytes in item.reads.items():
-                    reads |= self._read(version, num_bytes, item)
+                reads: dict[Version, Spans] = {}
+                for version, spans in item.reads.items():
+                    reads = _merged(reads, self._read(version, spans, item))
                 written = sum(size for version, size in item.made.items() if self._is_written(version, item))
                 reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
-                moved = item.unnamed_bytes + sum(reads.values()) + written
+                moved = item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written
                 yield Kernel(item.operators[0], moved, fused=True, reduces=reduces)
 
-    def _read(self, version: Version, num_bytes: int, reader: _Group) -> dict[Version, int]:
+    def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
         """What is read in place of what the eager step reads: of a kernel of an earlier pass, what is in memory."""
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:
-            return {version: num_bytes}
+            return {version: spans}
         for same in (*made.casts, version):
             if self._is_written(same, made.group):
-                return {same: made.group.made.get(same, num_bytes)}
-        found: dict[Version, int] = {}
-        for source, size in made.reads:
-            found |= self._read(source, size, reader)
+                whole = made.group.made.get(same)
+                return {same: spans if whole is None else Spans({(0, whole)})}
+        found: dict[Version, Spans] = {}
+        for source, parts in made.reads:
+            found = _merged(found, self._read(source, parts, reader))
         return found
 
     def _is_written(self, version: Version, group: _Group) -> bool:
@@ -215,6 +220,20 @@ class _Fuser:
             return True
         inside = any(operand.memory == version[0] for op in group.operators for operand in op.reads)
         return group.pass_name == "backward" and not readers and not inside
+
+
+def _merged(a: dict[Version, Spans], b: dict[Version, Spans]) -> dict[Version, Spans]:
+    """What either reads."""
+    return a | {version: spans | a.get(version, Spans()) for version, spans in b.items()}
+
+
+def _covered_bytes(spans: Spans) -> int:
+    """Bytes of all spans, those in several of them once."""
+    covered = end = 0
+    for start, length in sorted(spans):
+        covered += max(0, start + length - max(start, end))
+        end = max(end, start + length)
+    return covered
 
 
 def _pass(op: Operator) -> str:

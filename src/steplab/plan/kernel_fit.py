@@ -22,6 +22,8 @@ from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates
 from steplab.records.attention import AttentionRun
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.records.timing import HARDLY_AHEAD, lead_s
+from steplab.specs.step import StepSpec
 
 Params = dict[str, float]
 
@@ -121,8 +123,8 @@ def _sizes(product: Product) -> tuple[int, int]:
 
 
 def fit_streaming(runs: Sequence[Run], gpu: Gpu) -> StreamingRates:
-    """Shares of the bandwidth: of eager operators by name, then of compilers' kernels."""
-    sums = [*_eager_sums(runs), *_fused_sums(runs)]
+    """Shares of the bandwidth: of eager operators by name, of optimizers in one kernel, then of compilers' kernels."""
+    sums = [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
     counted: dict[str, float] = defaultdict(float)
     for kernels, measured in sums:
         for name in {name for name, _ in kernels}:
@@ -173,6 +175,33 @@ def _eager_sums(runs: Sequence[Run]) -> list[_Sum]:
     return found
 
 
+def _optimizer_sums(runs: Sequence[Run]) -> list[_Sum]:
+    """Optimizers that are one kernel, by the length of their phase where the host was ahead: the median of each model,
+    precision and optimizer. So that one that no eager profile has is known, such as steplab's own."""
+    phases: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    specs: dict[tuple[str, str, str], StepSpec] = {}
+    for run in runs:
+        if run.spec is None or run.timing is None or run.spec.optimizer not in _IN_ONE_KERNEL:
+            continue
+        samples, step = run.timing.phase("optimizer"), run.timing.phase("step")
+        lead = lead_s(run.timing.back_to_back, "optimizer")
+        if samples is None or step is None or lead is None or lead < HARDLY_AHEAD * median(step.best_s):
+            continue
+        key = run.spec.model.label, run.spec.precision, run.spec.optimizer
+        phases[key].append(median(samples.best_s))
+        specs.setdefault(key, run.spec)
+    found = []
+    for key, spec in specs.items():
+        operators = [op for op in operators_of(spec) if op.phase == "optimizer"]
+        counted = Counter((op.name, op.read_bytes + op.written_bytes) for op in operators if op.kind == "streaming")
+        if counted.total() == 1:
+            found.append((counted, median(phases[key])))
+    return found
+
+
+_IN_ONE_KERNEL = ("adamw_fused", "adamw_triton")
+
+
 def _fused_sums(runs: Sequence[Run]) -> list[_Sum]:
     found = []
     for run in runs:
@@ -201,8 +230,12 @@ def _reduces(name: str) -> bool:
 
 
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
-    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy."""
+    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy.
+
+    What the smallest takes is at most the shortest cell of any implementation: most were measured on large ones alone.
+    """
     times: dict[tuple[str, str], list[tuple[Operator, float]]] = defaultdict(list)
+    shortest_s: dict[str, float] = {}
     for record in records:
         if not isinstance(record, AttentionRun):
             continue
@@ -211,6 +244,10 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
             usual = spec.causal and spec.dtype == "bf16" and spec.heads == spec.num_kv_heads
             if cell.failure or not usual or spec.queries != spec.num_keys or spec.implementation == "plain":
                 continue
+            for timed in cell.passes:
+                if timed.device_s:
+                    taken_s = median(timed.device_s)
+                    shortest_s[timed.phase] = min(taken_s, shortest_s.get(timed.phase, taken_s))
             if spec.batch * spec.heads * spec.queries < _BUSY_ROWS or spec.dim < _LEAST_WIDTH:
                 continue
             for timed in cell.passes:
@@ -225,7 +262,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
     found: dict[str, dict[str, AttentionRates]] = {}
     for (name, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
-            found.setdefault(name, {})[phase] = _fit_attention(own, gpu, name, phase)
+            found.setdefault(name, {})[phase] = _fit_attention(own, gpu, name, phase, shortest_s[phase])
     return {name: rates for name, rates in found.items() if len(rates) == 2}
 
 
@@ -255,15 +292,26 @@ def _attention_operator(name: str, phase: str, batch: int, length: int) -> Opera
     )
 
 
-def _fit_attention(times: Sequence[tuple[Operator, float]], gpu: Gpu, name: str, phase: str) -> AttentionRates:
+def _fit_attention(
+    times: Sequence[tuple[Operator, float]], gpu: Gpu, name: str, phase: str, shortest_s: float
+) -> AttentionRates:
     def error(params: Params) -> float:
-        if params["peak_share"] > 1:
+        if params["peak_share"] > 1 or params["fixed_s"] > shortest_s:
             return math.inf
         trial = with_rates(gpu, attention={name: {phase: msgspec.convert(params, AttentionRates)}})
         return relative_error((attention_s(op, trial), seconds) for op, seconds in times)
 
-    start = {"fixed_s": 1e-5, "peak_share": 0.7, "softmax_width": 30.0, "diagonal": 64.0}
-    return msgspec.convert(search(error, start), AttentionRates)
+    found = [
+        search(error, {"fixed_s": shortest_s / 2, "peak_share": share, "softmax_width": width, "diagonal": 64.0})
+        for share in _SHARES_TRIED
+        for width in _WIDTHS_TRIED
+    ]
+    return msgspec.convert(min(found, key=error), AttentionRates)
+
+
+_SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
+"""Where searches begin: a share of the peak and a width of the softmax make up for each other, so that one search may
+end where no change of a single figure helps."""
 
 
 def with_rates(gpu: Gpu, **changes: object) -> Gpu:

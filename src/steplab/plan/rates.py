@@ -164,6 +164,8 @@ class Gpu:
     """Where the figures come from."""
     peak_sources: dict[str, str] = field(default_factory=dict)
     """Where each peak comes from."""
+    device_names: tuple[str, ...] = ()
+    """What torch calls it."""
 
 
 @functools.cache
@@ -220,6 +222,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
         peak_sources={dtype: each.source for dtype, each in hardware.peaks.items()},
         bandwidth_bytes_per_s=hardware.memory_bandwidth_bytes_per_s,
         multiprocessors=hardware.multiprocessors,
+        device_names=tuple(hardware.device_names),
         rates=rates,
         is_fitted=own,
         sources=(

@@ -14,6 +14,7 @@ from typing import get_args
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported
+from steplab.ops.attention.choice_table import FALLBACK
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
@@ -21,7 +22,7 @@ from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
 from steplab.plan.rates import Gpu, StepRates
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, CompiledShares, PhaseTimes, StepTimePrediction, TimePart
-from steplab.specs.attention_kernels import refuse_unserved_attention
+from steplab.specs.attention_kernels import chosen_by_auto, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
@@ -140,6 +141,7 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
     Blocks are alike, and so are micro-steps from the second on: of many, few are run dry, and what one more adds is
     added for the others.
     """
+    spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
     few, more = (
@@ -147,6 +149,14 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
         for number in (_FEWEST_MICRO_STEPS, _FEWEST_MICRO_STEPS + 1)
     )
     return _listed(_extrapolated(few, more, spec.micro_steps - _FEWEST_MICRO_STEPS))
+
+
+def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
+    """The step with what attention `auto` is on the GPU."""
+    if spec.attention != "auto" or spec.model.shape is None:
+        return spec
+    names = {chosen_by_auto(spec, spec.model.shape, name).implementation for name in gpu.device_names}
+    return dataclasses.replace(spec, attention=next(iter(sorted(names - {FALLBACK})), FALLBACK))
 
 
 _FEWEST_MICRO_STEPS = 2
@@ -352,8 +362,9 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
     if spec.precision == "fp16":
         notes.append("without the gradient scaler's operators")
-    if spec.attention not in ("plain", "sdpa", "auto") and spec.attention not in gpu.rates.attention:
-        notes.append(f"attention {spec.attention} was not measured here: predicted as FlashAttention-2")
+    attention = as_chosen(spec, gpu).attention
+    if attention not in ("plain", "sdpa") and attention not in gpu.rates.attention:
+        notes.append(f"attention {attention} was not measured here: predicted as FlashAttention-2")
     shape = spec.model.shape
     num_layers = shape.num_layers if shape else None
     remark = checkpointing_remark(spec.checkpointing, num_layers=num_layers, gradients=spec.pass_name != "forward")

@@ -18,7 +18,7 @@ Attend = Callable[[Machine, Tensor, Tensor, Tensor], Tensor]
 
 def split_heads(m: Machine, x: Tensor) -> Tensor:
     """[B, T, d] seen as [B, h, T, d / h]. Backward the gradient is copied back into its order, if it is not in it."""
-    view = Tensor(x.count, x.dtype, x.storage)
+    view = Tensor(x.count, x.dtype, x.storage, x.start)
     view.heads_together = True
     like, named = (x.count, x.dtype), x.what
 
@@ -34,7 +34,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
     """[B, h, T, d / h] as [B, T, d]: copied, if the heads do not lie together; backward the gradient is seen so."""
     if x.heads_together or m.sizes.one_order(x.count):
-        merged = Tensor(x.count, x.dtype, x.storage)
+        merged = Tensor(x.count, x.dtype, x.storage, x.start)
     else:
         merged = m.run("copy", (x,), x.count, x.dtype, "attention output, heads together", strided=True)
     m.node((x.slot,), (), lambda m, kept, gradient: (gradient,)).gives(merged)
@@ -45,7 +45,7 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
     """The output of a batched matmul, whose gradient is copied for the matmuls of its backward."""
     if m.sizes.one_order(x.count):
         return x
-    view = Tensor(x.count, x.dtype, x.storage)
+    view = Tensor(x.count, x.dtype, x.storage, x.start)
     like = (x.count, x.dtype, f"gradient of {x.what}, heads apart")
 
     m.node((x.slot,), (), lambda m, kept, gradient: (m.run("copy", (gradient,), *like, strided=True),)).gives(view)
@@ -70,7 +70,7 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
 
 def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two views; backward their gradients are joined."""
-    views = Tensor(half(x.count), x.dtype, x.storage), Tensor(half(x.count), x.dtype, x.storage)
+    views = x.parts(half(x.count), half(x.count))
     like, named = (x.count, x.dtype), x.what
 
     m.node(
@@ -113,7 +113,8 @@ def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) ->
     part = first.count
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
-        return Tensor(part, gradient.dtype, gradient.storage), Tensor(part, gradient.dtype, gradient.storage)
+        first, second = gradient.parts(part, part)
+        return first, second
 
     joined = m.run("cat", (first, second), whole, first.dtype, what, strided=True)
     m.node((first.slot, second.slot), (), backward).gives(joined)

@@ -54,6 +54,8 @@ class Operand:
     """Number of the allocation that it lies in; two tensors in one are views of the same memory."""
     num_bytes: int
     """Bytes of its elements."""
+    start: int = 0
+    """Where in the allocation they begin, so that two parts of one can be told from one that is read twice."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

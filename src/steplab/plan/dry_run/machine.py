@@ -308,4 +308,4 @@ class Machine:
 
 
 def _operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
-    return tuple(Operand(tensor.storage.number, tensor.num_bytes) for tensor in tensors)
+    return tuple(Operand(tensor.storage.number, tensor.num_bytes, tensor.start) for tensor in tensors)

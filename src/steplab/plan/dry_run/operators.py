@@ -92,7 +92,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 
 def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
     """Views of neighbouring columns. Backward their gradients are joined."""
-    views = tuple(Tensor(count, x.dtype, x.storage) for count in counts)
+    views = x.parts(*counts)
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], *gradients: Tensor) -> tuple[Tensor]:

@@ -43,10 +43,12 @@ class Storage:
 class Tensor:
     """A size, a number format, and the memory behind them."""
 
-    __slots__ = ("count", "dtype", "heads_together", "is_view", "slot", "storage")
+    __slots__ = ("count", "dtype", "heads_together", "is_view", "slot", "start", "storage")
 
-    def __init__(self, count: Count, dtype: Dtype, storage: Storage) -> None:
-        self.count, self.dtype, self.storage = count, dtype, storage
+    def __init__(self, count: Count, dtype: Dtype, storage: Storage, start: int = 0) -> None:
+        """start: bytes of the memory that belong to other parts of it; of interleaved parts, as if one lay after the
+        other."""
+        self.count, self.dtype, self.storage, self.start = count, dtype, storage, start
         self.slot: Slot | None = None
         """Where its gradient is gathered; None: it has none."""
         self.is_view = False
@@ -63,6 +65,14 @@ class Tensor:
     def num_bytes(self) -> int:
         """Bytes of its elements."""
         return self.count.value * self.dtype.num_bytes
+
+    def parts(self, *counts: Count) -> "tuple[Tensor, ...]":
+        """Views of it that lie beside each other."""
+        found, start = [], self.start
+        for count in counts:
+            found.append(Tensor(count, self.dtype, self.storage, start))
+            start += found[-1].num_bytes
+        return tuple(found)
 
 
 class Slot:
