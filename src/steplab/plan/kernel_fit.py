@@ -187,7 +187,7 @@ def _optimizer_sums(runs: Sequence[Run]) -> list[_Sum]:
         lead = lead_s(run.timing.back_to_back, "optimizer")
         if samples is None or step is None or lead is None or lead < HARDLY_AHEAD * median(step.best_s):
             continue
-        key = run.spec.model.label, run.spec.precision, run.spec.optimizer
+        key = run.spec.model.label, str(run.spec.precision), str(run.spec.optimizer)
         phases[key].append(median(samples.best_s))
         specs.setdefault(key, run.spec)
     found = []

@@ -70,15 +70,15 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
 
 def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
     """Two views; backward their gradients are joined."""
-    views = x.parts(half(x.count), half(x.count))
+    first, second = x.parts(half(x.count), half(x.count))
     like, named = (x.count, x.dtype), x.what
 
     m.node(
         (x.slot,),
         (),
         lambda m, kept, first, second: (m.run("cat", (first, second), *like, f"gradient of {named}", strided=True),),
-    ).gives(*views)
-    return views
+    ).gives(first, second)
+    return first, second
 
 
 def _times_table(m: Machine, part: Tensor) -> Tensor:
