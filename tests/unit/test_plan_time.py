@@ -99,14 +99,19 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
 
 
 def test_optimizers_of_one_kernel_take_as_long_as_recorded() -> None:
-    """torch's fused AdamW and steplab's, of 2.7b on an H200, which differ in what they reach of the bandwidth."""
+    """torch's fused AdamW and steplab's, of 2.7b on an H200: each in its interval, and what the one saves of the other
+    within a quarter (records of the fused one alone differ by 4 %, a fourth of what is saved)."""
+    saved: dict[str, tuple[float, float]] = {}
     for run in recorded("../../benchmarks/results/fast_h200_202611.jsonl.gz"):
         assert run.spec is not None
         assert run.timing is not None
         measured = run.timing.phase("optimizer")
         if run.spec.model.name == "2.7b" and measured is not None:
             [times] = [phase for phase in predict_step_time(run.spec, H200).phases if phase.phase == "optimizer"]
-            assert times.device_s == pytest.approx(median(measured.best_s), rel=0.03), run.id
+            assert times.low_s <= median(measured.best_s) <= times.high_s, run.id
+            saved[run.spec.optimizer] = times.device_s, median(measured.best_s)
+    predicted_s, measured_s = (saved["adamw_fused"][i] - saved["adamw_triton"][i] for i in range(2))
+    assert predicted_s == pytest.approx(measured_s, rel=0.25)
 
 
 def test_auto_is_predicted_as_what_it_chooses() -> None:
