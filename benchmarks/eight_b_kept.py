@@ -52,12 +52,12 @@ def kept_by(choice: str) -> dict[str, Tensor]:
         block = example.Block()
         x_BTC = torch.empty(1, example.CONTEXT, example.WIDTH, requires_grad=True)
         torch.set_default_dtype(torch.float32)
-        rotary = [torch.empty(example.CONTEXT, example.WIDTH // example.HEADS // 2) for _ in range(2)]
+        rotary_2T1D = torch.empty(2, example.CONTEXT, 1, example.WIDTH // example.HEADS // 2)
         forward: Callable[..., Any] = block.forward
         if choice == "products":
             contexts = partial(create_selective_checkpoint_contexts, KEPT_BY_SELECTIVE)
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-        torch.compile(forward, backend=backend, dynamic=False)(x_BTC, *rotary)
+        torch.compile(forward, backend=backend, dynamic=False)(x_BTC, rotary_2T1D)
     *_, output = forwards[0].graph.nodes
     saved = {node.name: node.meta["val"] for node in output.args[0][1:]}
     return {name: value for name, value in saved.items() if isinstance(value, Tensor) and value.dim() > 0}
@@ -70,7 +70,7 @@ def main() -> None:
         tensors = {
             name: tensor
             for name, tensor in kept_by(choice).items()
-            if tensor.dim() > 2 or not name.startswith("primals")  # weights and tables have two dimensions
+            if not name.startswith("primals") or tensor.dim() == 3  # weights have two dimensions, the table has four
         }
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
         print(f"{choice}: {sum(storages.values()) / 1e6:,.0f} MB a block")

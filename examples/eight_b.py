@@ -1,6 +1,6 @@
 """An 8b model on two GPUs, a sequence of 32,768 tokens on each: torchrun --nproc-per-node 2 examples/eight_b.py
-FSDP2 splits weights, gradients and optimizer state; of what a block's backward pass needs, the compiler keeps the share
-BUDGET and computes the rest again; the loss is computed in chunks of the logits."""
+FSDP2 splits weights, gradients and optimizer state; of what a block's backward pass needs, the outputs of products and
+of attention are kept and the rest is computed again; the loss is computed in chunks of the logits."""
 
 import time
 
@@ -10,11 +10,13 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.functional import silu
 
+from steplab.model.checkpointing import wrap_block
+from steplab.model.transformer import rotary_table, rotate
 from steplab.ops.attention import attention
 from steplab.ops.cross_entropy import linear_cross_entropy
 
 LAYERS, WIDTH, FF, HEADS, VOCABULARY, CONTEXT = 34, 4096, 11008, 32, 151_936, 32_768
-ATTENTION, LOSS, BUDGET, WARM_UP, STEPS = "flash_triton", "fused", 0.4, 3, 10
+ATTENTION, LOSS, WARM_UP, STEPS = "flash_triton", "fused", 3, 10
 
 
 class Block(nn.Module):
@@ -24,11 +26,11 @@ class Block(nn.Module):
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.gate_up, self.down = nn.Linear(WIDTH, 2 * FF, bias=False), nn.Linear(FF, WIDTH, bias=False)
 
-    def forward(self, x_BTC: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
-        qkv_3BHTD = self.qkv(self.norm_1(x_BTC)).unflatten(-1, (3, HEADS, -1)).permute(2, 0, 3, 1, 4)
-        a, b = qkv_3BHTD[:2].chunk(2, -1)  # queries and keys get rotary positions
-        q_BHTD, k_BHTD = torch.cat((a * cos_TD - b * sin_TD, b * cos_TD + a * sin_TD), -1).to(x_BTC.dtype)
-        o_BHTD = attention(q_BHTD, k_BHTD, qkv_3BHTD[2], causal=True, implementation=ATTENTION)
+    def forward(self, x_BTC: Tensor, rotary_2T1D: Tensor) -> Tensor:
+        q_BTHD, k_BTHD, v_BTHD = self.qkv(self.norm_1(x_BTC)).unflatten(-1, (3, HEADS, -1)).unbind(2)
+        q_BTHD, k_BTHD = rotate(q_BTHD, rotary_2T1D), rotate(k_BTHD, rotary_2T1D)
+        qkv_BHTD = (tensor_BTHD.transpose(1, 2) for tensor_BTHD in (q_BTHD, k_BTHD, v_BTHD))
+        o_BHTD = attention(*qkv_BHTD, causal=True, implementation=ATTENTION)
         x_BTC = x_BTC + self.out(o_BHTD.transpose(1, 2).flatten(2))
         gate_BTF, up_BTF = self.gate_up(self.norm_2(x_BTC)).chunk(2, -1)
         return x_BTC + self.down(silu(gate_BTF) * up_BTF)
@@ -40,31 +42,29 @@ class Model(nn.Module):
         self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
         self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, cos_TD: Tensor, sin_TD: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rotary_2T1D: Tensor) -> Tensor:
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTC = block(x_BTC, cos_TD, sin_TD)
+            x_BTC = block(x_BTC, rotary_2T1D)
         return linear_cross_entropy(self.norm(x_BTC), self.head.weight, targets_BT, implementation=LOSS)
 
 
 def main(device: torch.device) -> Tensor:
-    torch._functorch.config.activation_memory_budget = BUDGET
     with torch.device("meta"):
         model = Model().bfloat16()
-    for block in model.blocks:
-        block.forward = torch.compile(block.forward)  # FSDP2's hooks stay outside
+    for index, block in enumerate(model.blocks):  # FSDP2's hooks stay outside of compiled code
+        wrap_block(block, index, checkpointing="selective", compile_mode="block", split=False)
         fully_shard(block)
     fully_shard(model).to_empty(device=device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    frequency_D = 1e4 ** (torch.arange(0, WIDTH // HEADS, 2, device=device) * -HEADS / WIDTH)
-    angle_TD = torch.outer(torch.arange(CONTEXT, device=device), frequency_D)
+    rotary_2T1D = rotary_table(CONTEXT, WIDTH // HEADS).unsqueeze(2).to(device)
     tokens_BT, times = torch.randint(VOCABULARY, (1, CONTEXT + 1), device=device), []
     for _ in range(WARM_UP + STEPS + 1):
         dist.barrier()
         times.append(time.perf_counter())
-        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:], angle_TD.cos(), angle_TD.sin())
+        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:], rotary_2T1D)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
