@@ -29,6 +29,9 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     if spec.attention not in _SERVED:
         what = f"attention '{spec.attention}' for {spec.model.name}"
         raise Unsupported(what, "transformers computes its models' attention", f"choose one of {', '.join(_SERVED)}")
+    size = content.get("vocab_size")
+    if isinstance(size, int) and size < 1:  # torch builds it, and then has no token to choose
+        raise UserError(f"vocab_size in {spec.model.name} must be at least 1, not {size}")
     attention = "eager" if spec.attention == "plain" else "sdpa"
     try:
         config = AutoConfig.for_model(content.pop("model_type"), **content)
