@@ -53,6 +53,14 @@ def step_s(run: Run) -> float:
     return median(step.best_s)
 
 
+@pytest.mark.parametrize(
+    "asked", [{"sort": "\\input{x}"}, {"sort": '"'}, {"since": "4611686018427387904"}, {"since": "9" * 400}]
+)
+def test_what_is_no_field_and_no_time_is_refused(path: Path, asked: dict[str, str]) -> None:
+    with pytest.raises(UserError, match=r"--sort takes|is neither a date"):
+        ids(path, **asked)
+
+
 # --- which records ----------------------------------------------------------------------------------------
 
 

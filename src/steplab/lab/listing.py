@@ -27,6 +27,7 @@ _OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
     ">": operator.gt,
     "=": operator.eq,
 }
+_FIELD = re.compile(r"[\w.-]+")
 _CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS)) + r")\s*(.+?)\s*")
 
 
@@ -167,7 +168,7 @@ def _number(key: str, text: str) -> float:
 def _order(sort: str) -> tuple[str, bool]:
     """The field to sort by, and whether the largest comes first."""
     name, _, order = sort.partition(":")
-    if order not in ("", "asc", "desc"):
+    if order not in ("", "asc", "desc") or not _FIELD.fullmatch(name):
         raise UserError(f"--sort takes FIELD, FIELD:asc or FIELD:desc, not '{sort}'")
     return _key(name), order == "desc"
 
@@ -187,11 +188,11 @@ def _earliest(since: str) -> str:
     """The time in the form of records, from a date, a time (UTC unless it says otherwise) or an age."""
     try:
         moment = datetime.fromisoformat(since)
-    except ValueError:
+    except (ValueError, OverflowError):
         try:
-            age_s = parse_duration(since)
-        except UserError as error:
+            age = timedelta(seconds=parse_duration(since))
+            moment = datetime.now(UTC) - age
+        except (UserError, OverflowError) as error:
             raise UserError(f"'{since}' is neither a date such as 2026-11-22 nor an age such as 2h or 3d") from error
-        moment = datetime.now(UTC) - timedelta(seconds=age_s)
     moment = moment.replace(tzinfo=UTC) if moment.tzinfo is None else moment.astimezone(UTC)
     return moment.strftime("%Y-%m-%dT%H:%M:%SZ")

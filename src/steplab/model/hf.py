@@ -15,6 +15,7 @@ from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 """The values of StepSpec's attention that transformers supports: its own code, or torch's kernels."""
+_MOST_LAYERS = 10_000
 _LONGEST_REASON = 300
 """The longest error in characters: for an unknown model_type transformers lists all that it knows."""
 
@@ -32,6 +33,9 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
     size = content.get("vocab_size")
     if isinstance(size, int) and size < 1:  # torch builds it, and then has no token to choose
         raise UserError(f"vocab_size in {spec.model.name} must be at least 1, not {size}")
+    layers = content.get("num_hidden_layers")
+    if isinstance(layers, int) and layers > _MOST_LAYERS:  # transformers builds them one by one
+        raise UserError(f"num_hidden_layers in {spec.model.name} must be at most {_MOST_LAYERS}, not {layers}")
     attention = "eager" if spec.attention == "plain" else "sdpa"
     try:
         config = AutoConfig.for_model(content.pop("model_type"), **content)
