@@ -11,6 +11,7 @@ the waterfall (.html). `docs/walk/make.py` makes the chapter of the documentatio
 import argparse
 import sys
 from pathlib import Path
+from typing import Any
 
 from steplab.cli.app import main as steplab
 from steplab.errors import UserError
@@ -19,7 +20,7 @@ from steplab.lab.profiling import profile
 from steplab.records.advice import Advice
 from steplab.units import parse_duration
 
-CASES: dict[str, dict[str, object]] = {
+CASES: dict[str, dict[str, Any]] = {
     "2.7b-2048": {"model": "2.7b", "context": 2048, "precision": "fp32", "steps": 10, "warmup": 2},
     "2.7b-512": {"model": "2.7b", "context": 512, "precision": "fp32", "steps": 10, "warmup": 3},
     "xl-512": {"model": "xl", "context": 512, "precision": "bf16", "steps": 30},
