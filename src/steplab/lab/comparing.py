@@ -47,15 +47,10 @@ def compare(
     A and B are records, or a text; `find_records` says what that may be. `threshold` is the smallest difference that
     matters, as a share; `allow` names fields that may differ.
 
-    Raises UserError for a text that stands for no record and where both stand for the same, and errors.Inconclusive
-    for records that are not alike in a field that `allow` does not name.
+    Raises UserError for a text that stands for no record, and errors.Inconclusive for records that are not alike in a
+    field that `allow` does not name.
     """
     before, after = (_given(each, store) for each in (a, b))
-    if set(before.side.ids) == set(after.side.ids):
-        raise UserError(
-            f"'{before.side.told}' and '{after.side.told}' are the same: {', '.join(before.side.ids[:3])}; "
-            "`steplab list` shows what there is"
-        )
     return compare_records(
         before.side, after.side, before.records, after.records, threshold=threshold, allow=frozenset(allow)
     )
