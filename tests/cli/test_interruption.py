@@ -188,6 +188,7 @@ import signal, time
 from steplab.cli import ending
 
 ending.TIDYING_S = 0.0
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs are started with it ignored
 listening = ending.Ending()
 listening.listen()
 try:

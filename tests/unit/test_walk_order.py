@@ -100,7 +100,7 @@ def walk(store: Path, *, eager_s: float, compiled_s: float, budget_s: float, **f
 def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     """As the H200 whose host others used as well: 20 us a kernel, and 33 in compiled code."""
     store = tmp_path_factory.mktemp("slow") / "store.db"
-    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=260.0)
+    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=240.0)
 
 
 @pytest.fixture(scope="module")
@@ -114,7 +114,8 @@ def test_a_host_bound_step_gets_its_cuda_graph_before_anything_small(behind_a_sl
     assert words[:2] == ["compile block", "cuda_graph step"]
     best = behind_a_slow_host.best
     assert best is not None
-    assert (best.compile, best.cuda_graph, best.attention) == ("block", "step", "auto")
+    assert (best.compile, best.cuda_graph) == ("block", "step")
+    assert best.attention != "plain"  # auto or a kernel by name, as the fitted rates have it
     fastest_s = predict_step_time(dataclasses.replace(best, optimizer="adamw_triton"), H200).step.device_s
     assert behind_a_slow_host.best_s == pytest.approx(fastest_s, rel=0.02)
 
@@ -145,7 +146,8 @@ def test_what_cannot_be_seen_in_the_noise_comes_last_and_what_is_the_same_step_n
 
 def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice) -> None:
     words = [tried.words for tried in behind_a_quick_host.tried]
-    assert words[:2] == ["compile block", "attention auto"]
+    assert words[0] == "compile block"
+    assert words[1].startswith("attention ")
     assert words.index("cuda_graph step") > words.index("optimizer adamw_triton")
 
 
