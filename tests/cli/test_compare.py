@@ -64,6 +64,8 @@ def test_what_stands_for_nothing_is_said_with_what_there_is(stored: Program) -> 
     assert "'nothing' is no id, study, name, tag or measured commit" in complaint(
         stored("compare", "nothing", "last"), 2
     )
+    long = complaint(stored("compare", "y" * 1_000), 2)  # longer than a file's name can be
+    assert "is no id, study, name, tag or measured commit" in long
     assert "no file missing.db" in complaint(stored("compare", "missing.db:last", "last"), 2)
     assert "further back than the 4 records" in complaint(stored("compare", "last~9"), 2)
     assert "is not a share" in complaint(stored("compare", "base", "--threshold", "fast"), 2)

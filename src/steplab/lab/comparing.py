@@ -1,5 +1,6 @@
 """Finds the records that a comparison is about, and compares them."""
 
+import os.path
 import subprocess
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
@@ -92,10 +93,10 @@ def _beginning(path: Path) -> bytes:
 
 def _file_in(text: str) -> tuple[Path | None, str]:
     """The file that a text names, if it does, and the rest."""
-    if Path(text).is_file():
+    if os.path.isfile(text):
         return Path(text), ""
     file, colon, rest = text.rpartition(":")
-    if colon and Path(file).is_file():
+    if colon and os.path.isfile(file):
         return Path(file), rest
     if (file or text).endswith((".db", ".jsonl", ".jsonl.gz")):
         raise UserError(f"no file {file or text}; give an existing store (.db) or export (.jsonl)")
