@@ -32,7 +32,7 @@ class Address:
 
 
 class Launcher:
-    """Of a compiled kernel that has run before."""
+    """Prepares launches of a compiled kernel that has run before."""
 
     def __init__(self, compiled: Any, grid: Sequence[int]) -> None:
         from triton.backends.nvidia.driver import wrap_handle_tensordesc
@@ -67,7 +67,7 @@ def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
 
 
 def hooked() -> bool:
-    """Whether somebody wants to be told of each launch, as Triton's profiler does: only Triton's own launches tell."""
+    """Whether a hook is to be called at each launch, as Triton's profiler asks: only Triton's own launches call it."""
     runtime = _runtime()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))

@@ -123,7 +123,7 @@ class _Step:
                 parameter.master = None
 
     def _keep_masters(self) -> None:
-        """Of what linear layers have, but for the head's weight in a loss in chunks, which adds up its gradient."""
+        """Allocate masters of the linear layers' weights; under a loss in chunks the head's stays in fp32."""
         parameters = self._model.parameters
         for parameter in parameters.linear:
             if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:

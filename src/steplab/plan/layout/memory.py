@@ -39,7 +39,7 @@ CACHED_SHARE = 0.04
 benchmarks/results/layout_h200_202611.jsonl.gz is 0.035, and 0.03 over the single GPUs of docs/memory_formulas.md."""
 
 _Sizes = tuple[tuple[int, ...], ...]
-"""Of each weight the bytes of the tensors that are made of it."""
+"""Bytes of the tensors that are made of each weight."""
 Holdings = list[tuple[Bundle, int]]
 """Tensors that are there together, and how many times."""
 
