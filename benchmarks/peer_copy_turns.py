@@ -63,7 +63,7 @@ class Copies:
 
 class Times(NamedTuple):
     slowest_ms: list[float]
-    """Of the slowest rank in each repeat, in ascending order."""
+    """Times of the slowest rank in each repeat, in ascending order."""
     host_ms: float
     """Median of this rank's calls."""
 
@@ -113,7 +113,7 @@ def compare_orders(copies: Copies) -> None:
 
 
 def xl_shapes() -> list[tuple[int, ...]]:
-    """Of the parameters of xl, in the order in which their gradients become ready."""
+    """Shapes of the parameters of xl, in the order in which their gradients become ready."""
     width, inner, vocabulary = 1600, 6400, 10_000
     block = [*[(width, width)] * 4, (inner, width), (inner, width), (width, inner), (width,), (width,)]
     return [(vocabulary, width), (width,), *(block * 48), (vocabulary, width)]

@@ -62,7 +62,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 _refuse_unserved_parameter(parameter, master)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Of a copy, which torch makes of state and groups alone, and of a state that is loaded."""
+        """Restore a copy or a loaded optimizer, of which torch keeps state and groups alone."""
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", {})
         self.__dict__.setdefault("_of_graphs", [])

@@ -252,7 +252,7 @@ class _Rank:
         return self._has_masters and weight.of_linear_layer
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
-        """Of this rank's shards of these weights, and of their gradients."""
+        """Bytes of this rank's shards of these weights; their gradients take as many."""
         width = self._sharing.weight_bytes
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 
