@@ -31,11 +31,12 @@ def test_a_table_has_the_defaults_of_its_command(project: Path) -> None:
         '[plan.memory]\ngpu = "H100 SXM"\n'
     )
     run = asked("run", "--steps", "3")
-    assert (run["step"].model, run["step"].num_layers, run["step"].steps) == ("small", "2", "3")
-    assert run["timeout"] == "5min"
+    measured = run["measured"]
+    assert (measured.step.model, measured.step.num_layers, measured.step.steps) == ("small", "2", "3")
+    assert measured.timeout == "5min"
     assert run["out"].store == project / "runs.db"
     assert asked("plan", "memory")["gpu"] == "H100 SXM"
-    assert "step" not in asked("memory", "--store", "other.db")
+    assert "measured" not in asked("memory", "--store", "other.db")
     assert asked("memory", "--store", "other.db")["out"].store == Path("other.db")
 
 
@@ -43,7 +44,7 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
     pieces = list(blocks((REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")))
     (example,) = (piece.text for piece in pieces if piece.language == "toml")
     (project / "steplab.toml").write_text(example)
-    assert asked("run")["step"].num_layers == "6"
+    assert asked("run")["measured"].step.num_layers == "6"
     assert asked("sweep")["step"].context == "128,256"
     assert asked("plan", "memory")["gpu"] == "H100 SXM"
     for piece in pieces:
@@ -54,11 +55,11 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
 def test_the_nearest_file_is_read_alone(project: Path) -> None:
     (project / "steplab.toml").write_text("[run]\nsteps = 7\n")
     (project / "below" / "pyproject.toml").write_text("[tool.other]\nx = 1\n")
-    assert asked("run")["step"].steps == "7"
+    assert asked("run")["measured"].step.steps == "7"
     (project / "below" / "pyproject.toml").write_text("[tool.steplab.run]\nwarmup = 2\n")
-    assert (asked("run")["step"].steps, asked("run")["step"].warmup) == (None, "2")
+    assert (asked("run")["measured"].step.steps, asked("run")["measured"].step.warmup) == (None, "2")
     (project / "below" / "steplab.toml").write_text("[run]\nseed = 1\n")
-    assert (asked("run")["step"].warmup, asked("run")["step"].seed) == (None, "1")
+    assert (asked("run")["measured"].step.warmup, asked("run")["measured"].step.seed) == (None, "1")
 
 
 @pytest.mark.parametrize(

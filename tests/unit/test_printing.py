@@ -12,12 +12,12 @@ from tests.fuzz.mutations import CONTROLS
 from tests.unit.test_report_sections import EXAMPLES
 
 from steplab.cli import output
-from steplab.cli.output import ROW_FORMATS
 from steplab.errors import SteplabError
 from steplab.printing import plain, plain_json, plain_with_colors, remark
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.validation import check, cleaned
+from steplab.report.kit.rendering import FORMATS
 from steplab.store.database import Store
 
 HOSTILE = "".join(text for text in CONTROLS if "\n" not in text)
@@ -68,8 +68,8 @@ def hostile_record(record: Record) -> Record:
 
 
 def test_nothing_that_steers_leaves_the_command_line_in_any_format(store: Path) -> None:
-    commands = [["list", "--format", chosen] for chosen in ROW_FORMATS]
-    commands += [["show", record.id, "--format", chosen] for record in EXAMPLES.values() for chosen in ROW_FORMATS]
+    commands = [["list", "--format", chosen] for chosen in FORMATS]
+    commands += [["show", record.id, "--format", chosen] for record in EXAMPLES.values() for chosen in FORMATS]
     commands += [["show", EXAMPLES["run"].id, "--format", "html"]]
     commands += [["export"], ["explain", EXAMPLES["run"].id], ["show", HOSTILE], ["import", HOSTILE]]
     commands += [["run", f"--model={HOSTILE}"], ["list", "--where", HOSTILE], [HOSTILE], ["list", "--name", HOSTILE]]

@@ -16,11 +16,13 @@ from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
 from steplab.limits import OPTION, Limits
-from steplab.specs.recipe import recipe_help
+from steplab.specs.recipe import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
 from steplab.specs.step_fields import StepField, option_name
+from steplab.units import parse_duration
 
 if TYPE_CHECKING:
+    from steplab.specs.step import StepSpec
     from steplab.specs.study import Grid
 
 STEP = Group.create_ordered("The step")
@@ -29,6 +31,8 @@ _SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
 _OUTPUT = Group.create_ordered("Store and output")
 
 Format = Literal["table", "json", "csv", "md", "latex"]
+PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
+_FORMAT_HELP = "Format of the output [default: by the suffix of --output, else table]"
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=recipe_help(), group=STEP)]
 
 
@@ -149,6 +153,51 @@ class ProcessOptions:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+class MeasurementOptions:
+    """The step that is measured by `run`, `profile` and `memory`, its processes, and the name of the record."""
+
+    step: StepOptions = StepOptions()
+    recipe: Recipe = None
+    processes: ProcessOptions = ProcessOptions()
+    name: Annotated[str, Parameter(help="Name of the run in listings")] = ""
+    timeout: Annotated[
+        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
+    ] = None
+
+    def spec(self) -> "StepSpec":
+        """The step as it is measured here. Raises UserError for a request that is not valid."""
+        from steplab.lab.machine import device_kind_here
+        from steplab.lab.processes import fields_here
+
+        fields = self.step.fields() | {"recipe": self.recipe}
+        return resolve_with_recipe(fields_here(fields, self.processes.gpus, self.processes.processes), device_kind_here)
+
+    def timeout_s(self) -> float | None:
+        """The time after which the measurement is given up. Raises UserError for a text that is no time."""
+        return parse_duration(self.timeout) if self.timeout else None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class StudyOptions:
+    """How the measurements of `sweep` and `study` are made."""
+
+    resume: Annotated[
+        bool,
+        Parameter(help="Continue the newest study of the same measurements; make only those missing", negative=""),
+    ] = False
+    timeout: Annotated[str, Parameter(help="Time after which a measurement is given up: 90s, 5min, 2h")] = "1h"
+    slurm: Annotated[
+        str | None,
+        Parameter(
+            help="Submit all of it as one Slurm job with these options of sbatch, and do not wait: "
+            "partition=gpu,gpus-per-node=1,time=4h (extra: steplab[slurm])"
+        ),
+    ] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
     """How much is read of a file from outside."""
 
@@ -203,7 +252,12 @@ class FileOptions(StoreOptions):
 class OutputOptions(FileOptions):
     """Where records are stored, and how they are shown."""
 
-    format: Annotated[
-        Format | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]", group=_OUTPUT),
-    ] = None
+    format: Annotated[Format | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
+
+
+@Parameter(name="*")
+@dataclass(frozen=True, kw_only=True)
+class PageOptions(FileOptions):
+    """Where records are stored, and how they are shown, which may be as a page."""
+
+    format: Annotated[PageFormat | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None

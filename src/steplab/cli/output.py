@@ -1,27 +1,33 @@
 """Data is written to standard output or to a file, remarks about it to standard error."""
 
 import dataclasses
+import os
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from steplab.cli.options import FileOptions
+from steplab.cli.options import FileOptions, PageOptions
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, format_of, packed, refuse_the_same
 from steplab.printing import leaving, remark
+from steplab.report.kit.rendering import FORMATS, PAGE, render
 
-ROW_FORMATS = ("table", "json", "csv", "md", "latex")
-"""The formats of a table of runs."""
+if TYPE_CHECKING:
+    from steplab.report.kit.document import Document
 
 
 def chosen_format(
-    format: str | None, out: FileOptions, allowed: Sequence[str] = ROW_FORMATS, *, beside: Sequence[Path | None] = ()
+    format: str | None, out: FileOptions, allowed: Sequence[str] = (), *, beside: Sequence[Path | None] = ()
 ) -> str:
     """The format that --format names, else the one of the suffix of --output, else the first allowed.
+
+    Allowed are by default those of a document: FORMATS, and PAGE for commands that take it.
 
     Call it before the work begins. It raises UserError for a format that the command does not write, and for a file,
     the output or one of those `beside` it, that must not be replaced; SteplabError for a file that cannot be created.
     """
+    allowed = allowed or ((*FORMATS, PAGE) if isinstance(out, PageOptions) else FORMATS)
     output = out.output
     ending = format_of(output) if output else None
     if output and output.suffix and not ending and not format:
@@ -46,7 +52,7 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
     SteplabError where writing fails.
     """
     pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
-    colored = (out is None or out.output is None) and stdout_color()
+    colored = stdout_color(out)
     clean = (leaving(piece, kind, colored=colored) for piece in pieces)
     if out is None or out.output is None:
         for piece in clean:
@@ -56,6 +62,11 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
         for piece in clean:
             target.write(piece.encode())
     say(f"wrote {out.output}")
+
+
+def emit_document(document: "Document", chosen: str, out: FileOptions) -> None:
+    """Print the document in this format, or write it to the file that the options name."""
+    emit(render(document, chosen, color=stdout_color(out)), out, chosen)
 
 
 def _print(text: str) -> None:
@@ -82,8 +93,8 @@ def say(text: str) -> None:
     print(remark(text), file=sys.stderr, flush=True)
 
 
-def stdout_color() -> bool:
-    """Whether text on standard output may be coloured."""
-    from steplab.report.kit.terminal import wants_color
-
-    return wants_color(sys.stdout)
+def stdout_color(out: FileOptions | None = None) -> bool:
+    """Whether the text may be coloured: it goes to a terminal, TERM is not dumb, and NO_COLOR is not set."""
+    if out is not None and out.output is not None:
+        return False
+    return sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"

@@ -1,22 +1,30 @@
-"""Run a study with its progress on standard error, as `sweep` and `study` do."""
+"""Run a study with its progress on standard error, and report it, as `sweep` and `study` do."""
 
-from pathlib import Path
-
-from steplab.cli.options import FileOptions
-from steplab.cli.output import say
+from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
+from steplab.cli.output import chosen_format, say
 from steplab.cli.progress import ProgressLine
+from steplab.cli.writing import write_report
 from steplab.errors import UserError
-from steplab.lab.sweeping import SweepResult, sweep
+from steplab.lab.reporting import records_to_report
+from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances
 from steplab.specs.study import StudySpec
-from steplab.units import counted
+from steplab.units import counted, parse_duration
 
 
-def run_study(study: StudySpec, *, store: Path | None, resume: bool, timeout_s: float) -> SweepResult:
-    """Measure the study, and say what was doubtful. Raises KeyboardInterrupt that says how to continue."""
+def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOptions) -> int:
+    """Measure the study, say what was doubtful, and write its report, or submit it as a Slurm job; gives the exit code.
+
+    Raises KeyboardInterrupt that says how to continue.
+    """
+    timeout_s = parse_duration(how.timeout)
+    if how.slurm is not None:
+        _submit(study, how.slurm, out, resume=how.resume, timeout_s=timeout_s)
+        return 0
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         try:
-            result = sweep(study, store=store, resume=resume, timeout_s=timeout_s, on_progress=line.sweep)
+            result = sweep(study, store=out.store, resume=how.resume, timeout_s=timeout_s, on_progress=line.sweep)
         except KeyboardInterrupt as error:
             kept = "the finished measurements are stored, and the same command with --resume continues"
             raise KeyboardInterrupt(kept) from error
@@ -28,10 +36,16 @@ def run_study(study: StudySpec, *, store: Path | None, resume: bool, timeout_s: 
             f"{counted(len(doubtful), 'step')} with a warning; to measure them again when the machine is quiet: "
             f"steplab rm {' '.join(doubtful)} --yes, and then the same command with --resume"
         )
-    return result
+    write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
+    summary = f"{counted(result.num_measured, 'measurement')}, {result.num_failed} of them failed"
+    again = "" if chosen == "html" else f"; `steplab report --study {result.study_id} --output page.html` draws it"
+    say(f"study {result.study_id}: {summary}{again}")
+    return 1 if result.num_failed >= result.num_measured else 0
 
 
-def submit_study(study: StudySpec, options: str, out: FileOptions, *, resume: bool, timeout_s: float) -> None:
+def _submit(
+    study: StudySpec, options: str, out: OutputOptions | PageOptions, *, resume: bool, timeout_s: float
+) -> None:
     """Submit the study as a Slurm job, and say where it is heard of. Raises UserError where a report was asked for."""
     from steplab.lab.slurm import slurm_options, submit
 

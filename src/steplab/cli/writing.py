@@ -18,5 +18,5 @@ def write_report(
 
     with ProgressLine() as line:
         view = report_of(selection, title=title, named=named, store=out.store, on_progress=line.within)
-        text = view.render(chosen, color=stdout_color() and out.output is None)
+        text = view.render(chosen, color=stdout_color(out))
     emit(text, out, chosen)

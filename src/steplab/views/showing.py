@@ -25,9 +25,8 @@ from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.report.compare.document import compare_document
 from steplab.report.history.document import history_document
-from steplab.report.kit import html
 from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table
-from steplab.report.kit.rendering import render
+from steplab.report.kit.rendering import NOTEBOOK, render
 from steplab.report.plan.document import plan_document
 from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document
@@ -75,7 +74,7 @@ def in_short(record: Record) -> str:
     made = (block.draw() if isinstance(block, Deferred) else block for block in blocks)
     picture = next((block for block in made if isinstance(block, (Chart, Bars))), None)
     first = tuple(block for block in (picture, table) if block)
-    return html.to_fragment(replace(document, sections=(Section(title="", blocks=first),)))
+    return render(replace(document, sections=(Section(title="", blocks=first),)), NOTEBOOK)
 
 
 def _record_text(record: Record, store: Path | str | None, format: str, color: bool) -> str:
@@ -86,16 +85,12 @@ def _record_text(record: Record, store: Path | str | None, format: str, color: b
         context = Context(references=memory_references([record], store), findings=findings_of([record], store))
     document = SECTIONS[kind_of(record).name].document(record, context)
     document = replace(document, subtitle="\n".join((document.subtitle, *annotations(record))))
-    return _writer(document)(format, color)
+    return render(document, format, color=color)
 
 
-def _writer(document: Document, json: str | None = None) -> Callable[[str, bool], str]:
+def _writer(document: Document, json: str) -> Callable[[str, bool], str]:
     def write(format: str, color: bool) -> str:
-        if format == "html":
-            return html.to_html(document)
-        if format == "notebook":
-            return html.to_fragment(document)
-        return json if format == "json" and json else render(document, format, color=color)
+        return json if format == "json" else render(document, format, color=color)
 
     return write
 

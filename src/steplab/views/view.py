@@ -7,8 +7,10 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.files import Destination, format_of
 from steplab.printing import leaving
+from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
+from steplab.report.kit.rendering import PAGE
 
-FORMATS = ("table", "json", "csv", "md", "latex", "html")
+FORMATS = (*TEXT_FORMATS, PAGE)
 """The formats of every view; table is text for a terminal, html a page that needs nothing else."""
 
 

@@ -42,14 +42,13 @@ def ab(
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.options import fields_in
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.turns import ab as measure
-    from steplab.report.kit.rendering import render
     from steplab.report.turns.document import turns_document
     from steplab.units import parse_duration, parse_share
 
-    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         found = measure(
             *map(fields_in, sides),
@@ -64,7 +63,7 @@ def ab(
         )
     words = [against, "working tree"] if against else ["as given", *sides] if len(sides) == 1 else sides
     document = turns_document(found.runs, found.ratios, words)
-    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit_document(document, chosen, out)
     if any(run.failure for run in found.runs):
         return 1
     exceeds = [ratio.exceeds for ratio in found.ratios if ratio]

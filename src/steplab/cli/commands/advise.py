@@ -27,16 +27,15 @@ def advise(
     name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.advising import advise as walk
     from steplab.lab.turns import STEPS
     from steplab.report.advice.document import advice_document
-    from steplab.report.kit.rendering import render
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         advice = walk(
             resolve_step({"steps": STEPS} | step.fields()),
@@ -47,6 +46,6 @@ def advise(
             on_progress=line.alive,
             on_change=lambda what: say(f"measuring {what} …"),
         )
-    emit(render(advice_document(advice), chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit_document(advice_document(advice), chosen, out)
     say(f"walk {advice.id}; `steplab report {advice.id} --output page.html` draws it")
     return 1 if advice.failure else 0

@@ -102,16 +102,14 @@ def attention(
     ] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
     from steplab.report.attention.document import account_document, attention_cell_line, attention_document
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
-    color = stdout_color() and out.output is None
+    chosen = chosen_format(out.format, out)
     if gpu is not None and not derive:
         raise UserError("--gpu needs --derive, because measurements are made on this machine; add --derive")
     study = attention_study(
@@ -125,7 +123,7 @@ def attention(
     )
     if derive:
         account = account_for_memory(study.cells, gpu, store=out.store)
-        emit(render(account_document(account), chosen, color=color), out, chosen)
+        emit_document(account_document(account), chosen, out)
         return 0
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
@@ -139,6 +137,6 @@ def attention(
             on_progress=line.alive,
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
-    emit(render(attention_document(run, against=against), chosen, color=color), out, chosen)
+    emit_document(attention_document(run, against=against), chosen, out)
     say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -70,13 +70,12 @@ def comm(
     ] = "5min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.benchmark import went_well
     from steplab.lab.comm import comm_study, measure_comm
     from steplab.lab.processes import is_first_rank
     from steplab.report.comm.document import comm_cell_line, comm_document
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
@@ -92,6 +91,6 @@ def comm(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
     if is_first_rank():
-        emit(render(comm_document(run), chosen, color=stdout_color() and out.output is None), out, chosen)
+        emit_document(comm_document(run), chosen, out)
         say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 0 if went_well(run) else 1

@@ -10,11 +10,11 @@ fails, 3 if that cannot be decided or A and B are not alike.
 For example: steplab compare baseline.jsonl last --threshold 3%
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions
+from steplab.cli.options import PageOptions
 
 
 def compare(
@@ -37,23 +37,15 @@ def compare(
             "several and for memory]"
         ),
     ] = None,
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: PageOptions = PageOptions(),
 ) -> int:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.lab.comparing import compare as compare_records
     from steplab.report.compare.document import compare_document
-    from steplab.report.kit.html import to_html
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_share
 
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    chosen = chosen_format(out.format, out)
     smallest = parse_share(threshold) if threshold else None
     comparison = compare_records(a, b, threshold=smallest, allow=allow, store=out.store)
-    document = compare_document(comparison)
-    color = stdout_color() and out.output is None
-    emit(to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)
+    emit_document(compare_document(comparison), chosen, out)
     return {"fine": 0, "undecided": 3, "regression": 4}[comparison.outcome]

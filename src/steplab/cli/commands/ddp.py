@@ -72,15 +72,14 @@ def ddp(
     timeout: Annotated[str, Parameter(help="Time after which a variant is given up: 90s, 5min, 2h")] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.ddp import ddp_study, measure_ddp
     from steplab.lab.processes import is_first_rank
     from steplab.report.ddp.document import ddp_cell_line, ddp_document
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
-    chosen = chosen_format(out.format, out, allowed=ROW_FORMATS)
+    chosen = chosen_format(out.format, out)
     study = ddp_study(
         step.fields(),
         gpus=processes.gpus,
@@ -103,6 +102,6 @@ def ddp(
         )
     if not is_first_rank():
         return 0  # the first rank reports the result
-    emit(render(ddp_document(run), chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit_document(ddp_document(run), chosen, out)
     say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
     return 1 if all(cell.failure for cell in run.cells) else 0

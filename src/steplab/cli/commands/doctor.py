@@ -4,7 +4,7 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import StoreOptions
+from steplab.cli.options import FileOptions, StoreOptions
 from steplab.specs.device import DEVICES_TOLD
 
 
@@ -14,13 +14,12 @@ def doctor(
     timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
     store: StoreOptions = StoreOptions(),
 ) -> None:
-    from steplab.cli.output import emit, stdout_color
+    from steplab.cli.output import emit_document
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine
     from steplab.report.ceilings import ceilings_document
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_duration
 
     with ProgressLine() as line:
         ceilings = examine(device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit(render(ceilings_document(ceilings), color=stdout_color()))
+    emit_document(ceilings_document(ceilings), "table", FileOptions())

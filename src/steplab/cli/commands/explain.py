@@ -3,11 +3,11 @@
 For example: steplab explain --try
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions
+from steplab.cli.options import FileOptions, Format
 
 
 def explain(
@@ -27,7 +27,7 @@ def explain(
         str, Parameter(help="Time after which a measurement of --try is given up: 90s, 5min, 2h")
     ] = "1h",
     format: Annotated[
-        Literal["table", "json", "csv", "md", "latex"] | None,
+        Format | None,
         Parameter(
             help="Format of the output; json has whole findings, csv one row per finding [default: by the suffix of "
             "--output, else table]"
@@ -35,12 +35,11 @@ def explain(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose
     from steplab.lab.explaining import run_to_explain, try_findings
     from steplab.records.codec import encode
-    from steplab.report.kit.rendering import render
     from steplab.report.run.findings import findings_document
     from steplab.units import parse_duration
 
@@ -61,7 +60,7 @@ def explain(
     if chosen == "json":
         emit(encode(findings).decode(), out, chosen)
     else:
-        emit(render(findings_document(run, findings), chosen, color=stdout_color() and out.output is None), out, chosen)
+        emit_document(findings_document(run, findings), chosen, out)
     tried = [finding.trial for finding in findings.findings if finding.trial]
     if try_ and not tried:
         say("steplab: there is nothing to try, because no finding proposes a change to an option of the step")

@@ -6,11 +6,11 @@ For example: steplab history --model small --metric step_time
 """
 
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions, GivenFields, step_options
+from steplab.cli.options import GivenFields, PageOptions, step_options
 
 
 @Parameter(name="*")
@@ -28,21 +28,13 @@ def history(
     name: Annotated[str | None, Parameter(help="Take the runs of this name alone")] = None,
     threshold: Annotated[str, Parameter(help="Smallest change that is marked: 3% or 0.03")] = "1%",
     step: ChosenSteps = ChosenSteps(),
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.lab.history import history as histories_of
     from steplab.report.history.document import history_document
-    from steplab.report.kit.html import to_html
-    from steplab.report.kit.rendering import render
     from steplab.units import parse_share
 
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    chosen = chosen_format(out.format, out)
     found = histories_of(metric, fields=step.grid(), name=name, threshold=parse_share(threshold), store=out.store)
-    document = history_document(found)
-    color = stdout_color() and out.output is None
-    emit(to_html(document) if chosen == "html" else render(document, chosen, color=color), out, chosen)
+    emit_document(history_document(found), chosen, out)

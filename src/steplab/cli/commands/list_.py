@@ -41,11 +41,10 @@ def list_(
     limit: Annotated[int, Parameter(help="Number of records to list")] = 40,
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.errors import UserError
     from steplab.lab.listing import STUDY, checked_keys, list_records
     from steplab.printing import plain
-    from steplab.report.kit.rendering import render
     from steplab.report.run.columns import rows_document
     from steplab.report.run.listing import list_document
     from steplab.units import counted
@@ -69,7 +68,7 @@ def list_(
         document = rows_document(found.rows, empty="no studies")
     else:
         document = list_document(found.rows, keys)
-    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit_document(document, chosen, out)
     for record_id, unknown_kind in found.unknown:
         say(
             f"record {record_id} is of the kind '{plain(unknown_kind)}', which this version does not know; upgrade "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, Recipe, StepOptions
+from steplab.cli.options import MeasurementOptions, OutputOptions
 from steplab.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -22,9 +22,7 @@ if TYPE_CHECKING:
 
 def memory(
     *,
-    step: StepOptions = StepOptions(),
-    recipe: Recipe = None,
-    processes: ProcessOptions = ProcessOptions(),
+    measured: MeasurementOptions = MeasurementOptions(),
     snapshot: Annotated[
         Path | None,
         Parameter(
@@ -36,26 +34,17 @@ def memory(
         bool,
         Parameter(help="Compare the peak with the prediction of `plan memory`, where there is one", negative=""),
     ] = False,
-    name: Annotated[str, Parameter(help="Name of the run in listings")] = "",
-    timeout: Annotated[
-        str | None, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h [default: none]")
-    ] = None,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.machine import device_kind_here
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory import predicted_memory
     from steplab.lab.memory_reading import marks_beside
     from steplab.lab.memory_references import memory_references
-    from steplab.lab.processes import fields_here
     from steplab.specs.model import refuse_planning_only
-    from steplab.specs.recipe import resolve_with_recipe
-    from steplab.units import parse_duration
 
-    fields = step.fields() | {"recipe": recipe}
-    spec = resolve_with_recipe(fields_here(fields, processes.gpus, processes.processes), device_kind_here)
+    spec = measured.spec()
     marks = marks_beside(snapshot) if snapshot else None
     chosen = chosen_format(out.format, out, beside=[snapshot, marks])
     prediction = None
@@ -68,11 +57,11 @@ def memory(
     with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
         record = measure_and_watch(
             spec,
-            name=name,
+            name=measured.name,
             store=out.store,
             snapshot=snapshot,
             force=out.force,
-            timeout_s=parse_duration(timeout) if timeout else None,
+            timeout_s=measured.timeout_s(),
             on_progress=line.within,
         )
     references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
@@ -101,14 +90,12 @@ def show_memory(
     references: "MemoryReferences | None" = None,
 ) -> None:
     """Write the memory profile of a run, or, for a run without one, its ordinary report."""
-    from steplab.cli.output import emit, stdout_color
-    from steplab.report.kit.rendering import render
+    from steplab.cli.output import emit_document
     from steplab.report.memory.document import memory_document
     from steplab.report.sections import SECTIONS, Context
 
-    color = stdout_color() and out.output is None
     if record.memory_profile is None:
         document = SECTIONS["run"].document(record, Context())
     else:
         document = memory_document(record, prediction=prediction, references=references)
-    emit(render(document, format, color=color), out, format)
+    emit_document(document, format, out)

@@ -2,11 +2,11 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, FileOptions, GivenFields, Recipe, step_options
+from steplab.cli.options import SPREAD, FileOptions, GivenFields, PageOptions, Recipe, step_options
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
 
@@ -30,38 +30,23 @@ class PlannedStepOptions(GivenFields):
     """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class PlanOutputOptions(FileOptions):
-    """Where a prediction is written, and how it is shown."""
-
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]", group="Output"),
-    ] = None
-
-
-def _chosen(out: PlanOutputOptions) -> str:
+def _chosen(out: PageOptions) -> str:
     """The format that is written."""
-    from steplab.cli.output import ROW_FORMATS, chosen_format
+    from steplab.cli.output import chosen_format
 
-    return chosen_format(out.format, out, allowed=(*ROW_FORMATS, "html"))
+    return chosen_format(out.format, out)
 
 
-def _write(document: "Document", chosen: str, out: PlanOutputOptions, record: object = None) -> None:
+def _write(document: "Document", chosen: str, out: PageOptions, record: object = None) -> None:
     """Print a document, or write it to a file; as JSON the record, where there is one."""
     import msgspec
 
-    from steplab.cli.output import emit, stdout_color
-    from steplab.report.kit.html import to_html
-    from steplab.report.kit.rendering import render
+    from steplab.cli.output import emit, emit_document
 
     if chosen == "json" and record is not None:
         emit(msgspec.json.format(msgspec.json.encode(record)).decode(), out, chosen)
-    elif chosen == "html":
-        emit(to_html(document), out, chosen)
     else:
-        emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+        emit_document(document, chosen, out)
 
 
 @plan.command
@@ -87,7 +72,7 @@ def memory(
             group=SPREAD,
         ),
     ] = True,
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Predict the peak memory of a step on a CUDA device, with everything that it consists of.
 
@@ -127,7 +112,7 @@ def time(
     ] = None,
     step: PlannedStepOptions = PlannedStepOptions(),
     recipe: Recipe = None,
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Predict the time of a step on a GPU, by phase and by kind of kernel, with a 90 % interval.
 
@@ -187,7 +172,7 @@ def layout(
         str | None, Parameter(help="Record of `steplab comm` whose communication profile replaces the node's link")
     ] = None,
     step: JobOptions = JobOptions(),
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Rank all layouts of a training step on a number of GPUs by predicted time.
 
@@ -223,7 +208,7 @@ def steps(
     *,
     gpu: Annotated[str, Parameter(help="GPU of the catalogue, such as H100 SXM or A100 SXM 80GB")] = "H200 SXM",
     step: PlannedStepOptions = PlannedStepOptions(),
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Predict memory and time of several steps in one table; every option of the step takes a list.
 
@@ -280,7 +265,7 @@ def check(
             "compressed"
         ),
     ] = None,
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Set predictions of time and memory beside what was measured.
 
@@ -323,7 +308,7 @@ def accounting(
         float | None, Parameter(help="Bytes/s that a device receives along one axis, in place of its own: 180e9")
     ] = None,
     counted_in: Annotated[str, Parameter(help="GPU in whose memories the fp32 state is counted")] = "H100 SXM",
-    out: PlanOutputOptions = PlanOutputOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
     """Derive what a model takes at scale: memory, devices, and the batch that hides communication.
 

@@ -28,11 +28,10 @@ def precision(
     timeout: Annotated[str, Parameter(help="Time after which a process is given up: 90s, 5min, 2h")] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit, say, stdout_color
+    from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.precision import PARTS, compare_precisions
-    from steplab.report.kit.rendering import render
     from steplab.report.precision.document import precision_document
     from steplab.units import counted, parse_duration
 
@@ -55,7 +54,7 @@ def precision(
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt("finished parts are stored") from error
     document = precision_document(result.numerics, result.runs, with_sums=only in (None, "accumulation"))
-    emit(render(document, chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit_document(document, chosen, out)
     for numerics in result.numerics:
         if numerics.failure and numerics.spec:
             say(f"steplab: {numerics.spec.precision}: {numerics.failure.message}")

@@ -6,11 +6,11 @@ all such runs, and a benchmark (of attention, collectives or data parallelism) b
 For example: steplab report --output page.html
 """
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions
+from steplab.cli.options import PageOptions
 
 
 def report(
@@ -26,16 +26,12 @@ def report(
     study: Annotated[str | None, Parameter(help="Report this study")] = None,
     name: Annotated[str | None, Parameter(help="Report all runs of this name")] = None,
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
-    format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
-        Parameter(help="Format of the output [default: by the suffix of --output, else table]"),
-    ] = None,
-    out: FileOptions = FileOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import ROW_FORMATS, chosen_format
+    from steplab.cli.output import chosen_format
     from steplab.cli.writing import write_report
     from steplab.lab.reporting import records_to_report
 
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    chosen = chosen_format(out.format, out)
     selection = records_to_report(ids, study=study, name=name, store=out.store)
     write_report(selection, chosen, out, title=title, named=bool(ids))

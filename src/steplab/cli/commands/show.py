@@ -1,10 +1,10 @@
 """Show one record in full."""
 
-from typing import Annotated, Literal
+from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions
+from steplab.cli.options import FileOptions, PageFormat
 
 
 def show(
@@ -12,7 +12,7 @@ def show(
     /,
     *,
     format: Annotated[
-        Literal["table", "json", "csv", "md", "latex", "html"] | None,
+        PageFormat | None,
         Parameter(
             help="Format of the output; json is the whole record with its raw samples, and its figures under "
             "`summary` [default: by the suffix of "
@@ -28,16 +28,17 @@ def show(
     ] = False,
     out: FileOptions = FileOptions(),
 ) -> None:
-    from steplab.cli.output import ROW_FORMATS, chosen_format, emit, stdout_color
+    from steplab.cli.output import chosen_format, emit, stdout_color
     from steplab.cli.web import serve
     from steplab.errors import UserError
     from steplab.views.showing import show as view
+    from steplab.views.view import FORMATS
 
-    chosen = chosen_format(format, out, allowed=(*ROW_FORMATS, "html"))
+    chosen = chosen_format(format, out, allowed=FORMATS)
     shown = view(id, store=out.store)
     if web:
         if format or out.output:
             raise UserError("--web serves a page and writes no file; leave --format and --output out")
         serve(shown.render("html"))
         return
-    emit(shown.render(chosen, color=stdout_color() and out.output is None), out, chosen)
+    emit(shown.render(chosen, color=stdout_color(out)), out, chosen)

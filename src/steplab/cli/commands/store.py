@@ -19,19 +19,17 @@ def check(*, out: OutputOptions = OutputOptions()) -> int:
 
     For example: steplab store check
     """
-    from steplab.cli.output import chosen_format, emit, stdout_color
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import ProgressLine
     from steplab.lab.store_care import check_store
     from steplab.measurement.progress import Progress
-    from steplab.report.kit.rendering import render
     from steplab.report.store import condition_document
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         line.within(Progress(stage="check", done=0, total=0))
         condition = check_store(out.store)
-    text = render(condition_document(condition), chosen, color=stdout_color() and out.output is None)
-    emit(text, out, chosen)
+    emit_document(condition_document(condition), chosen, out)
     return 0 if condition.is_sound else 1
 
 

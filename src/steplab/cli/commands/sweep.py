@@ -10,32 +10,19 @@ from typing import Annotated, Literal
 
 from cyclopts import Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions
+from steplab.cli.options import OutputOptions, ProcessOptions, StepOptions, StudyOptions
 
 
 def sweep(
     *,
     step: StepOptions = StepOptions(),
     name: Annotated[str, Parameter(help="Name of the sweep in listings")] = "sweep",
-    resume: Annotated[
-        bool,
-        Parameter(
-            help="Continue the newest sweep over the same cells; measure only those that are missing", negative=""
-        ),
-    ] = False,
-    timeout: Annotated[str, Parameter(help="Time after which a cell is given up: 90s, 5min, 2h")] = "1h",
+    how: StudyOptions = StudyOptions(),
     watch: Annotated[
         Literal["profile", "memory", "precision"] | None,
         Parameter(
             help="Also profile every cell (profile), break its memory down (memory), or audit it in place of timing "
             "(precision)"
-        ),
-    ] = None,
-    slurm: Annotated[
-        str | None,
-        Parameter(
-            help="Submit all of it as one Slurm job with these options of sbatch, and do not wait: "
-            "partition=gpu,gpus-per-node=1,time=4h (extra: steplab[slurm])"
         ),
     ] = None,
     dry_run: Annotated[
@@ -50,15 +37,12 @@ def sweep(
     processes: Annotated[ProcessOptions, Parameter(show=False)] = ProcessOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit, say
-    from steplab.cli.sweeps import run_study, submit_study
-    from steplab.cli.writing import write_report
+    from steplab.cli.output import emit, say
+    from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
     from steplab.lab.planning import plan_steps
-    from steplab.lab.reporting import records_to_report
     from steplab.report.plan.forecast import forecast_lines, forecast_summary
     from steplab.specs.study import Part, StudySpec, study_from_grids
-    from steplab.units import counted, parse_duration
 
     if layout := processes.as_layout():  # a sweep may list layouts, some of which the number would contradict
         raise UserError(f"`sweep` takes the number of processes from --layout; give {layout}")
@@ -69,19 +53,10 @@ def sweep(
     if watch:
         parts = tuple(Part(kind=watch, step=cell) for cell in asked.cells)
         asked = StudySpec(name=name, description="", cells=(), parts=parts)
-    timeout_s = parse_duration(timeout)
     steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
     if dry_run:
         planned = plan_steps(steps, gpu=gpu)
         emit("\n".join(forecast_lines(planned, gpu)), dataclasses.replace(out, output=None))
         say(forecast_summary(planned, gpu))
         return 0
-    if slurm is not None:
-        submit_study(asked, slurm, out, resume=resume, timeout_s=timeout_s)
-        return 0
-    chosen = chosen_format(out.format, out)
-    result = run_study(asked, store=out.store, resume=resume, timeout_s=timeout_s)
-    write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
-    summary = f"{counted(len(steps), 'cell')}, {result.num_failed} of them failed"
-    say(f"study {result.study_id}: {summary}; `steplab report --output page.html` draws it")
-    return 1 if result.num_failed >= len(steps) else 0
+    return run_study(asked, how, out)

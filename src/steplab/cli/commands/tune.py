@@ -42,12 +42,11 @@ def attention(
 
     For 32-bit tensors: steplab tune attention --dim 32,64,128 --dtype fp32
     """
-    from steplab.cli.output import at, chosen_format, emit, say, stdout_color
+    from steplab.cli.output import at, chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.tuning import packaged_table, rows_of, rows_text, table_before, table_with, tune_attention
     from steplab.report.attention.tuning import tuning_document, tuning_json
-    from steplab.report.kit.rendering import render
     from steplab.specs.attention_tuning import TuningStudy
 
     chosen = chosen_format(out.format, out, beside=[tiles])
@@ -67,9 +66,10 @@ def attention(
     )
     with ProgressLine() as line:
         tuning = tune_attention(study, on_progress=line.within)
-    color = stdout_color() and out.output is None
-    text = tuning_json(tuning) if chosen == "json" else render(tuning_document(tuning), chosen, color=color)
-    emit(text, out, chosen)
+    if chosen == "json":
+        emit(tuning_json(tuning), out, chosen)
+    else:
+        emit_document(tuning_document(tuning), chosen, out)
     if tiles is not None:
         emit(table_with(tuning, before), at(tiles, out), "tiles")
     elif tuning.chosen:

@@ -1,9 +1,7 @@
 """Renders a document as text for a terminal, with the terminal's width and colour."""
 
-import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator
-from typing import IO
 
 from steplab import units
 from steplab.printing import plain
@@ -30,11 +28,6 @@ INDENT = 2
 def terminal_width() -> int:
     """Columns to fill: COLUMNS if it is set, else the terminal's own width, else 120 (a pipe has none)."""
     return shutil.get_terminal_size((_PIPED_WIDTH, 24)).columns
-
-
-def wants_color(stream: IO[str]) -> bool:
-    """Whether to write colours to `stream`: it is a terminal, TERM is not dumb, and NO_COLOR is not set."""
-    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def render(document: Document, *, width: int | None = None, color: bool = False) -> str:
