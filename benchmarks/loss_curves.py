@@ -68,15 +68,15 @@ FAST = {"precision": "bf16", "loss": "fused", "optimizer": "adamw_triton", "comp
 REFERENCE = "plain, fp32"
 VARIANTS = (
     Variant(name=REFERENCE, fields=PLAIN),
-    Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
-    Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
+    Variant(name="--recipe fast", fields={"recipe": "fast"}, devices=("cuda",)),
     Variant(
         name="bf16 weights with masters",
         fields=FAST | {"attention": "flash_triton", "precision": "bf16_master"},
         devices=("cuda",),
     ),
     Variant(name="bf16_pure", fields=PLAIN | {"precision": "bf16_pure"}, devices=("cuda",), control=True),
-    Variant(name="--recipe fast", fields={"recipe": "fast"}, devices=("cuda",)),
+    Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
+    Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
     Variant(
         name="chunked loss, sdpa, merged",
         fields={"attention": "sdpa", "loss": "chunked", "model.projections": "merged"},
@@ -84,8 +84,8 @@ VARIANTS = (
     ),
     Variant(name="sgd", fields={"optimizer": "sgd"}, devices=("cpu",), control=True),
 )
-"""The reference first: eager, fp32, attention with its scores in memory, and torch's AdamW as a loop. Few CPUs multiply
-bf16 at speed, so there all are in fp32."""
+"""The reference first: eager, fp32, attention with its scores in memory, and torch's AdamW as a loop. Then the most
+telling ones, so that a run that is ended early has them. Few CPUs multiply bf16 at speed, so there all are in fp32."""
 
 PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")}
 """The linear layers of which merged ones are made."""
@@ -164,6 +164,16 @@ def losses_of(step: ModelStep, batches: Sequence[Batch], device: Device, *, as_g
     return [loss.item() for loss in kept]
 
 
+def trained(spec: StepSpec, weights: Mapping[str, Tensor], batches: Sequence[Batch], device: Device) -> list[float]:
+    """The loss of each step of a variant that begins with these weights."""
+    workload = build_workload(spec, device.torch_device)
+    assert workload.module is not None
+    adopt(workload.module, weights)
+    step = make_step(workload, spec, device.torch_device)
+    assert isinstance(step, ModelStep)
+    return losses_of(step, batches, device, as_graphs=spec.cuda_graph == "step")
+
+
 def train(options: argparse.Namespace) -> dict[str, Any]:
     """The curves of all variants and seeds on one device; those until then are in --output after each."""
     device = open_device(options.device)
@@ -187,14 +197,12 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
         batches = batches_of(data_NL, reference, options.steps, torch_device)
         for variant in (each for each in VARIANTS if torch_device.type in each.devices):
             spec = resolve_with_recipe({**size, "seed": seed, **variant.fields}, lambda name: torch_device.type)
-            workload = build_workload(spec, torch_device)
-            assert workload.module is not None
-            adopt(workload.module, weights)
-            step = make_step(workload, spec, torch_device)
-            assert isinstance(step, ModelStep)
-            losses = losses_of(step, batches, device, as_graphs=spec.cuda_graph == "step")
+            try:
+                losses = trained(spec, weights, batches, device)
+            except Exception as error:  # the other variants are worth having without it
+                print(f"seed {seed}, {variant.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
+                continue
             curves.setdefault(variant.name, {})[seed] = losses
-            del workload, step
             print(f"seed {seed}, {variant.name}: {losses[-1]:.3f}", file=sys.stderr, flush=True)
             if options.output:
                 Path(options.output).write_text(json.dumps(result))
@@ -285,11 +293,15 @@ def draw(curves: Curves, found: Mapping[str, Beside], seeds: Sequence[int], path
 
 
 def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
-    """Print the table, draw the picture, and give the exit code."""
-    curves = joined(results)
-    seeds = sorted(set.intersection(*map(set, curves.values())))
-    if len(seeds) < 2:
-        print("one seed: the curves are kept, and compared where --read gives two or more", file=sys.stderr)
+    """Print the table, draw the picture, and give the exit code. A variant that lacks a seed of the reference, because
+    its run was ended before it, is left out."""
+    every = joined(results)
+    seeds = sorted(every[REFERENCE])
+    curves = {name: of_seeds for name, of_seeds in every.items() if of_seeds.keys() >= set(seeds)}
+    for name in every.keys() - curves.keys():
+        print(f"{name}: left out, because it lacks a seed", file=sys.stderr)
+    if len(seeds) < 2 or len(curves) < 2:
+        print("nothing to compare yet: it takes two seeds, of the reference and of a variant (--read)", file=sys.stderr)
         return 0
     reference_ST = in_order(curves[REFERENCE], seeds)
     found = {

@@ -42,14 +42,19 @@ def test_files_of_single_seeds_are_joined(tmp_path: Path, capsys: pytest.Capture
             "close": noise[0, seed] + 0.1 * noise[1, seed],
             "worse": noise[0, seed] + 0.2,
         }
+        if seed < 2:
+            losses["ended early"] = noise[0, seed]
         curves = {name: {str(seed): list(values)} for name, values in losses.items()}
         paths.append(tmp_path / f"{seed}.json")
         paths[-1].write_text(json.dumps({"about": "synthetic", "curves": curves}))
     picture = tmp_path / "curves.png"
     assert loss_curves.main(["--read", *map(str, paths), "--picture", str(picture)]) == 1
-    rows = {line.split("|")[1].strip(): line for line in capsys.readouterr().out.splitlines() if line.startswith("|")}
+    told = capsys.readouterr()
+    rows = {line.split("|")[1].strip(): line for line in told.out.splitlines() if line.startswith("|")}
     assert rows["close"].endswith("| yes |")
     assert rows["worse"].endswith("| no |")
+    assert "ended early" not in rows
+    assert "ended early: left out" in told.err
     assert picture.stat().st_size > 0
 
 
