@@ -19,6 +19,7 @@ from typing import TypeVar
 from attention_dims import GRID, dims_table
 from attention_sources import cells_of, disagreements, needed, sources
 from attention_steps import OURS, STEPS, milliseconds, steps
+from page_tables import write_between_marks
 
 from steplab import units
 from steplab.plan.attention_memory import account_of_failure
@@ -49,7 +50,6 @@ CLOCKS_HZ = (1.755e9, 1.98e9)
 LONGEST = 65_536
 """Positions, of the long grid; the piece `beyond` has more, in one type and dimension."""
 _OF_PASSES = "forward / backward / both, milliseconds"
-BEGIN, END = "<!-- begin: benchmarks/attention_table.py -->", "<!-- end: benchmarks/attention_table.py -->"
 
 HEAD = """# Attention by itself, on one {device}
 
@@ -84,18 +84,9 @@ def main(records: str, *rest: str) -> None:
     if rest:
         _, page = rest
         shown = for_docs(needed(runs, "peers"), cells_of(runs, "long"), cells_of(runs, GRID))
-        write_between_marks(Path(page), "\n\n".join([*shown, whole[-1]]))
+        write_between_marks(Path(page), "attention_table.py", "\n\n".join([*shown, whole[-1]]))
     else:
         print("\n\n".join([*parts(runs), *whole]))
-
-
-def write_between_marks(page: Path, text: str) -> None:
-    """Put the text in place of what stands between BEGIN and END in the page."""
-    content = page.read_text(encoding="utf-8")
-    begin, end = content.find(BEGIN), content.find(END)
-    if not 0 <= begin < end:
-        sys.exit(f"{page} has no {BEGIN} with {END} after it")
-    page.write_text(f"{content[:begin]}{BEGIN}\n\n{text}\n\n{content[end:]}", encoding="utf-8")
 
 
 def read(path: Path, kind: type[Kind]) -> list[Kind]:

@@ -9,10 +9,11 @@ in the records; nothing is typed in but the ceilings below.
 
 import argparse
 import gzip
-import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
+
+from page_tables import write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.codec import decode
@@ -27,7 +28,6 @@ COPY_BYTES_PER_S = 4.28e12
 ADAMW_BYTES = 28
 """That an update reads and writes for each parameter (docs/cross_entropy.md)."""
 PHASES = ("forward", "backward", "optimizer")
-BEGIN, END = "<!-- begin: benchmarks/fast_table.py -->", "<!-- end: benchmarks/fast_table.py -->"
 STEP = ("model", "context", "precision", "attention", "loss", "projections", "compile", "graph", "optimizer")
 
 
@@ -39,7 +39,7 @@ def main() -> None:
     runs = {run.id: run for path in options.records for run in read(path)}
     text = "\n\n".join(parts(list(runs.values())))
     if options.into:
-        write_between_marks(options.into, text)
+        write_between_marks(options.into, "fast_table.py", text)
     else:
         print(text)
 
@@ -51,15 +51,6 @@ def read(path: Path) -> Iterator[Run]:
         run = decode(line)
         if isinstance(run, Run) and run.spec and run.samples_s and not run.failure:
             yield run
-
-
-def write_between_marks(page: Path, text: str) -> None:
-    """Put the text in place of what stands between BEGIN and END in the page."""
-    content = page.read_text(encoding="utf-8")
-    begin, end = content.find(BEGIN), content.find(END)
-    if not 0 <= begin < end:
-        sys.exit(f"{page} has no {BEGIN} with {END} after it")
-    page.write_text(f"{content[:begin]}{BEGIN}\n\n{text}\n\n{content[end:]}", encoding="utf-8")
 
 
 def parts(runs: Sequence[Run]) -> Iterator[str]:
