@@ -21,6 +21,7 @@ from steplab.report.kit.document import (
     notes_section,
     record_section,
     records_in_full,
+    row_of,
 )
 from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME, Quantity
 from steplab.report.kit.text import reason
@@ -164,18 +165,16 @@ def _table(advice: Advice) -> Table:
 
 def _row(tried: Tried) -> Row:
     ratio = tried.ratio
-    before_s = ratio.a if ratio else None
     added = None if tried.peak_bytes is None or tried.before_bytes is None else tried.peak_bytes - tried.before_bytes
     return {
         "change": tried.words,
-        "field": tried.field,
-        "value": tried.value,
+        **row_of(tried, "field", "value"),
         "predicted_s": predicted_s(tried),
         "predicted_by": tried.predicted_by,
         "saved_s": ratio.a * (1 - ratio.ratio) if ratio else None,
         "least_saved_s": ratio.a * (1 - ratio.high) if ratio and ratio.high else None,
         "most_saved_s": ratio.a * (1 - ratio.low) if ratio and ratio.low else None,
-        "before_s": before_s,
+        "before_s": ratio.a if ratio else None,
         "after_s": ratio.a * ratio.ratio if ratio else None,
         "saved_share": 1 - ratio.ratio if ratio else None,
         "peak_bytes": tried.peak_bytes,
@@ -183,9 +182,7 @@ def _row(tried: Tried) -> Row:
         "kept": tried.kept,
         "result": _result(tried),
         "numerics": tried.numerics or None,
-        "took_s": tried.took_s,
-        "run_id": tried.run_id,
-        "base_id": tried.base_id,
+        **row_of(tried, "took_s", "run_id", "base_id"),
     }
 
 

@@ -21,6 +21,7 @@ from steplab.report.kit.document import (
     named_section,
     notes_section,
     record_section,
+    row_of,
 )
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
 from steplab.report.kit.text import reason
@@ -229,16 +230,9 @@ def _profile(profile: Sequence[CommFit]) -> Table:
 
 def _fit_row(fit: CommFit) -> Row:
     return {
-        "collective": fit.collective,
-        "way": fit.way,
-        "dtype": fit.dtype,
-        "world_size": fit.world_size,
+        **row_of(fit, "collective", "way", "dtype", "world_size"),
         "ranks": "all" if fit.world_size is None else fit.world_size,
-        "alpha_s": fit.alpha_s,
-        "beta_s_per_byte": fit.beta_s_per_byte,
+        **row_of(fit, "alpha_s", "beta_s_per_byte"),
         "bandwidth_bytes_per_s": 1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None,
-        "gamma_s_per_rank": fit.gamma_s_per_rank,
-        "rms_relative": fit.rms_relative,
-        "worst_relative": fit.worst_relative,
-        "num_points": fit.num_points,
+        **row_of(fit, "gamma_s_per_rank", "rms_relative", "worst_relative", "num_points"),
     }

@@ -41,6 +41,8 @@ class Column:
     folds: bool = False
     """Whether a terminal without room for all such columns puts their values, in the words of `shared`, below their
     row, so that none of them is left out."""
+    value: Callable[[Any], Scalar] | None = None
+    """What it shows of an item in a table by `table_of`; None: the item's attribute that `key` names."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -279,6 +281,17 @@ def named_section(title: str, *blocks: Block | None) -> Section:
 def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
     """The chart that `draw` makes of the arguments, once it is to be shown."""
     return Deferred(partial(draw, *arguments))
+
+
+def row_of(item: object, *names: str) -> dict[str, Scalar]:
+    """A row with these attributes of an item, under their own names."""
+    return {name: getattr(item, name) for name in names}
+
+
+def table_of(name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> Table:
+    """A table with one row per item, whose fields are what the columns show of it; `more` are fields of the table."""
+    rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
+    return Table(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
 
 def table_of_texts(

@@ -4,7 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from statistics import median
+from statistics import mean, median
 from typing import TYPE_CHECKING
 
 from steplab import units
@@ -12,7 +12,19 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GLYPHS, MARKERS, SERIES, Drawing, drawing
-from steplab.report.kit.document import Chart, Column, Document, Picture, Section, Table, Verdict, later, named_section
+from steplab.report.kit.document import (
+    Chart,
+    Column,
+    Document,
+    Picture,
+    Section,
+    Table,
+    Verdict,
+    later,
+    named_section,
+    row_of,
+    table_of,
+)
 from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TIME
 from steplab.stats import percentile
 
@@ -160,16 +172,13 @@ def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
     if not counted:
         return None
     counted["all"] = [right for those in list(counted.values()) for right in those]
-    return Table(
-        name="ranking",
-        columns=(
-            Column(key="source", header="source"),
-            Column(key="number", header="pairs", quantity=LABEL),
-            Column(key="right", header="in the measured order", quantity=PERCENT),
-        ),
-        rows=tuple(
-            {"source": source, "number": len(those), "right": sum(those) / len(those)}
-            for source, those in counted.items()
+    return table_of(
+        "ranking",
+        counted,
+        (
+            Column(key="source", header="source", value=str),
+            Column(key="number", header="pairs", quantity=LABEL, value=lambda source: len(counted[source])),
+            Column(key="right", header="in the measured order", quantity=PERCENT, value=lambda s: mean(counted[s])),
         ),
         caption=f"Pairs of one model, global batch and number of GPUs whose measured times differ by more than "
         f"{_percent(_APART)}.",
@@ -252,23 +261,9 @@ def check_rows(checks: Sequence[TimeCheck]) -> list[Row]:
 
 def _row(check: TimeCheck) -> dict[str, Scalar]:
     return {
-        "id": check.id,
-        "source": check.source,
-        "gpu": check.gpu,
-        "cell": check.cell,
-        "precision": check.precision,
-        "compiled": check.compiled,
-        "predicted_step_time_s": check.predicted_step_time_s,
-        "low_s": check.low_s,
-        "high_s": check.high_s,
-        "measured_step_time_s": check.measured_step_time_s,
-        "error": check.error,
-        "inside": check.inside,
-        "predicted_peak_bytes": check.predicted_peak_bytes,
-        "measured_peak_bytes": check.measured_peak_bytes,
-        "fitted": check.fitted,
-        "device_waited": check.device_waited,
-        "constant_s": check.constant_s,
+        **row_of(check, "id", "source", "gpu", "cell", "precision", "compiled", "predicted_step_time_s"),
+        **row_of(check, "low_s", "high_s", "measured_step_time_s", "error", "inside"),
+        **row_of(check, "predicted_peak_bytes", "measured_peak_bytes", "fitted", "device_waited", "constant_s"),
         "unsupported": f"unsupported: {check.unsupported}" if check.unsupported else None,
     }
 

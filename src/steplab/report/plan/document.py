@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.prediction import CardFit, MemoryPrediction, RankMemory, Term
+from steplab.records.prediction import CardFit, MemoryPrediction, Term
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import (
     Column,
@@ -14,6 +14,8 @@ from steplab.report.kit.document import (
     Verdict,
     named_section,
     notes_section,
+    row_of,
+    table_of,
 )
 from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
@@ -95,9 +97,10 @@ _SIZE = (
 
 def _ranks(prediction: MemoryPrediction) -> Table:
     pipeline = any(rank.in_flight > 1 for rank in prediction.ranks)
-    return Table(
-        name="ranks",
-        columns=(
+    return table_of(
+        "ranks",
+        prediction.ranks,
+        (
             Column(key="ranks", header="ranks"),
             Column(key="has", header="parts of the model", wraps_from=14, rank=2),
             *((Column(key="in_flight", header="in flight", quantity=LABEL, rank=3),) if pipeline else ()),
@@ -107,24 +110,10 @@ def _ranks(prediction: MemoryPrediction) -> Table:
             Column(key="peak_bytes", header="peak", quantity=BYTES),
             Column(key="reserved_bytes", header="reserved", quantity=BYTES),
         ),
-        rows=tuple(_rank(rank) for rank in prediction.ranks),
         caption="Of several ranks the first, which has the largest shards. Gradients are those before the update; the "
         "peak is what is allocated at most, reserved what the allocator holds."
         + (" In flight is the most microbatches between their two passes at once." if pipeline else ""),
     )
-
-
-def _rank(rank: RankMemory) -> Row:
-    return {
-        "ranks": rank.ranks,
-        "has": rank.has,
-        "in_flight": rank.in_flight,
-        "parameters_bytes": rank.parameters_bytes,
-        "gradients_bytes": rank.gradients_bytes,
-        "optimizer_bytes": rank.optimizer_bytes,
-        "peak_bytes": rank.peak_bytes,
-        "reserved_bytes": rank.reserved_bytes,
-    }
 
 
 def _categories(prediction: MemoryPrediction) -> Table:
@@ -191,14 +180,14 @@ def _symbols(spec: StepSpec) -> str:
 
 
 def _cards(prediction: MemoryPrediction) -> Table:
-    return Table(
-        name="cards",
-        columns=(
-            Column(key="what", header="GPU"),
-            Column(key="total_bytes", header="usable", quantity=BYTES),
+    return table_of(
+        "cards",
+        prediction.cards,
+        (
+            Column(key="gpu", header="GPU"),
+            Column(key="usable_bytes", header="usable", quantity=BYTES, value=_usable),
             Column(key="verdict", header="verdict"),
         ),
-        rows=tuple({**_card(card), "total_bytes": _usable(card)} for card in prediction.cards),
     )
 
 
@@ -254,14 +243,7 @@ _FIELDS = ("row", "category", "what", "formula", "num_bytes", "count", "total_by
 
 
 def _summand(term: Term) -> Row:
-    return {
-        "category": term.category,
-        "what": term.what,
-        "formula": term.formula,
-        "num_bytes": term.num_bytes,
-        "count": term.count,
-        "total_bytes": _total_bytes(term),
-    }
+    return row_of(term, "category", "what", "formula", "num_bytes", "count") | {"total_bytes": _total_bytes(term)}
 
 
 def _total_bytes(term: Term) -> int:

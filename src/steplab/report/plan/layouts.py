@@ -4,7 +4,7 @@ from collections import Counter
 from collections.abc import Iterator
 
 from steplab import units
-from steplab.records.layout_plan import AxisTraffic, LayoutCandidate, LayoutPlan, LayoutTime
+from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.rows import Row
 from steplab.report.kit.document import (
     Bar,
@@ -18,6 +18,8 @@ from steplab.report.kit.document import (
     Verdict,
     named_section,
     notes_section,
+    row_of,
+    table_of,
 )
 from steplab.report.kit.quantities import BYTES, LABEL, MESSAGE, NUMBER, TIME
 from steplab.specs.step import describe
@@ -126,24 +128,17 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
     time = each.time
     row: Row = {
         "number": number,
-        "layout": each.layout,
-        "options": each.options,
-        "verdict": each.verdict,
-        "reason": each.reason,
-        "peak_bytes": each.peak_bytes,
-        "reserved_bytes": each.reserved_bytes,
-        "device_bytes": each.device_bytes,
-        "worst_rank": each.worst_rank,
+        **row_of(each, "layout", "options", "verdict", "reason"),
+        **row_of(each, "peak_bytes", "reserved_bytes", "device_bytes", "worst_rank"),
     }
     if time is None:
         return row
     tokens = plan.global_batch * plan.spec.context
     return row | {
         "step_s": time.seconds,
-        "low_s": time.low_s,
-        "high_s": time.high_s,
+        **row_of(time, "low_s", "high_s"),
         "tokens_per_s": round(tokens / time.seconds),
-        **{name: getattr(time, name) for name, _, _ in _PARTS},
+        **row_of(time, *(name for name, _, _ in _PARTS)),
         "as_fast": number <= plan.num_as_fast,
     }
 
@@ -213,42 +208,26 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
 def _traffic(best: LayoutCandidate) -> Table:
     time = best.time
     assert time is not None
-    return Table(
-        name="communication",
-        columns=(
+    return table_of(
+        "communication",
+        sorted(time.traffic, key=lambda each: -each.exposed_s),
+        (
             Column(key="axis", header="axis"),
-            Column(key="collective", header="collective"),
+            Column(key="collective", header="collective", value=lambda each: each.collective.replace("_", "-")),
             Column(key="carries", header="carries", wraps_from=12),
             Column(key="phase", header="phase"),
             Column(key="ranks", header="ranks", quantity=LABEL),
             Column(key="link", header="link", rank=2),
             Column(key="messages", header="messages", quantity=NUMBER),
             Column(key="total_bytes", header="bytes", quantity=MESSAGE),
-            Column(key="wire_bytes", header="sent", quantity=MESSAGE, rank=1),
+            Column(key="wire_bytes", header="sent", quantity=MESSAGE, rank=1, value=lambda a: round(a.wire_bytes)),
             Column(key="alone_s", header="alone", quantity=TIME),
             Column(key="exposed_s", header="exposed", quantity=TIME),
         ),
-        rows=tuple(_traffic_row(each) for each in sorted(time.traffic, key=lambda each: -each.exposed_s)),
         caption=f"{best.options}, {time.ranks}, in one step. Alone is the time of the messages with nothing beside "
         "them; what is not exposed is hidden beside computation.",
         empty="these ranks send nothing",
     )
-
-
-def _traffic_row(each: AxisTraffic) -> Row:
-    return {
-        "axis": each.axis,
-        "collective": each.collective.replace("_", "-"),
-        "carries": each.carries,
-        "phase": each.phase,
-        "ranks": each.ranks,
-        "link": each.link,
-        "messages": each.messages,
-        "total_bytes": each.total_bytes,
-        "wire_bytes": round(each.wire_bytes),
-        "alone_s": each.alone_s,
-        "exposed_s": each.exposed_s,
-    }
 
 
 _VERDICTS = {
@@ -266,14 +245,14 @@ def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
     caption = f"{units.counted(len(others), 'layout')}: {said}."
     if any(each.peak_bytes is not None for each in others):
         caption += " Allocated is of the smallest micro-batch."
-    return Table(
-        name="failing",
-        columns=(
+    return table_of(
+        "failing",
+        others,
+        (
             Column(key="layout", header="layout"),
             Column(key="peak_bytes", header="allocated", quantity=BYTES),
             Column(key="reason", header="reason", wraps_from=30),
         ),
-        rows=tuple({"layout": each.layout, "peak_bytes": each.peak_bytes, "reason": each.reason} for each in others),
-        caption=caption,
+        caption,
         first=_FIRST,
     )

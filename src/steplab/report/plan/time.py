@@ -14,6 +14,8 @@ from steplab.report.kit.document import (
     Verdict,
     named_section,
     notes_section,
+    row_of,
+    table_of,
 )
 from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
 from steplab.report.run.one_run import utilization_figures
@@ -69,29 +71,25 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
 
 
 def _phases(prediction: StepTimePrediction) -> Table:
-    return Table(
-        name="phases",
-        columns=(
+    return table_of(
+        "phases",
+        prediction.phases,
+        (
             Column(key="phase", header="phase"),
             Column(key="seconds", header="time", quantity=TIME),
             Column(key="low_s", header="from", quantity=TIME),
             Column(key="high_s", header="to", quantity=TIME),
             Column(key="device_s", header="device", quantity=TIME, rank=1),
-            Column(key="host_s", header="quick host", quantity=TIME, rank=2),
-            Column(key="slow_host_s", header="slow host", quantity=TIME, rank=2),
+            Column(key="host_s", header="quick host", quantity=TIME, rank=2, value=lambda phase: phase.host_s or None),
+            Column(key="slow_host_s", header="slow host", quantity=TIME, rank=2, value=lambda p: p.slow_host_s or None),
             Column(key="bound", header="bound by"),
         ),
-        rows=tuple(_phase(phase) for phase in prediction.phases),
     )
 
 
 def _phase(phase: PhaseTimes) -> Row:
     return {
-        "phase": phase.phase,
-        "seconds": phase.seconds,
-        "low_s": phase.low_s,
-        "high_s": phase.high_s,
-        "device_s": phase.device_s,
+        **row_of(phase, "phase", "seconds", "low_s", "high_s", "device_s"),
         "host_s": phase.host_s or None,  # none is predicted of what CUDA graphs replay
         "slow_host_s": phase.slow_host_s or None,
         "bound": phase.bound,
@@ -126,12 +124,7 @@ def _part_rows(prediction: StepTimePrediction) -> list[Row]:
     whole = prediction.step.device_s
     return [
         {
-            "phase": part.phase,
-            "kind": part.kind,
-            "what": part.what,
-            "dtype": part.dtype,
-            "kernels": part.kernels,
-            "seconds": part.seconds,
+            **row_of(part, "phase", "kind", "what", "dtype", "kernels", "seconds"),
             "share": part.seconds / whole,
             "flops_per_s": part.flops / part.seconds if part.kind != "streaming" else None,
             "bytes_per_s": part.moved_bytes / part.seconds,

@@ -2,16 +2,18 @@
 
 from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
+from functools import partial
 
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
-from steplab.report.kit.document import Column, Table
+from steplab.report.kit.document import Column, Table, row_of, table_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity
 from steplab.report.precision import sums
 from steplab.report.precision.figures import (
     KINDS,
     THE_MODEL,
+    ModuleGroup,
     all_elements,
     elements_of,
     matmul_groups,
@@ -31,34 +33,26 @@ _MOST_LOSERS = 12  # rows
 
 def type_table(audit: Audit) -> Table:
     """The data types at each module; modules of one name that ran in the same types share a row."""
-    return Table(
-        name="types",
-        columns=(
-            Column(key="module", header="module"),
-            Column(key="num_modules", header="modules", quantity=NUMBER, rank=2),
-            Column(key="class", header="class", rank=3),
-            Column(key="parameters", header="parameters"),
-            Column(key="inputs", header="inputs", rank=1),
-            Column(key="outputs", header="outputs"),
-            Column(key="gradients", header="gradients", rank=1),
-            Column(key="output_gradients", header="output gradients", rank=1),
-        ),
-        rows=tuple(
-            {
-                "module": group.name,
-                "num_modules": len(group.modules),
-                "class": group.first.kind,
-                "parameters": shorts(group.first.parameters),
-                "inputs": shorts(group.first.inputs),
-                "outputs": shorts(group.first.outputs),
-                "gradients": shorts(group.first.gradients),
-                "output_gradients": shorts(group.first.output_gradients),
-            }
-            for group in module_groups(audit)
+    types = (("parameters", 0), ("inputs", 1), ("outputs", 0), ("gradients", 1), ("output_gradients", 1))
+    return table_of(
+        "types",
+        module_groups(audit),
+        (
+            Column(key="name", header="module"),
+            Column(key="modules", header="modules", quantity=NUMBER, rank=2, value=lambda group: len(group.modules)),
+            Column(key="class", header="class", rank=3, value=lambda group: group.first.kind),
+            *(
+                Column(key=key, header=key.replace("_", " "), rank=rank, value=partial(_types_of, key))
+                for key, rank in types
+            ),
         ),
         caption="* stands for the number of a layer. Gradients are those of the parameters; output gradients are what "
         "the backward pass gives to the module.",
     )
+
+
+def _types_of(key: str, group: ModuleGroup) -> str:
+    return shorts(getattr(group.first, key))
 
 
 def operation_table(numerics: Numerics) -> Table:
@@ -83,30 +77,18 @@ def operation_table(numerics: Numerics) -> Table:
 
 def matmul_table(audit: Audit) -> Table:
     """The matrix products of both passes, in the types that the device was given; those alike share a row."""
-    return Table(
-        name="matmuls",
-        columns=(
-            Column(key="pass", header="pass"),
-            Column(key="module", header="module"),
-            Column(key="num_modules", header="modules", quantity=NUMBER, rank=2),
-            Column(key="operator", header="operator", rank=1),
-            Column(key="node", header="autograd node", rank=3),
-            Column(key="operands", header="operands"),
-            Column(key="result", header="result"),
-            Column(key="calls", header="calls", quantity=NUMBER),
-        ),
-        rows=tuple(
-            {
-                "pass": group[0].phase,
-                "module": without_numbers(group[0].module),
-                "num_modules": len(group),
-                "operator": group[0].op.removeprefix("aten::"),
-                "node": group[0].node,
-                "operands": " × ".join(map(short, group[0].inputs)),
-                "result": shorts(group[0].outputs),
-                "calls": sum(matmul.calls for matmul in group),
-            }
-            for group in matmul_groups(audit)
+    return table_of(
+        "matmuls",
+        matmul_groups(audit),
+        (
+            Column(key="pass", header="pass", value=lambda group: group[0].phase),
+            Column(key="module", header="module", value=lambda group: without_numbers(group[0].module)),
+            Column(key="num_modules", header="modules", quantity=NUMBER, rank=2, value=len),
+            Column(key="operator", header="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
+            Column(key="node", header="autograd node", rank=3, value=lambda group: group[0].node),
+            Column(key="operands", header="operands", value=lambda group: " × ".join(map(short, group[0].inputs))),
+            Column(key="result", header="result", value=lambda group: shorts(group[0].outputs)),
+            Column(key="calls", header="calls", quantity=NUMBER, value=lambda group: sum(each.calls for each in group)),
         ),
     )
 
@@ -126,18 +108,11 @@ _COUNTS = (
 
 
 def _counts(found: Elements) -> Row:
-    compared = found.num_overflowed is not None
-    return {
-        "num_elements": found.num_elements,
-        "num_not_finite": None if compared else not_finite(found),
-        "num_overflowed": found.num_overflowed,
-        "num_zero": found.num_zero,
-        "num_underflowed": found.num_underflowed,
+    counts = ("num_overflowed", "num_zero", "num_underflowed", "num_below_range", "num_subnormal", "largest")
+    return row_of(found, "num_elements", *counts) | {
+        "num_not_finite": not_finite(found) if found.num_overflowed is None else None,
         "underflowed_share": found.num_underflowed / found.num_elements if found.num_underflowed else None,
-        "num_below_range": found.num_below_range,
-        "num_subnormal": found.num_subnormal,
         "subnormal_share": found.num_subnormal / found.num_elements if found.num_subnormal else None,
-        "largest": found.largest,
     }
 
 
@@ -194,14 +169,9 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
         rows=tuple(
             {
                 "sum": sums.line(a),
-                "accumulator": a.accumulator,
-                "addend": a.addend,
+                **row_of(a, "accumulator", "addend"),
                 "cast": "cast first" if a.cast else "as it is",
-                "number": a.number,
-                "addend_value": a.addend_value,
-                "num_additions": a.num_additions,
-                "num_rounded": a.num_rounded,
-                "result": a.result,
+                **row_of(a, "number", "addend_value", "num_additions", "num_rounded", "result"),
                 "why": sums.explanation(a),
             }
             for a in accumulations

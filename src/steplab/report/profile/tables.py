@@ -1,12 +1,13 @@
 """Tables of a profile. Times, calls and FLOPs are per step; the rows for programs alone hold totals as well."""
 
 from collections.abc import Sequence
+from functools import partial
 
 from steplab import units
 from steplab.records.profile import KernelStats, Profile
-from steplab.records.rows import Row
+from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.report.kit.document import Column, Table
+from steplab.report.kit.document import Column, Table, row_of, table_of
 from steplab.report.kit.quantities import (
     BYTES,
     BYTES_PER_S,
@@ -19,7 +20,7 @@ from steplab.report.kit.quantities import (
 )
 from steplab.report.profile import words
 from steplab.report.profile.attention import AttentionRow
-from steplab.report.profile.figures import Span, shown_categories, spans, top_kernels
+from steplab.report.profile.figures import Span, TopKernel, shown_categories, spans, top_kernels
 
 _TOP = 10  # rows shown before the rest
 _MOST_HOST_CALLS = 12  # the same
@@ -30,47 +31,37 @@ def phase_table(run: Run, profile: Profile) -> Table:
     """Busy, waiting and idle time by phase, and the unprofiled time with which the busy time should agree."""
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
-    return Table(
-        name="phases",
-        columns=(
+
+    def agreement(span: Span) -> str:
+        return words.agreement(span, profile).words
+
+    return table_of(
+        "phases",
+        spans(run, profile),
+        (
             Column(key="phase", header="phase"),
             *(
                 column
                 for key, header in parts
                 for column in (
                     Column(key=f"{key}_s", header=header, quantity=TIME),
-                    Column(key=f"{key}_share", header="share", quantity=PERCENT, rank=2),
+                    Column(key=f"{key}_share", header="share", quantity=PERCENT, rank=2, value=partial(_share, key)),
                 )
             ),
             Column(key="window_s", header="window", quantity=TIME, rank=1),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
-            Column(key="unprofiled_s", header="unprofiled", quantity=TIME),
-            Column(key="agreement", header="busy against unprofiled", wraps_from=24),
+            Column(key="timed_s", header="unprofiled", quantity=TIME),
+            Column(key="agreement", header="busy against unprofiled", wraps_from=24, value=agreement),
         ),
-        rows=tuple(_phase_row(span, profile) for span in spans(run, profile)),
         caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
         f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it. Unprofiled is the median of the same "
         "phase in the timed steps.",
     )
 
 
-def _phase_row(span: Span, profile: Profile) -> Row:
-    def share(seconds: float) -> float | None:
-        return seconds / span.window_s if seconds else None
-
-    return {
-        "phase": span.phase,
-        "busy_s": span.busy_s,
-        "busy_share": share(span.busy_s),
-        "host_bound_s": span.host_bound_s,
-        "host_bound_share": share(span.host_bound_s),
-        "idle_s": span.idle_s,
-        "idle_share": share(span.idle_s),
-        "window_s": span.window_s,
-        "num_kernels": span.num_kernels,
-        "unprofiled_s": span.timed_s,
-        "agreement": words.agreement(span, profile).words,
-    }
+def _share(part: str, span: Span) -> float | None:
+    seconds: float = getattr(span, f"{part}_s")
+    return seconds / span.window_s if seconds else None
 
 
 def category_table(run: Run, profile: Profile) -> Table:
@@ -97,32 +88,23 @@ def category_table(run: Run, profile: Profile) -> Table:
 def kernel_table(profile: Profile) -> Table:
     """The kernels of each phase, most time first."""
     word = words.kernels_word(profile).removesuffix("s")
-    return Table(
-        name="kernels",
-        columns=(
-            Column(key="name", header=word, wraps_from=36),
+
+    def median(kernel: TopKernel) -> Scalar:
+        return kernel.median_s if kernel.median_is_exact else f"≈ {units.format_time(kernel.median_s)}"
+
+    return table_of(
+        "kernels",
+        top_kernels(profile),
+        (
+            Column(key="short", header=word, wraps_from=36),
             Column(key="category", header="category", rank=2),
             Column(key="phase", header="phase", rank=1),
-            Column(key="range", header="range", rank=3),
-            Column(key="num_ranges", header="ranges", quantity=_CALLS, rank=5),
+            Column(key="range", header="range", rank=3, value=lambda kernel: kernel.ranges[0]),
+            Column(key="ranges", header="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
             Column(key="calls", header="calls", quantity=_CALLS, rank=1),
             Column(key="time_s", header="time", quantity=TIME),
             Column(key="share", header="share", quantity=PERCENT),
-            Column(key="median_s", header="median", quantity=TIME, rank=4),
-        ),
-        rows=tuple(
-            {
-                "name": kernel.short,
-                "category": kernel.category,
-                "phase": kernel.phase,
-                "range": kernel.ranges[0],
-                "num_ranges": len(kernel.ranges),
-                "calls": kernel.calls,
-                "time_s": kernel.time_s,
-                "share": kernel.share,
-                "median_s": kernel.median_s if kernel.median_is_exact else f"≈ {units.format_time(kernel.median_s)}",
-            }
-            for kernel in top_kernels(profile)
+            Column(key="median_s", header="median", quantity=TIME, rank=4, value=median),
         ),
         caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "
         "median of several ranges' medians. The range is the one with the most time; ranges is their number.",
@@ -132,57 +114,35 @@ def kernel_table(profile: Profile) -> Table:
 
 def attention_table(rows: Sequence[AttentionRow]) -> Table:
     """Scores, softmax and values (or all of them fused) by phase; no value for what is not counted."""
-    return Table(
-        name="attention",
-        columns=(
-            Column(key="phase", header="phase"),
-            Column(key="part", header="part"),
-            Column(key="time_s", header="time", quantity=TIME),
-            Column(key="flops", header="FLOPs", quantity=FLOPS, rank=4),
-            Column(key="moved_bytes", header="bytes", quantity=BYTES, rank=5),
-            Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
-            Column(key="flops_per_s", header="achieved", quantity=FLOPS_PER_S, rank=2),
-            Column(key="bytes_per_s", header="moving", quantity=BYTES_PER_S, rank=3),
-            Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
-        ),
-        rows=tuple(
-            {
-                "phase": row.phase,
-                "part": row.part,
-                "time_s": row.work.time_s,
-                "flops": row.work.flops,
-                "moved_bytes": row.work.moved_bytes,
-                "intensity": row.work.intensity,
-                "flops_per_s": row.work.flops_per_s,
-                "bytes_per_s": row.work.bytes_per_s,
-                "ceiling_share": row.work.ceiling_share,
-            }
-            for row in rows
-        ),
+    columns = (
+        Column(key="phase", header="phase"),
+        Column(key="part", header="part"),
+        Column(key="time_s", header="time", quantity=TIME),
+        Column(key="flops", header="FLOPs", quantity=FLOPS, rank=4),
+        Column(key="moved_bytes", header="bytes", quantity=BYTES, rank=5),
+        Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
+        Column(key="flops_per_s", header="achieved", quantity=FLOPS_PER_S, rank=2),
+        Column(key="bytes_per_s", header="moving", quantity=BYTES_PER_S, rank=3),
+        Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
     )
+    of_work = [column.key for column in columns[2:]]
+    found = tuple(row_of(row, "phase", "part") | row_of(row.work, *of_work) for row in rows)
+    return Table(name="attention", columns=columns, rows=found)
 
 
 def host_call_table(profile: Profile) -> Table:
     """Calls of the host that wait for the device or copy, most host time first."""
     calls = sorted(profile.host_calls, key=lambda call: -call.total_s)
-    return Table(
-        name="host_calls",
-        columns=(
-            Column(key="call", header="call", wraps_from=20),
+    steps = profile.num_steps
+    return table_of(
+        "host_calls",
+        calls,
+        (
+            Column(key="name", header="call", wraps_from=20),
             Column(key="phase", header="phase", rank=1),
             Column(key="range", header="range", rank=2),
-            Column(key="calls", header="calls", quantity=_CALLS),
-            Column(key="host_s", header="host time", quantity=TIME),
-        ),
-        rows=tuple(
-            {
-                "call": call.name,
-                "phase": call.phase,
-                "range": call.range,
-                "calls": call.calls / profile.num_steps,
-                "host_s": call.total_s / profile.num_steps,
-            }
-            for call in calls
+            Column(key="calls", header="calls", quantity=_CALLS, value=lambda call: call.calls / steps),
+            Column(key="host_s", header="host time", quantity=TIME, value=lambda call: call.total_s / steps),
         ),
         first=_MOST_HOST_CALLS,
     )
@@ -200,16 +160,12 @@ def kernel_rows(profile: Profile) -> list[Row]:
 
 def _kernel_row(kernel: KernelStats, profile: Profile, total_s: float) -> Row:
     return {
-        "name": kernel.name,
-        "category": kernel.category,
-        "phase": kernel.phase,
+        **row_of(kernel, "name", "category", "phase"),
         "range": kernel.range or None,
         "stream": kernel.stream,
         "num_steps": profile.num_steps,
-        "calls": kernel.calls,
-        "total_s": kernel.total_s,
+        **row_of(kernel, "calls", "total_s"),
         "per_step_s": kernel.total_s / profile.num_steps,
         "share": kernel.total_s / total_s if total_s else None,
-        "median_s": kernel.median_s,
-        "max_s": kernel.max_s,
+        **row_of(kernel, "median_s", "max_s"),
     }

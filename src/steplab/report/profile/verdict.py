@@ -6,8 +6,8 @@ from steplab import units
 from steplab.records.finding import Finding, Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, Table, named_section
-from steplab.report.kit.quantities import PERCENT, TEXT
+from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, named_section, table_of
+from steplab.report.kit.quantities import PERCENT
 from steplab.report.profile.words import time_sentence
 from steplab.specs.step_fields import option_name
 
@@ -66,23 +66,18 @@ def findings_section(findings: Findings) -> Section | None:
         )
         for place, finding in enumerate(findings.findings)
     )
-    table = Table(
-        name="findings",
-        columns=(
+
+    def share(finding: Finding) -> float | None:
+        return finding.saves_s / findings.step_s if finding.saves_s and findings.step_s else None
+
+    table = table_of(
+        "findings",
+        findings.findings,
+        (
             Column(key="title", header="finding", wraps_from=30),
-            Column(key="saves", header="saves", quantity=TEXT),
-            Column(key="share", header="of the step", quantity=PERCENT),
+            Column(key="saves", header="saves", value=saved_words),
+            Column(key="share", header="of the step", quantity=PERCENT, value=share),
             Column(key="change", header="change", wraps_from=24, rank=1),
-        ),
-        rows=tuple(
-            {
-                "title": finding.title,
-                "saves": saved_words(finding),
-                "saves_s": finding.saves_s,
-                "share": finding.saves_s / findings.step_s if finding.saves_s and findings.step_s else None,
-                "change": finding.change,
-            }
-            for finding in findings.findings
         ),
         caption=_NOTE.format(findings.run_id),
         folded=True,

@@ -16,6 +16,7 @@ from steplab.report.kit.document import (
     Verdict,
     named_section,
     notes_section,
+    row_of,
 )
 from steplab.report.kit.quantities import TIME, Quantity
 from steplab.report.run.words import run_title
@@ -59,19 +60,10 @@ def _answer(findings: Findings) -> Iterator[str]:
 def _row(finding: Finding) -> Row:
     """One row per finding, for programs that read tables; the record itself has more."""
     trial = finding.trial
+    of_trial = ("before_s", "after_s", "tokens_ratio", "saved_s", "least_saved_s", "most_saved_s", "failure")
     return {
-        "kind": finding.kind,
-        "title": finding.title,
-        "saves_s": finding.saves_s,
-        "at_most": finding.at_most,
-        "change": finding.change,
-        "before_s": trial.before_s if trial else None,
-        "after_s": trial.after_s if trial else None,
-        "tokens_ratio": trial.tokens_ratio if trial else None,
-        "saved_s": trial.saved_s if trial else None,
-        "least_saved_s": trial.least_saved_s if trial else None,
-        "most_saved_s": trial.most_saved_s if trial else None,
-        "failure": trial.failure if trial else None,
+        **row_of(finding, "kind", "title", "saves_s", "at_most", "change"),
+        **(row_of(trial, *of_trial) if trial else dict.fromkeys(of_trial)),
     }
 
 

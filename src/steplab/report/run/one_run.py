@@ -16,8 +16,9 @@ from steplab.report.kit.document import (
     Sentences,
     Table,
     named_section,
+    table_of,
 )
-from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TEXT, TIME
+from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import achieved_flops_per_s, phase_names, step_median, step_samples, warmup_study
 from steplab.report.run.gaps import doubts
@@ -137,30 +138,22 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
 
 def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
     """The same of a measured or predicted step."""
-    rows: list[Row] = [
-        {
-            "figure": f"{used.kind.upper()} ({used.convention.replace('_', ' ')})",
-            "value": used.value,
-            "achieved": achieved_flops_per_s(used),
-            "flops": used.flops,
-            "peak": used.peak_flops_per_s,
-            "devices": used.num_devices if used.num_devices > 1 else None,
-            "dtype": used.dtype,
-        }
-        for used in utilizations
-    ]
-    yield Table(
-        name="utilization",
-        columns=(
-            Column(key="figure", header=""),
+
+    def name(used: Utilization) -> str:
+        return f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
+
+    yield table_of(
+        "utilization",
+        utilizations,
+        (
+            Column(key="figure", header="", value=name),
             Column(key="value", header="value", quantity=SHARE),
-            Column(key="achieved", header="achieved", quantity=FLOPS_PER_S),
+            Column(key="achieved", header="achieved", quantity=FLOPS_PER_S, value=achieved_flops_per_s),
             Column(key="flops", header="FLOPs per step", quantity=COUNT),
-            Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
-            Column(key="devices", header="devices", quantity=COUNT),
+            Column(key="peak_flops_per_s", header="dense peak", quantity=FLOPS_PER_S),
+            Column(key="num_devices", header="devices", quantity=COUNT, quiet="1"),
             Column(key="dtype", header="type"),
         ),
-        rows=tuple(rows),
     )
     yield Sentences(texts=tuple(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations)), role="note")
 
@@ -173,20 +166,13 @@ def memory_blocks(run: Run) -> Iterator[Block]:
     if run.memory_profile:
         pass  # its own tables have the peaks
     elif run.memory.peaks:
-        yield Table(
-            name="peaks",
-            columns=(
-                Column(key="phase", header="phase", quantity=TEXT),
-                Column(key="allocated_bytes", header="peak allocated", quantity=BYTES),
-                Column(key="reserved_bytes", header="peak reserved", quantity=BYTES),
-            ),
-            rows=tuple(
-                {
-                    "phase": peak.phase,
-                    "allocated_bytes": peak.peak_allocated_bytes,
-                    "reserved_bytes": peak.peak_reserved_bytes,
-                }
-                for peak in run.memory.peaks
+        yield table_of(
+            "peaks",
+            run.memory.peaks,
+            (
+                Column(key="phase", header="phase"),
+                Column(key="peak_allocated_bytes", header="peak allocated", quantity=BYTES),
+                Column(key="peak_reserved_bytes", header="peak reserved", quantity=BYTES),
             ),
         )
     else:

@@ -5,44 +5,34 @@ from statistics import median
 
 from steplab import units
 from steplab.records.ranks import RankSamples
-from steplab.records.rows import Row
-from steplab.report.kit.document import Block, Column, Sentences, Table
+from steplab.report.kit.document import Block, Column, Sentences, table_of
 from steplab.report.kit.quantities import BYTES, LABEL, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.units import format_share
 
-_WAITING_PHASE = "gradient sync"
+_WAITING = "gradient sync"
 
 
 def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
     """One row per rank, and the spread over ranks in a sentence."""
-    rows: list[Row] = []
-    for rank in ranks:
+
+    def peak_bytes(rank: RankSamples) -> int | None:
         peak = rank.peak("step")
-        rows.append(
-            {
-                "rank": rank.rank,
-                "host": rank.host,
-                "device": rank.device_name,
-                "step_s": _median(rank, "step"),
-                "waiting_s": _median(rank, _WAITING_PHASE),
-                "peak_bytes": peak.peak_allocated_bytes if peak else None,
-                "host_peak_bytes": rank.host_peak_bytes,
-            }
-        )
-    yield Table(
-        name="ranks",
-        columns=(
+        return peak.peak_allocated_bytes if peak else None
+
+    yield table_of(
+        "ranks",
+        ranks,
+        (
             Column(key="rank", header="rank", quantity=LABEL),
             Column(key="host", header="host", shared="{}"),
-            Column(key="device", header="device", shared="{}", wraps_from=16),
-            Column(key="step_s", header="step", quantity=TIME),
-            Column(key="waiting_s", header=_WAITING_PHASE, quantity=TIME),
-            Column(key="peak_bytes", header="peak allocated", quantity=BYTES),
+            Column(key="device_name", header="device", shared="{}", wraps_from=16),
+            Column(key="step_s", header="step", quantity=TIME, value=lambda rank: _median(rank, "step")),
+            Column(key="waiting_s", header=_WAITING, quantity=TIME, value=lambda rank: _median(rank, _WAITING)),
+            Column(key="peak_bytes", header="peak allocated", quantity=BYTES, value=peak_bytes),
             Column(key="host_peak_bytes", header="host peak", quantity=BYTES, rank=1),
         ),
-        rows=tuple(rows),
-        caption="Medians.",
+        "Medians.",
     )
     if told := spread_words(ranks):
         yield Sentences(texts=(f"{told}.",))
