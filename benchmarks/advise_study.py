@@ -45,8 +45,8 @@ def walk(name: str, folder: Path, budget_s: float) -> Advice:
 
 
 def profile_ends(advice: Advice, folder: Path) -> None:
-    """Profile the first and the fastest step of a walk."""
-    for spec in (advice.spec, advice.best):
+    """Profile the fastest step of a walk, and then the first."""
+    for spec in (advice.best, advice.spec):
         if spec is not None:
             print(f"{advice.name}: profile", flush=True)
             profile(spec, name=advice.name, store=folder / "advise.db")
