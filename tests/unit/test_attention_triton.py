@@ -338,19 +338,19 @@ def test_flops_are_those_of_the_reference() -> None:
 
 
 @pytest.mark.parametrize(("dim", "widths"), [(64, 64), (40, 64), (80, 96), (128, 128)])
-def test_sums_in_parts_of_32_columns_become_the_gradient_of_the_queries(dim: int, widths: int) -> None:
+def test_sums_in_panels_of_8_columns_become_the_gradient_of_the_queries(dim: int, widths: int) -> None:
     from steplab.ops.attention.triton_backward import PREPARED
     from steplab.ops.attention.triton_portable_backward import finish_kernel
 
     batch, heads, length, padded = 2, 3, 70, 128
     make = torch.Generator().manual_seed(dim)
     sums = torch.randn(batch, heads, padded, widths, generator=make)
-    in_parts = sums.unflatten(3, (-1, 32)).unflatten(2, (-1, PREPARED)).transpose(3, 4).contiguous()
+    in_panels = sums.unflatten(3, (-1, 8)).unflatten(2, (-1, PREPARED)).transpose(3, 4).contiguous()
     dq = torch.full((batch, length, heads, dim), float("nan")).transpose(1, 2)
     parts = widths // 32
     grid = (batch * heads * padded // PREPARED * parts,)
     numbers = heads, length, padded, dim, 0.5
-    finish_kernel[grid](in_parts, dq, *dq.stride()[:3], *numbers, M=PREPARED, PARTS=parts, WIDTH=32)
+    finish_kernel[grid](in_panels, dq, *dq.stride()[:3], *numbers, M=PREPARED, PARTS=parts, WIDTH=32, PANEL=8)
     assert torch.equal(dq, sums[:, :, :length, :dim] * 0.5)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from steplab.ops.attention.triton_launch import (
     ROWS_OF_A_CONSUMER,
+    SUMS_PANEL,
     SUMS_WIDTH,
     Call,
     Start,
@@ -237,7 +238,7 @@ def _starts_of_one_sweep(
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale
-    sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH}
+    sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH, "PANEL": SUMS_PANEL}
     finish = Start(finish_kernel, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
     return start, finish
 

@@ -48,7 +48,11 @@ from steplab.ops.attention.triton_hopper_tiles import (
 KEYS = gl.constexpr(128)
 """Keys of a program, and queries whose sums are handed on together."""
 PART = gl.constexpr(32)
-"""Columns of the sums that lie together in memory, [64, 32] in a row: 128 bytes a query."""
+"""Columns of the sums that are added together, for 64 queries: 8 KB in a row."""
+PANEL = gl.constexpr(8)
+"""Columns of these that lie together, as [64, 8]: 32 bytes a query. A thread has two neighbouring columns of a query;
+what half a warp stores at a time, of four queries and eight columns, is then 128 bytes in a row, each in a bank of its
+own. In rows of 128 bytes as the copy engine swizzles them, they would lie in half of the banks."""
 
 # Named barriers of the two consumers. For the last two add the consumer that waits there.
 BOTH_ARE_DONE = gl.constexpr(0)
@@ -203,10 +207,27 @@ def _times_keys(ds_NM, k_ND, FIRST: gl.constexpr, W: gl.constexpr):
     return warpgroup_mma(ds_NM.permute((1, 0)), k_NW, zero, use_acc=False, is_async=True)
 
 
+@gluon.constexpr_function
+def _in_panels(width):
+    """The layout in which 64 rows of so many columns are [64, PANEL] after [64, PANEL]."""
+    column, row = 1, 1
+    bases = []
+    while column < PANEL:
+        bases.append([0, column])
+        column *= 2
+    while row < ROWS:
+        bases.append([row, 0])
+        row *= 2
+    while column < width:
+        bases.append([0, column])
+        column *= 2
+    return gl.SharedLinearLayout(offset_bases=bases)
+
+
 @gluon.jit
 def _keep(dq_MW, dq_parts, FIRST: gl.constexpr, W: gl.constexpr):
     """Put dQ where the copy engine takes it from."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, W], gl.float32)
+    layout: gl.constexpr = _in_panels(W)
     dq_parts.index(FIRST // PART)._reinterpret(gl.float32, [ROWS, W], layout).store(dq_MW)
     fence_async_shared()
 
@@ -407,7 +428,7 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     numbers = gl.allocate_shared_memory(gl.float32, [2 * NUM_SLOTS, M], number_layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)
     ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, M], ds_layout)
-    part_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, 32], gl.float32)
+    part_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS_0 + PARTS_1, ROWS, 32], part_layout)
     full = _barriers(NUM_SLOTS, 1)
     empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)

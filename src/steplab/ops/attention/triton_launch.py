@@ -18,7 +18,9 @@ Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
-"""Columns of dQ that lie together in its sums: PART in triton_hopper_backward.py."""
+"""Columns of dQ that are added together to its sums: PART in triton_hopper_backward.py."""
+SUMS_PANEL = 8
+"""Columns of these that lie together: PANEL there."""
 LEAST_SCALE = 1e-30
 """Taken for a scale of zero, by which nothing can be divided: all exponents are zero all the same."""
 
@@ -123,7 +125,7 @@ def sums_form(count: int) -> Form:
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=32, rank=2)
+    layout = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
     return _form(
         TensorDescriptor, [count, SUMS_WIDTH], [SUMS_WIDTH, 1], [ROWS_OF_A_CONSUMER, SUMS_WIDTH], layout=layout
     )

@@ -46,17 +46,18 @@ def prepare_kernel(
 @triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded"])
 def finish_kernel(
     sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
-    M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """A part of the columns of dQ of M queries of a head, from sums that lie in memory as [M, WIDTH] for each part."""
+    """A part of the columns of dQ of M queries of a head, from sums that lie as [WIDTH / PANEL, M, PANEL] for each."""
     num_tiles = num_padded // M
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     b_head = (tile // num_tiles).to(tl.int64)
     b, head = b_head // num_heads, b_head % num_heads
-    queries = tile % num_tiles * M + tl.arange(0, M)
+    rows = tl.arange(0, M)
+    queries = tile % num_tiles * M + rows
     columns = tl.arange(0, WIDTH)[None, :]
     sums_ptr += tl.program_id(0).to(tl.int64) * (M * WIDTH)
-    sums = tl.load(sums_ptr + tl.arange(0, M)[:, None] * WIDTH + columns)
+    sums = tl.load(sums_ptr + (columns // PANEL * (M * PANEL) + rows[:, None] * PANEL + columns % PANEL))
     columns += part * WIDTH
     inside = (queries < num_queries)[:, None] & (columns < head_dim)
     dq_ptrs = dq_ptr + b * dq_b + head * dq_h + queries.to(tl.int64)[:, None] * dq_s + columns
