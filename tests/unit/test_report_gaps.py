@@ -58,7 +58,7 @@ def test_a_share_that_cannot_be_is_told_beside_the_shares_and_not_as_a_gap() -> 
     assert doubts(run) == [OVER]
     assert OVER not in gaps(run)
     text = run_text(run, width=200)
-    assert text.index("Utilization") < text.index(OVER) < text.index("Environment")
+    assert text.index("Utilization") < text.rindex(OVER) < text.index("Environment")
     page = render_page([run], title="t").replace("\u00a0", " ")
     assert page.index('id="utilization"') < page.index(OVER) < page.index('id="environment"')
     assert page.count(OVER) == 1

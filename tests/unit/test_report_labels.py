@@ -203,9 +203,9 @@ def test_unlike_things_are_not_ranked() -> None:
     small, medium, loop = make_run(), make_run({"model": "medium"}), recorder_run()
     answer = " ".join(runs_verdict(cells_of([small, loop])).sentences)
     assert "Fastest" not in told(small, medium)  # the fastest step is that of the smallest model
-    assert "grows" not in answer
-    assert "From small to medium the step grows" in runs_verdict(cells_of([small, medium])).sentences[0]
-    assert "grows" not in " ".join(runs_verdict(cells_of([loop, recorder_run(name="another", id="other")])).sentences)
+    assert "as long" not in answer
+    assert "From small to medium the step takes" in runs_verdict(cells_of([small, medium])).sentences[0]
+    assert "as long" not in " ".join(runs_verdict(cells_of([loop, recorder_run(name="another", id="other")])).sentences)
 
 
 def test_figures_on_the_page_stay_with_their_units() -> None:

@@ -22,6 +22,7 @@ from steplab.records.codec import encode
 from steplab.records.numerics import Accumulation, Numerics
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
+from steplab.report.ceilings import ceilings_verdict
 from steplab.report.kit.html import to_html as document_page
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
@@ -169,3 +170,13 @@ def test_a_page_shows_six_records_of_a_chapter_in_full_and_names_the_others() ->
     assert page.count("benchmark 0000000000") == 6
     assert "7 more are not shown in full; `steplab show ID` shows each: " in page
     assert len(page.encode()) < 6.5 * len(render_page([audit], title="One").encode())
+
+
+def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> None:
+    quiet = EXAMPLES["ceilings"]
+    assert isinstance(quiet, Ceilings)
+    busy = dataclasses.replace(quiet, environment=dataclasses.replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9))
+    assert ceilings_verdict(quiet).cautions == ()
+    (caution,) = ceilings_verdict(busy).cautions
+    assert caution.startswith("Warning: Other processes kept 1.9 of 2 processors busy")
+    assert "run `steplab doctor` again" in caution

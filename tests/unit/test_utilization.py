@@ -64,7 +64,7 @@ def test_other_devices_threads_and_types_do_not_count(store: Store) -> None:
     assert peak_figure(CPU, "fp32", store).flops_per_s == 1e11
     unknown = peak_figure(replace(CPU, threads=2), "fp32", store)
     assert unknown.flops_per_s is None
-    assert "a CPU with 2 threads; `steplab doctor` measures one" in unknown.source
+    assert "a CPU with 2 threads; `OMP_NUM_THREADS=2 steplab doctor` measures one" in unknown.source
 
 
 def test_a_data_sheet_is_before_any_measurement(store: Store) -> None:

@@ -84,7 +84,7 @@ def test_bf16_that_is_slower_is_not_called_a_gain() -> None:
     fast, slow = (0.010, 0.0101, 0.0099) * 3, (0.0125, 0.0126, 0.0124) * 3
     small = [steps(make_run({"precision": precision}), *time) for precision, time in (("fp32", fast), ("bf16", slow))]
     (told,) = answer(small).sentences
-    assert told.startswith("bf16 instead of fp32: 1.25× as slow at ")
+    assert told.startswith("bf16 instead of fp32: slower, 1.25× the time at ")
     large = [
         steps(make_run({"precision": precision, "model": "large"}), *time)
         for precision, time in (("fp32", slow), ("bf16", fast))
@@ -92,10 +92,10 @@ def test_bf16_that_is_slower_is_not_called_a_gain() -> None:
     told = " ".join(answer([*small, *large]).sentences)
     assert "bf16 instead of fp32 is faster in 1 of 2 pairs of otherwise equal runs, up to 1.25× at large" in told
     assert "it does not pay in 1: 0.80× at small" in told
-    assert "in all 2 pairs" not in told
+    assert "in both pairs" not in told
     both_slower = [steps(run, *slow) if run.spec and run.spec.precision == "bf16" else run for run in [*small, *large]]
     told = " ".join(answer([*both_slower[:2], steps(large[0], *fast), both_slower[3]]).sentences)
-    assert "bf16 instead of fp32 does not pay: it is slower in all 2 pairs" in told
+    assert "bf16 instead of fp32 does not pay: it is slower in both pairs" in told
 
 
 def test_a_difference_within_the_noise_is_undecided() -> None:
@@ -110,11 +110,33 @@ def test_a_difference_within_the_noise_is_undecided() -> None:
 
 
 def test_sizes_are_told_as_a_trend_and_not_as_the_fastest_step() -> None:
-    runs = [make_run({"model": model}) for model in ("small", "medium", "xl")]
-    first = answer(runs).sentences[0]
-    assert first.startswith("From small to xl the step grows ")
-    assert "times the model FLOPs" in first
+    sizes = ("small", "medium", "xl")
+    runs = [steps(make_run({"model": model}), *(10.0**size,) * 6) for size, model in enumerate(sizes)]
+    assert answer(runs).sentences[0] == "From small to xl the step takes 100× as long, 100 s instead of 1.00 s."
     assert "Fastest" not in render_page(runs, title="sizes")
+    runs = [make_run({"model": model}) for model in sizes]
+    first = answer(runs).sentences[0]
+    assert re.search(r"for [\d.]+ times the model FLOPs; MFU goes from [\d.]+ % to [\d.]+ %\.", first)
+
+
+def test_sizes_whose_intervals_overlap_are_no_trend() -> None:
+    noisy = (0.010, 0.014, 0.008, 0.013, 0.009, 0.012, 0.011)
+    small, medium = (steps(make_run({"model": model}), *noisy) for model in ("small", "medium"))
+    assert answer([small, medium]).sentences == ("small takes 11.0 ms; medium takes 11.0 ms.",)
+
+
+def test_an_impossible_mfu_is_a_warning_and_no_answer() -> None:
+    why = "MFU and HFU over 100 %: the ceiling is too low"
+    runs = []
+    for size, model in enumerate(("small", "medium")):
+        made = make_run({"model": model})
+        run = steps(made, *(10.0**size,) * 6)
+        used = tuple(replace(u, value=3.4) for u in made.utilizations)
+        runs.append(replace(run, utilizations=used, notes=(*run.notes, why)))
+    for told in (answer(runs), answer(runs[:1])):
+        assert "%" not in " ".join(told.sentences).replace("95 %", "")
+        assert any(caution.startswith(f"Warning: {why}") for caution in told.cautions)
+    assert "Highest MFU" not in render_page(runs, title="t")
 
 
 def test_too_few_samples_have_a_range_and_no_interval() -> None:

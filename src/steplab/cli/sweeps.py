@@ -37,7 +37,7 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
             f"steplab rm {' '.join(doubtful)} --yes, and then the same command with --resume"
         )
     write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
-    summary = f"{counted(result.num_measured, 'measurement')}, {result.num_failed} of them failed"
+    summary = counted_results(result.num_measured, "measurement", result.num_failed)
     again = "" if chosen == "html" else f"; `steplab report --study {result.study_id} --output page.html` draws it"
     say(f"study {result.study_id}: {summary}{again}")
     return 1 if result.num_failed >= result.num_measured else 0

@@ -19,6 +19,7 @@ from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
+from steplab.units import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,8 +65,11 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
         best_of = f"the highest of {len(measured)} records, " if len(measured) > 1 else ""
         source = f"measured: {dtype} matmul by steplab doctor, {best_of}{record.created_utc[:10]}, record {record.id}"
         return PeakFigure(flops_per_s=highest, source=source, measured=True)
-    threads = f" with {device.threads} threads" if found and device.threads is not None else ""
-    why = f"no {dtype} peak is known for {device.name}{threads}; `steplab doctor` measures one for later runs"
+    where, measure = device.name, "steplab doctor"
+    if found and device.threads is not None:  # measured, but with another number of threads
+        where += f" with {counted(device.threads, 'thread')}"
+        measure = f"OMP_NUM_THREADS={device.threads} steplab doctor"
+    why = f"no {dtype} peak is known for {where}; `{measure}` measures one for later runs"
     return PeakFigure(flops_per_s=None, source=why)
 
 
@@ -95,7 +99,7 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     """Notes on utilizations above 100 %, which are impossible with a correct peak."""
-    over = [u for u in used if u.value is not None and u.value > 1]
+    over = [u for u in used if u.exceeds_peak]
     # Causal MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
     done = [u for u in over if u.convention in ("causal", "as_executed")]
     if not over:

@@ -41,7 +41,8 @@ def disturbances(run: Run) -> tuple[Disturbance, ...]:
     found = [_outliers(step.best_s), _unsettled(run), _waiting(run)]
     if run.environment:
         environment = run.environment
-        found += [_busy(run, environment), _shared(environment), _slowed(environment), _suspended(environment)]
+        busy = busy_machine(environment, num_processes=max(len(run.ranks), 1))
+        found += [busy, _shared(environment), _slowed(environment), _suspended(environment)]
     return tuple(disturbance for disturbance in found if disturbance)
 
 
@@ -82,7 +83,8 @@ def _waiting(run: Run) -> Disturbance | None:
     return Disturbance(word="waits for host", text=text)
 
 
-def _busy(run: Run, environment: Environment) -> Disturbance | None:
+def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbance | None:
+    """Whether other processes used processors that a measurement in `num_processes` processes needed."""
     threads = environment.device.threads or 1
     others, cpus = environment.other_cpus, environment.num_cpus
     if others is not None:
@@ -91,7 +93,7 @@ def _busy(run: Run, environment: Environment) -> Disturbance | None:
         used = f"Other processes kept {others:.1f} of {counted(cpus, 'processor')} busy during the measurement."
         return Disturbance(word="busy machine", text=used)
     load = environment.load_average
-    wanted = max(cpus, threads * max(len(run.ranks), 1))
+    wanted = max(cpus, threads * num_processes)
     if load is None or load <= _CROWDED * wanted:
         return None
     text = f"{load:.1f} processes were runnable on {counted(cpus, 'processor')} in the minute before the measurement."

@@ -64,8 +64,9 @@ class Environment:
     load_average: float | None = None
     """Mean number of runnable processes over the minute before the measurement, as the operating system has it."""
     other_cpus: float | None = None
-    """Mean number of logical processors that other processes kept busy during the warm-up and the measured steps; None:
-    not known, as for steps of several processes and those that were over too soon to tell."""
+    """Mean number of logical processors that other processes kept busy during the measurement, of a step that is its
+    warm-up and the measured steps; None: not known, as for steps of several processes and those that were over too soon
+    to tell."""
     suspended_s: float | None = None
     """Seconds for which the machine was suspended (asleep) during the warm-up and the measured steps; None: not
     known."""

@@ -65,6 +65,11 @@ class Utilization:
     num_devices: int = 1
     """Number of devices that executed those FLOPs together."""
 
+    @property
+    def exceeds_peak(self) -> bool:
+        """Whether the share is above 100 %, so that its peak is too low or its convention counts too much."""
+        return self.value is not None and self.value > 1
+
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""
         if self.num_devices < 1:

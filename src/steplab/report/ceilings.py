@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from steplab.records.ceilings import Ceiling, Ceilings
+from steplab.records.disturbances import busy_machine
 from steplab.records.rows import Row
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
@@ -68,7 +69,11 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
             told.append(f"{verb} at up to {best['best']}{dtype}{share}")
     against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
-    return Verdict(sentences=(*first, f"MFU on this device is relative to {against}."))
+    cautions = []
+    if busy := busy_machine(ceilings.environment):
+        cautions = [f"Warning: {busy.text} The ceilings may be too low; run `steplab doctor` again on an idle machine."]
+    told_against = f"MFU on this device is relative to {against}."
+    return Verdict(sentences=(*first, told_against), cautions=tuple(cautions))
 
 
 def _table(ceilings: Ceilings) -> Table:

@@ -20,7 +20,7 @@ def environment_pairs(env: Environment) -> list[tuple[str, str]]:
         units.format_bytes(device.memory_bytes) if device.memory_bytes is not None else "",
         f"compute capability {device.compute_capability}" if device.compute_capability else "",
         f"power limit {device.power_limit_w:.0f} W" if device.power_limit_w is not None else "",
-        f"{device.threads} threads" if device.threads is not None else "",
+        units.counted(device.threads, "thread") if device.threads is not None else "",
     ]
     versions = [("CUDA", env.cuda), ("cuDNN", env.cudnn), ("Triton", env.triton), ("driver", env.driver)]
     software = [f"torch {env.torch}", f"Python {env.python}", *(f"{name} {v}" for name, v in versions if v)]

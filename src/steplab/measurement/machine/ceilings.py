@@ -3,6 +3,7 @@
 The data are random: a GPU multiplies zeros faster, because its clock depends on the power drawn.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator
 
 import torch
@@ -10,6 +11,7 @@ import torch
 from steplab import __version__
 from steplab.measurement.machine.device import Device, has_tf32, open_device
 from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.load import OtherProcesses
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.records.ceilings import Ceiling, Ceilings
@@ -37,7 +39,9 @@ def measure_ceilings(device_name: str, observer: Observer, world: World | None =
     """The job of `doctor`: measure in this process alone. Raises Unsupported for a device that is not there."""
     device = open_device(device_name)
     environment = read_environment(device.torch_device)
+    others = OtherProcesses()
     ceilings = tuple(_measure(device, observer.on_stage))
+    environment = dataclasses.replace(environment, other_cpus=others.mean_cpus())
     return Ceilings(
         id=new_id(),
         created_utc=now_utc(),

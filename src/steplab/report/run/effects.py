@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from steplab import stats, units
 from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
+from steplab.records.run import Run
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.report.run.figures import step_median, step_samples
 from steplab.specs.step import STEP_FIELDS
@@ -34,8 +35,7 @@ class Pair:
     @property
     def is_certain(self) -> bool:
         """Whether the intervals of the two medians do not overlap, and the change is not negligible."""
-        a, b = stats.summarize(step_samples(self.before.run)), stats.summarize(step_samples(self.after.run))
-        return (a.low > b.high or b.low > a.high) and abs(self.ratio - 1) >= NEGLIGIBLE
+        return certainly_differ(self.before.run, self.after.run) and abs(self.ratio - 1) >= NEGLIGIBLE
 
     @property
     def never_settles(self) -> bool:
@@ -68,6 +68,12 @@ class Effect:
     def is_negligible(self) -> bool:
         """Whether no pair differs noticeably."""
         return all(abs(pair.ratio - 1) < NEGLIGIBLE for pair in self.pairs)
+
+
+def certainly_differ(before: Run, after: Run) -> bool:
+    """Whether the intervals of the median step times of two timed runs do not overlap."""
+    a, b = stats.summarize(step_samples(before)), stats.summarize(step_samples(after))
+    return a.low > b.high or b.low > a.high
 
 
 def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
@@ -116,16 +122,13 @@ def _pays(effect: Effect) -> str:
         times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
         told = f"{effect.choice}: {verb} at {label(most.before, others)} ({times})."
         return told + (" The intervals overlap." if not most.is_certain else "")
+    pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
+    ends = f"{times_words(least.ratio)} at {label(least.before, others)}"
+    ends += f" to {times_words(most.ratio)} at {label(most.before, others)}"
     if faster == count:
-        return (
-            f"{effect.choice} is faster in all {count} pairs of otherwise equal runs: {times_words(least.ratio)} at "
-            f"{label(least.before, others)} to {times_words(most.ratio)} at {label(most.before, others)}."
-        )
+        return f"{effect.choice} is faster in {pairs_words} of otherwise equal runs: {ends}."
     if slower == count:
-        return (
-            f"{effect.choice} does not pay: it is slower in all {count} pairs of otherwise equal runs, "
-            f"{times_words(least.ratio)} at {label(least.before, others)} to {times_words(most.ratio)}."
-        )
+        return f"{effect.choice} does not pay: it is slower in {pairs_words} of otherwise equal runs, {ends}."
     told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
     told += f", up to {times_words(most.ratio)} at {label(most.before, others)}" if faster else ""
     if slower:
@@ -141,5 +144,5 @@ def times_words(ratio: float) -> str:
 
 
 def speed_words(ratio: float) -> str:
-    """'1.84× as fast', '1.20× as slow'."""
-    return f"{times_words(ratio)} as fast" if ratio >= 1 else f"{times_words(1 / ratio)} as slow"
+    """'1.84× as fast', 'slower, 1.20× the time'."""
+    return f"{times_words(ratio)} as fast" if ratio >= 1 else f"slower, {times_words(1 / ratio)} the time"

@@ -15,6 +15,12 @@ def doubts(run: Run) -> list[str]:
     return [note for note in run.notes if _is_doubt(note)]
 
 
+def headline_doubts(run: Run) -> list[str]:
+    """The doubts where they concern the share that the answer tells, MFU by the convention causal."""
+    told = run.utilization("mfu", "causal")
+    return doubts(run) if told and told.exceeds_peak else []
+
+
 def choices(run: Run) -> list[str]:
     """Notes on choices that the spec left open, such as the implementation that attention `auto` chose."""
     return [note for note in run.notes if _is_choice(note)]

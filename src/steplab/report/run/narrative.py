@@ -39,7 +39,8 @@ def _gain(effect: Effect) -> Fact:
 
 
 def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    known = [(u.value, u, c) for c in cells if (u := c.run.utilization("mfu", "causal")) and u.value is not None]
+    found = [(cell.run.utilization("mfu", "causal"), cell) for cell in cells]
+    known = [(u.value, u, cell) for u, cell in found if u and u.value is not None and not u.exceeds_peak]
     if not known:
         return []
     value, used, cell = max(known, key=lambda item: item[0])

@@ -1,6 +1,7 @@
 """The answer of one or several runs: the step time, how it grows with size, and which choices pay."""
 
 from collections.abc import Iterator, Sequence
+from statistics import median
 
 from steplab import stats, units
 from steplab.records.disturbances import disturbances
@@ -9,8 +10,9 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
-from steplab.report.run.effects import Effect, effect_words, effects_of
+from steplab.report.run.effects import Effect, certainly_differ, effect_words, effects_of, times_words
 from steplab.report.run.figures import achieved_flops_per_s, step_median, step_samples
+from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
 from steplab.specs.command import command
 from steplab.units import format_share
@@ -45,17 +47,19 @@ def _one(run: Run) -> Iterator[str]:
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
-        share = format_share(used.value)
-        told.append(f"{rate} of model FLOPs, {share} of the dense {used.dtype} peak of {peak}")
+        share = "" if used.exceeds_peak else f", {format_share(used.value)} of the dense {used.dtype} peak of {peak}"
+        told.append(f"{rate} of model FLOPs{share}")
     if told:
         yield f"That is {'; '.join(told)}."
 
 
 def run_cautions(run: Run) -> Iterator[str]:
-    """Why the step time of a run is doubtful, and the command that repeats it."""
+    """Why the step time of a run is doubtful, the command that repeats it, and which of its shares cannot be right."""
     found = disturbances(run)
     for disturbance in found:
         yield f"Warning: {disturbance.text}"
+    for doubt in headline_doubts(run):
+        yield f"Warning: {doubt}."
     if found and run.spec:
         yield f"To repeat it when the machine is quiet: {command(run.spec)}"
 
@@ -90,24 +94,26 @@ def _interest(effect: Effect) -> tuple[int, int]:
 
 
 def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
-    """How the step grows along the longest series of sizes; None where no two runs differ in a size alone."""
+    """How the step grows along the longest series of sizes; None where no two runs that differ in a size alone certainly
+    differ in step time."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
         return None
     axis, series = max(found, key=lambda pair: _telling(pair[1]))
     first, last = series[0], series[-1]
-    before, after = (stats.summarize(step_samples(cell.run)) for cell in (first, last))
+    before_s, after_s = (median(step_samples(cell.run)) for cell in (first, last))
     others = [name for name in fields if name != axis and name in _NAMED]
     told = label(first, others) if any(first.values[name] is not None for name in others) else ""
     told = f" ({told})" if others and told else ""
-    ratio = after.median / before.median
     text = (
-        f"From {said(axis, first.values[axis])} to {said(axis, last.values[axis])}{told} the step grows {ratio:.1f}×, "
-        f"from {units.format_time(before.median)} to {units.format_time(after.median)}"
+        f"From {said(axis, first.values[axis])} to {said(axis, last.values[axis])}{told} the step takes "
+        f"{times_words(after_s / before_s)} as long, {units.format_time(after_s)} instead of "
+        f"{units.format_time(before_s)}"
     )
     text += _for_work(first.run, last.run)
-    shares = [used.value if (used := cell.run.utilization("mfu", "causal")) else None for cell in (first, last)]
-    if shares[0] is not None and shares[1] is not None:
+    used = [cell.run.utilization("mfu", "causal") for cell in (first, last)]
+    shares = [share.value for share in used if share and share.value is not None and not share.exceeds_peak]
+    if len(shares) == 2:
         text += f"; MFU goes from {format_share(shares[0])} to {format_share(shares[1])}"
     return f"{text}."
 
@@ -126,7 +132,8 @@ def _for_work(first: Run, last: Run) -> str:
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
-    """The most cells that differ in `axis` alone, in the order of sizes; empty for fewer than two."""
+    """The most cells that differ in `axis` alone, in the order of sizes, of which the first and the last certainly differ
+    in step time; empty for fewer than two."""
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec
@@ -134,10 +141,12 @@ def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
             continue
         key = (spec.model.kind, *(cell.values[name] for name in COMPARED if name not in (axis, "repeat")))
         groups.setdefault(key, {})[cell.values[axis]] = cell
-    ordered = max((list(group.values()) for group in groups.values()), key=_telling, default=[])
+    series = [list(group.values()) for group in groups.values() if len(group) > 1]
     if axis == "model":
-        ordered.sort(key=lambda cell: cell.run.model.num_parameters if cell.run.model else 0)
-    return ordered if len(ordered) > 1 else []
+        for cells_of_one in series:
+            cells_of_one.sort(key=lambda cell: cell.run.model.num_parameters if cell.run.model else 0)
+    certain = [one for one in series if certainly_differ(one[0].run, one[-1].run)]
+    return max(certain, key=_telling, default=[])
 
 
 def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
@@ -155,6 +164,10 @@ def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
             f"Warning: the step time of {len(doubtful)} of {units.counted(len(cells), 'run')} is doubtful ({kinds})"
             f"{where}."
         )
+    over = [cell for cell in cells if headline_doubts(cell.run)]
+    for doubt in dict.fromkeys(doubt for cell in over for doubt in headline_doubts(cell.run)):
+        alike = [cell for cell in over if doubt in headline_doubts(cell.run)]
+        yield f"Warning: {doubt} ({_named(alike, fields)})."
     failed = [cell for cell in cells if cell.run.failure]
     for kind in dict.fromkeys(cell.run.status for cell in failed):
         alike = [cell for cell in failed if cell.run.status == kind]
