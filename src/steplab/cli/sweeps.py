@@ -9,7 +9,7 @@ from steplab.lab.reporting import records_to_report
 from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances
 from steplab.specs.study import StudySpec
-from steplab.units import counted, parse_duration
+from steplab.units import counted, counted_results, parse_duration
 
 
 def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOptions) -> int:
