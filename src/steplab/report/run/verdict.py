@@ -94,8 +94,8 @@ def _interest(effect: Effect) -> tuple[int, int]:
 
 
 def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
-    """How the step grows along the longest series of sizes; None where no two runs that differ in a size alone certainly
-    differ in step time."""
+    """How the step grows along the longest series of sizes; None where no two runs that differ in a size alone
+    certainly differ in step time."""
     found = [(axis, series) for axis in AXES if (series := _series(cells, axis))]
     if not found:
         return None
@@ -132,8 +132,8 @@ def _for_work(first: Run, last: Run) -> str:
 
 
 def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
-    """The most cells that differ in `axis` alone, in the order of sizes, of which the first and the last certainly differ
-    in step time; empty for fewer than two."""
+    """The most cells that differ in `axis` alone, in the order of sizes, of which the first and the last certainly
+    differ in step time; empty for fewer than two."""
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec
