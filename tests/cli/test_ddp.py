@@ -24,6 +24,7 @@ SMALL = ("--model.num-layers", "1", "--context", "16", "--steps", "3", "--warmup
         (("--transport", "peer_copy"), "transport peer_copy on a CPU is not supported"),
         (("--transport", "magic"), "transport 'magic' is not known; choose some of collectives, peer_copy"),
         (("--variants", "flat,torch_ddp", "--transport", "collectives"), "add bucketed or sharded to --variants"),
+        (("--variants", "flat,sharded", "--update", "after"), "add overlap or bucketed to --variants"),
         (("--variants", "flat,bucketed:5", "--bucket-sizes", "1"), "bucket sizes have no effect on flat, bucketed:5"),
         (("--microbatches", "2"), "Unknown option"),
     ],

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steplab.ops.update import UpdateByParts
 from steplab.parallel import DataParallel
 
 STRATEGIES = ("naive", "flat", "overlap", "bucketed")
@@ -117,3 +118,31 @@ def assert_recovers(model: DataParallel) -> None:
         (alone(torch.full((2, 8), 1.0 + rank, dtype=torch.float64), True).sum() / size).backward()
     for expected, found in zip(alone.parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found.grad, expected.grad)
+
+
+def assert_updates_in_parts_are_those_afterwards(
+    module: nn.Module, *, loss: Loss = mean_square, shape: Sequence[int] = (3, 8), **options: Any
+) -> None:
+    """Weights and AdamW's state, bit for bit, of steps that update each part as soon as its gradients arrived."""
+    rank, steps = dist.get_rank(), 3
+    found: list[Any] = []
+    for in_parts in (False, True):
+        model = DataParallel(copy.deepcopy(module), **options)
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.01)
+        parts = UpdateByParts(optimizer)
+        for (batch,) in batches(steps, 1, *shape):
+            loss(model, batch[rank], rank).backward()
+            if in_parts:
+                given = []
+                for parameters in model.finish_in_parts():
+                    parts.of(parameters)
+                    given += parameters
+                assert sorted(map(id, given)) == sorted(id(p) for p in model.parameters() if p.requires_grad)
+            else:
+                model.finish_gradient_synchronization()
+                optimizer.step()
+            optimizer.zero_grad()
+        found.append((list(model.parameters()), optimizer.state_dict()))
+    (expected, expected_state), (parameters, state) = found
+    torch.testing.assert_close(parameters, expected, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)

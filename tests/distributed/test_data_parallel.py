@@ -14,11 +14,13 @@ from tests.distributed.parity import (
     assert_gradients_are_equal_over_ranks,
     assert_recovers,
     assert_trains_alike,
+    assert_updates_in_parts_are_those_afterwards,
 )
 from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
 
+from steplab.errors import UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives
 
@@ -99,6 +101,28 @@ def each_pass_uses_other_parameters() -> None:
         return module(batch, which).square().mean()
 
     every_way(lambda **options: _awkward(loss=loss, silent_passes=(False, False), tolerance=1e-5, **options))
+
+
+@cases.in_a_small_world
+def parts_updated_as_they_arrive() -> None:
+    for strategy in STRATEGIES:
+        options: dict[str, Any] = {"strategy": strategy, "bucket_size_mb": TINY_MB}
+        assert_updates_in_parts_are_those_afterwards(modules.Awkward(), loss=partial(awkward_loss, 1), **options)
+
+
+@cases.in_a_small_world
+def what_has_not_arrived_is_not_updated() -> None:
+    model = DataParallel(modules.plain(), "overlap")
+    last_to_arrive = next(model.parameters())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model(torch.ones(2, 8, dtype=torch.float64) + dist.get_rank()).sum().backward()
+    arriving = model.finish_in_parts()
+    assert last_to_arrive not in set(next(arriving))
+    with pytest.raises(UserError, match="gradients are not averaged yet"):
+        optimizer.step()
+    arriving.close()  # the rest arrives all the same
+    assert_gradients_are_equal_over_ranks(model)
+    optimizer.step()
 
 
 @cases

@@ -185,6 +185,27 @@ def every_rank_is_in_the_record_with_its_turns_and_its_memory() -> None:
 
 
 @cases
+def parts_updated_as_they_arrive_make_the_same_step() -> None:
+    """Bit for bit; it has no synchronisation of its own, and no moment between all gradients and the first update."""
+    world = world_here()
+    study = study_of("overlap", "bucketed", accumulation="2")
+    for kind in ("overlap", "bucketed"):
+        found = []
+        for update in ("after", "overlapped"):
+            size_mb = BUCKET_MB if kind == "bucketed" else None
+            step = VariantStep(study.step, Variant(kind=kind, bucket_size_mb=size_mb, update=update), world)
+            step.run()
+            step.run()
+            found.append(weights(step))
+        assert all(torch.equal(own, expected) for own, expected in zip(*found, strict=True))
+    cells, _ = told(replace(study, contenders=variants_of(("overlap",), (), updates=("overlapped",))), (1,), None)
+    (of_rank, _) = cells[1].ranks
+    assert {samples.phase for samples in of_rank.phases} == {"forward", "backward", "optimizer", "step"}
+    assert [memory.moment for memory in of_rank.memory] == ["initialised", "after_step"]
+    assert len(of_rank.alone_s) == study.repeats
+
+
+@cases
 def without_room_for_two_the_baseline_is_timed_before_and_after() -> None:
     study = study_of("flat", "bucketed")
     built: list[str] = []

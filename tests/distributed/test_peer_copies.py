@@ -18,6 +18,7 @@ from tests.distributed.parity import (
     assert_gradients_are_equal_over_ranks,
     assert_recovers,
     assert_trains_alike,
+    assert_updates_in_parts_are_those_afterwards,
 )
 from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
@@ -106,6 +107,16 @@ def averages_may_be_changed_as_soon_as_they_are_there() -> None:
             parameter.grad.mul_(0.5)
         assert_gradients_are_equal_over_ranks(model)
         model.zero_grad()
+
+
+@cases
+def parts_updated_as_they_arrive() -> None:
+    """Though later ones are still on their way."""
+    for strategy in ("overlap", "bucketed"):
+        assert_updates_in_parts_are_those_afterwards(
+            modules.Awkward(), loss=awkward_loss, strategy=strategy, bucket_size_mb=TINY_MB,
+            transport=SharedMemory(delay_s=0.002),
+        )  # fmt: skip
 
 
 @cases.in_a_small_world

@@ -12,6 +12,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.ops.adamw import block
 from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.ops.update import UpdateByParts
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 
@@ -122,6 +123,26 @@ def test_gradients_may_be_elsewhere_in_every_step_and_groups_have_their_own_rate
         made.step()
     assert all(not torch.equal(one, other) for one, other in zip(given[:2], before[:2], strict=True))
     assert all(torch.equal(one, other) for one, other in zip(given[2:], before[2:], strict=True))
+
+
+@pytest.mark.parametrize("kind", [OneKernelAdamW, torch.optim.AdamW])
+def test_parts_updated_one_after_the_other_are_those_of_one_step(kind: Any) -> None:
+    """Bit for bit, in groups of their own rates; what is not the optimizer's stays."""
+    found = []
+    for parts in ([range(6)], [range(4, 6), range(1), range(1, 4)]):
+        given, stranger = parameters(), torch.ones(3, requires_grad=True)
+        made = kind([{"params": given[:3]}, {"params": given[3:], "lr": 0.5}], **OPTIONS)
+        update = UpdateByParts(made)
+        for step in (1, 2, 3):
+            for parameter, gradient in zip(given, gradients(step), strict=True):
+                parameter.grad = gradient
+            stranger.grad = torch.ones(3)
+            for part in parts:
+                update.of([*(given[index] for index in part), stranger])
+        assert [len(group["params"]) for group in made.param_groups] == [3, 3]
+        assert torch.equal(stranger, torch.ones(3))
+        found.append((given, made.state_dict()))
+    torch.testing.assert_close(found[0], found[1], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(

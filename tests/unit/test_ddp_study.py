@@ -44,6 +44,18 @@ def test_a_transport_is_a_choice_of_what_is_bucketed_alone() -> None:
     assert [contender.family for contender in found[:3]] == ["bucketed", "bucketed, peer_copy", "torch DDP"]
 
 
+def test_an_update_is_a_choice_of_what_is_sent_in_the_backward_pass() -> None:
+    found = variants_of(("bucketed", "flat", "sharded:5", "overlap"), (10.0,), updates=("after", "overlapped"))
+    assert [contender.label for contender in found] == [
+        "bucketed 10 MB",
+        "bucketed 10 MB, update overlapped",
+        "flat",
+        "sharded 5 MB",
+        "overlap",
+        "overlap, update overlapped",
+    ]
+
+
 def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
     step, processes = ddp_step({"steps": "3"}, None, None)
     assert (step.device, step.context, step.batch, step.steps, processes) == ("cpu", 64, 2, 3, 2)
@@ -78,6 +90,8 @@ def test_a_study_that_makes_no_sense_is_refused(fields: dict[str, str], changes:
         (lambda: bucket_sizes_mb(("1", "0")), "a bucket size must be a positive number of MB, not 0"),
         (lambda: bucket_sizes_mb(("inf",)), "a bucket size must be a positive number of MB, not inf"),
         (lambda: Variant(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
+        (lambda: Variant(kind="flat", update="after"), "flat has no choice of update; .*: overlap, bucketed"),
+        (lambda: Variant(kind="overlap", update="early"), "choose some of after, overlapped"),
         (lambda: ddp_step({}, 2, 2), "not both"),
     ],
 )

@@ -20,6 +20,7 @@ from steplab.records.codec import new_id, now_utc
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import (
+    AFTER,
     COLLECTIVES,
     KINDS,
     SMALL_BUCKETS_MB,
@@ -47,6 +48,7 @@ def ddp(
     variants: Sequence[str] = KINDS,
     bucket_sizes: Sequence[object] | None = None,
     transport: Sequence[str] | None = None,
+    update: Sequence[str] | None = None,
     profiled_steps: int = 2,
     name: str = "",
     store: Path | str | None = None,
@@ -73,6 +75,7 @@ def ddp(
         variants=variants,
         bucket_sizes=bucket_sizes,
         transport=transport,
+        update=update,
         profiled_steps=profiled_steps,
     )
     return measure_ddp(
@@ -102,6 +105,7 @@ def ddp_study(
     variants: Sequence[str] = KINDS,
     bucket_sizes: Sequence[object] | None = None,
     transport: Sequence[str] | None = None,
+    update: Sequence[str] | None = None,
     profiled_steps: int = 2,
 ) -> DdpStudy:
     """The study of a step with these fields; by default with the bucket sizes for the device, and with collectives as
@@ -118,8 +122,8 @@ def ddp_study(
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
     given_mb = bucket_sizes_mb(bucket_sizes) if bucket_sizes else None
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
-    found = variants_of(variants, sizes_mb, transport or (COLLECTIVES,))
-    refuse_what_none_uses(variants, given_mb, transport)
+    found = variants_of(variants, sizes_mb, transport or (COLLECTIVES,), update or (AFTER,))
+    refuse_what_none_uses(variants, given_mb, transport, update)
     return DdpStudy(
         step=step,
         processes=count,

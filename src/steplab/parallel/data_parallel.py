@@ -20,7 +20,7 @@ Where the loss is the mean over a rank's batch and all ranks have batches of one
 the mean over the whole batch.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -148,13 +148,32 @@ class DataParallel(nn.Module):
         Raises UserError within `no_sync`, where a parameter was frozen when this was built and no longer is, and on all
         ranks where they synchronise different modules or have sent the gradients of several in different orders.
         """
+        for _ in self.finish_in_parts(1):
+            pass
+
+    def finish_in_parts(self, parts: int = 4) -> Generator[list[nn.Parameter], None, None]:
+        """As finish_gradient_synchronization, but gives the parameters of each part as soon as their `.grad` are
+        averages, so that they can be updated while later gradients are still on their way.
+
+            for parameters in model.finish_in_parts():
+                update.of(parameters)  # these alone: steplab.ops.update.UpdateByParts(optimizer)
+
+        Parts are whole buckets in the order of launch, of about equal sizes; there are at most `parts`. An update of
+        more parts takes longer, because none of its kernels fills the GPU to the end. A collective call, with the
+        errors of the other. If the caller takes no more, the rest is waited for all the same.
+        """
         if not self._reducer.active:
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")
         for name, parameter in self._frozen:
             if parameter.requires_grad:
                 raise UserError(f"{name} required no gradient when DataParallel was built: build it again")
-        with torch.cuda.device(self._gpu):
-            self._reducer.finish()
+        arriving = self._reducer.finish(parts)
+        while True:
+            with torch.cuda.device(self._gpu):
+                parameters = next(arriving, None)
+            if parameters is None:
+                return
+            yield parameters
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -166,12 +166,12 @@ class PeerCopies:
         if targets:
             self.memory.copy(COPIES, targets, sources, sizes)
 
-    def await_all(self) -> None:
-        """The current stream's next work waits until all launches have come home."""
+    def await_launch(self, launch: int) -> None:
+        """The current stream's next work waits until this launch and those before it have come home."""
         self._return_last()
-        if self._num_awaited < self.num_launched:
-            self._await(self.num_launched)
-        self._num_awaited = self.num_launched
+        if self._num_awaited < launch:
+            self._await(launch)
+            self._num_awaited = launch
 
     def _await(self, launch: int) -> None:
         """Wait for one launch; counters grow in the order of launches, so earlier launches have come home too."""
@@ -258,7 +258,7 @@ class PeerBucket:
     def wait(self) -> Sequence[Tensor | None]:
         """The averages of the last launch that this rank keeps, each shaped as its parameter."""
         if self.number:
-            self._copies.await_all()
+            self._copies.await_launch(self.number)
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:

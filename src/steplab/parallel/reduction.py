@@ -23,7 +23,8 @@ each step. An update by other means is not noticed.
 import sys
 import threading
 import warnings
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -36,7 +37,7 @@ from steplab.parallel.agreement import StepAgreement
 from steplab.parallel.buckets import Bucket, grouped
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.launch_order import LaunchOrder
-from steplab.parallel.ownership import Owners
+from steplab.parallel.ownership import Owners, runs_of
 from steplab.parallel.sharded_optimizer import ShardedOptimizer
 from steplab.parallel.strategies import Strategy
 
@@ -125,9 +126,12 @@ class GradientReducer:
                 "ShardedOptimizer(..., owners=model.owners), or build DataParallel without to_owners"
             )
 
-    @torch.no_grad()
-    def finish(self) -> None:
-        """Average every gradient, and give each parameter its average; a collective call."""
+    def finish(self, parts: int = 1) -> Iterator[list[nn.Parameter]]:
+        """Average every gradient; a collective call. Gives the parameters of each part as soon as they have their
+        averages, which optimizers may then use, while those of later parts are still on their way.
+
+        A part is some buckets in the order of launch; there are at most so many, of about equal sizes.
+        """
         while self._next < len(self._buckets):
             self._launch_next()
             if self._strategy.one_at_a_time:
@@ -136,12 +140,28 @@ class GradientReducer:
         present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
         agreed = self.agreement.exchange(present, late, self._order)
         self._launch_again(agreed.late)
-        for bucket, members in zip(self._buckets, self._members, strict=True):
-            for index, average in zip(members, bucket.wait(), strict=True):
-                self._parameters[index].grad = average if agreed.present[index] else None
-            bucket.release()
-        self._expected = present
-        self._begin()
+        sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
+        arriving = deque(runs_of(sizes, sum(sizes) / parts))
+        try:
+            while arriving:
+                yield self._arrived(arriving.popleft(), agreed.present)
+        finally:  # the rest as well, if the caller takes no more
+            for places in arriving:
+                self._arrived(places, agreed.present)
+            self._expected = present
+            self._begin()
+
+    def _arrived(self, places: Sequence[int], present: Sequence[bool]) -> list[nn.Parameter]:
+        """Wait for the averages of some buckets and give them to their parameters."""
+        found: list[nn.Parameter] = []
+        self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves them all
+        for place in places:
+            for index, average in zip(self._members[place], self._buckets[place].wait(), strict=True):
+                self._parameters[index].grad = average if present[index] else None
+                found.append(self._parameters[index])
+            self._buckets[place].release()
+            self._ready.difference_update(self._members[place])
+        return found
 
     def _begin(self) -> None:
         """Prepare for the next step, of which nothing has happened yet."""
@@ -160,6 +180,7 @@ class GradientReducer:
         self._buckets[self._next].launch(gradients)
         self._next += 1
 
+    @torch.no_grad()
     def _launch_again(self, late: Sequence[bool]) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import product
 from typing import Literal, get_args
 
 from steplab.errors import UserError
@@ -14,6 +15,8 @@ WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
 """Kinds of variant that have a bucket size."""
 WITH_TRANSPORT = ("bucketed", "sharded")
 """Kinds of variant that have a choice of transport."""
+WITH_UPDATE = ("overlap", "bucketed")
+"""Kinds of variant whose update can begin before all gradients have arrived."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
 CHOSEN_BY_THE_STUDY = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {"device"}
@@ -22,6 +25,10 @@ COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """How gradients are sent, by DataParallel's names."""
+AFTER, OVERLAPPED = "after", "overlapped"
+UPDATES = (AFTER, OVERLAPPED)
+"""When parameters are updated: after all gradients have arrived, or some at a time as soon as their own
+have."""
 _SIZED = ("bucketed", "torch_ddp")
 """Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
@@ -53,6 +60,8 @@ class Variant:
     """Largest size of a bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
     transport: str | None = None
     """How buckets of gradients are sent, by DataParallel's name; None for kinds without a choice."""
+    update: str | None = None
+    """When parameters are updated, of UPDATES; None for kinds without a choice."""
 
     def __post_init__(self) -> None:
         if self.kind not in KINDS:
@@ -73,19 +82,31 @@ class Variant:
             object.__setattr__(self, "transport", COLLECTIVES)
         elif self.transport not in TRANSPORTS:
             raise UserError(f"transport '{self.transport}' is not known; choose some of {', '.join(TRANSPORTS)}")
+        if self.kind not in WITH_UPDATE:
+            if self.update is not None:
+                raise UserError(
+                    f"{self.kind} has no choice of update; variants that have one: {', '.join(WITH_UPDATE)}"
+                )
+        elif self.update is None:
+            object.__setattr__(self, "update", AFTER)
+        elif self.update not in UPDATES:
+            raise UserError(f"update '{self.update}' is not known; choose some of {', '.join(UPDATES)}")
 
     @property
     def family(self) -> str:
         """Name of the variant without its bucket size."""
-        other = self.transport is not None and self.transport != COLLECTIVES
-        return f"{_WORDS[self.kind]}, {self.transport}" if other else _WORDS[self.kind]
+        return f"{_WORDS[self.kind]}{self._choices}"
 
     @property
     def label(self) -> str:
         """Name of the variant with its bucket size, such as 'bucketed 25 MB'."""
         size = f" {self.bucket_size_mb:g} MB" if self.bucket_size_mb is not None else ""
-        other = f", {self.transport}" if self.transport not in (None, COLLECTIVES) else ""
-        return f"{_WORDS[self.kind]}{size}{other}"
+        return f"{_WORDS[self.kind]}{size}{self._choices}"
+
+    @property
+    def _choices(self) -> str:
+        transport = f", {self.transport}" if self.transport not in (None, COLLECTIVES) else ""
+        return f"{transport}, update overlapped" if self.update == OVERLAPPED else transport
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -151,9 +172,12 @@ class DdpStudy:
 
 
 def refuse_what_none_uses(
-    names: Sequence[str], bucket_sizes_mb: Sequence[float] | None, transports: Sequence[str] | None
+    names: Sequence[str],
+    bucket_sizes_mb: Sequence[float] | None,
+    transports: Sequence[str] | None,
+    updates: Sequence[str] | None,
 ) -> None:
-    """Raise UserError if bucket sizes or transports are given and none of the variants uses them."""
+    """Raise UserError if bucket sizes, transports or updates are given and none of the variants uses them."""
     kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
     if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
         raise UserError(
@@ -165,13 +189,21 @@ def refuse_what_none_uses(
             f"a transport has no effect on {whose}; leave --transport out, or add {' or '.join(WITH_TRANSPORT)} to "
             "--variants"
         )
+    if updates is not None and not set(WITH_UPDATE) & set(kinds):
+        raise UserError(
+            f"an update has no effect on {whose}; leave --update out, or add {' or '.join(WITH_UPDATE)} to --variants"
+        )
 
 
 def variants_of(
-    names: Sequence[str], bucket_sizes_mb: Sequence[float], transports: Sequence[str] = (COLLECTIVES,)
+    names: Sequence[str],
+    bucket_sizes_mb: Sequence[float],
+    transports: Sequence[str] = (COLLECTIVES,),
+    updates: Sequence[str] = (AFTER,),
 ) -> tuple[Variant, ...]:
     """The variants of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
-    `bucketed` and `sharded` once for each transport too; `sharded` with 25 MB unless it names another size.
+    `bucketed` and `sharded` once for each transport too, and `overlap` and `bucketed` once for each update; `sharded`
+    with 25 MB unless it names another size.
 
     Raises UserError for an unknown name and for a size that is not a number.
     """
@@ -184,9 +216,12 @@ def variants_of(
             sizes = bucket_sizes_mb
         else:
             sizes = [None]
-        for size_mb in sizes:
-            for transport in transports if kind in WITH_TRANSPORT else [None]:
-                found[Variant(kind=kind, bucket_size_mb=size_mb, transport=transport)] = None  # type: ignore[arg-type]
+        choices = product(
+            sizes, transports if kind in WITH_TRANSPORT else [None], updates if kind in WITH_UPDATE else [None]
+        )
+        for size_mb, transport, update in choices:
+            variant = Variant(kind=kind, bucket_size_mb=size_mb, transport=transport, update=update)  # type: ignore[arg-type]
+            found[variant] = None
     return tuple(found)
 
 

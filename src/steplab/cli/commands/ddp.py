@@ -64,6 +64,14 @@ def ddp(
             group=_VARIANTS,
         ),
     ] = None,
+    update: Annotated[
+        str | None,
+        Parameter(
+            help="When overlap and bucketed update parameters: after (all gradients have arrived), overlapped (a "
+            "fourth of them at a time, as soon as its gradients have arrived), or both [default: after]",
+            group=_VARIANTS,
+        ),
+    ] = None,
     profiled_steps: Annotated[
         int, Parameter(help="Number of steps of each variant that are traced for its timeline; 0 traces none")
     ] = 2,
@@ -87,6 +95,7 @@ def ddp(
         variants=variants.split(","),
         bucket_sizes=bucket_sizes.split(",") if bucket_sizes else None,
         transport=tuple(part.strip() for part in transport.split(",")) if transport else None,
+        update=tuple(part.strip() for part in update.split(",")) if update else None,
         profiled_steps=profiled_steps,
     )
     with ProgressLine() as line:

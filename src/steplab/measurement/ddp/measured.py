@@ -13,9 +13,8 @@ from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
-from steplab.specs.ddp import DdpStudy, Variant
+from steplab.specs.ddp import OVERLAPPED, DdpStudy, Variant
 
-SYNC_PHASE = "gradient sync"
 _REPEATS_BEFORE = 2
 """Repeats that are not counted: the first messages of a kind open connections."""
 
@@ -93,11 +92,11 @@ class MeasuredVariant:
     def _first_step(self) -> float:
         """Run the first step by itself: it compiles, and makes the optimizer's state."""
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
-        assert self.step.optimizer is not None
-        looks = (
-            self.step.optimizer.register_step_pre_hook(lambda *_: self._look("before_step")),
-            self.step.optimizer.register_step_post_hook(lambda *_: self._look("after_step")),
-        )
+        optimizer = self.step.optimizer
+        assert optimizer is not None
+        looks = [optimizer.register_step_post_hook(lambda *_: self._look("after_step"))]
+        if self._variant.update != OVERLAPPED:  # else there is no moment with all gradients before any update
+            looks.append(optimizer.register_step_pre_hook(lambda *_: self._look("before_step")))
         self._device.synchronize()
         started = time.perf_counter()
         self.step.run()
@@ -131,7 +130,7 @@ class MeasuredVariant:
             return self._repeat(alone.send, lambda: None), ()
         if kind == "sharded":
             return (), ("communication alone: not timed, because the optimizer sends the parameters",)
-        synchronise = next((phase.run for phase in self.step.phases if phase.name == SYNC_PHASE), None)
+        synchronise = self.step.distributed.finish_gradients
         if synchronise is None:
             return (), ("communication alone: not timed, because torch does not report its messages",)
         note = "communication alone: times the averaging of existing gradients, including copies into buckets"
@@ -163,6 +162,7 @@ class MeasuredVariant:
         self.step.make_gradients_unsent()
 
     def _look(self, moment: str) -> None:
+        """Note the memory, in place of an earlier look of the same moment: a step of parts ends with its last."""
         assert self.step.optimizer is not None
         held = state_memory(
             moment,
@@ -172,7 +172,7 @@ class MeasuredVariant:
             before_bytes=self._baseline_bytes,
             uncounted_bytes=self.step.shared_bytes,
         )
-        self.memory.append(held)
+        self.memory = [*(memory for memory in self.memory if memory.moment != moment), held]
 
     def _begin(self, stage: str, num_steps: int) -> None:
         self._on_stage(f"{self._variant.label}: {stage}", num_steps)

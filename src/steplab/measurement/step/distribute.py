@@ -22,7 +22,7 @@ from steplab.model.transformer import Transformer
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.layout import lay_out, no_gradient_sync
 from steplab.parallel.mesh import open_mesh
-from steplab.specs.ddp import BYTES_PER_MB, Variant
+from steplab.specs.ddp import BYTES_PER_MB, OVERLAPPED, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 
@@ -97,6 +97,7 @@ def _data_parallel(module: nn.Module, called: Any, variant: Variant, world: Worl
         ready,
         call=parallel,
         finish_gradients=parallel.finish_gradient_synchronization,
+        finish_in_parts=parallel.finish_in_parts if variant.update == OVERLAPPED else None,
         no_sync=parallel.no_sync,
         make_optimizer=partial(_make_sharded, module, parallel, variant, world) if sharded else make_whole,
     )

@@ -1,12 +1,12 @@
 """A module that is ready to be stepped on this rank, alone or among others."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from steplab.parallel.pipeline import Pipeline
 
@@ -34,6 +34,9 @@ class Distributed:
     finish_gradients: Callable[[], None] | None = None
     """Called after the backward pass; then every rank has the gradients that its optimizer needs. None if they are
     complete when the backward pass ends."""
+    finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]] | None = None
+    """The same, but gives some parameters at a time as soon as they have their gradients, to be updated; None if all
+    are updated afterwards."""
     no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
     """A context for the forward and backward passes of every micro-step but the last, in which gradients accumulate
     on each rank and are not sent."""

@@ -5,14 +5,15 @@ each micro-step, each over its own batch; the loss is divided by their number, s
 mean over all sequences, and ranks exchange gradients only after the last micro-step.
 
 In a world of several processes that average gradients by steplab's own DataParallel, a phase `gradient sync` follows
-the backward pass: the rest of the communication, and the wait for the slowest rank. A pipeline runs the forward and
+the backward pass: the rest of the communication, and the wait for the slowest rank. Where parameters are updated
+as soon as their gradients have arrived, that is part of the optimizer's phase. A pipeline runs the forward and
 backward passes of its microbatches in turn, in one phase `pipeline`.
 
 zero_grad belongs to the phase that uses the gradients last: the optimizer's when training, the backward's when only
 gradients are requested.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
@@ -29,6 +30,7 @@ from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.adamw.masters import bf16_with_masters
 from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops.update import UpdateByParts
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
@@ -127,6 +129,7 @@ class ModelStep:
 
     def _phases(self, spec: StepSpec) -> list[Phase]:
         pipeline, finish = self.distributed.pipeline, self.distributed.finish_gradients
+        in_parts = self.distributed.finish_in_parts
         if pipeline is not None:
             phases = [Phase(name="pipeline", run=partial(self.run_pipeline, pipeline))]
         else:
@@ -134,9 +137,11 @@ class ModelStep:
             if spec.pass_name != "forward":
                 phases.append(Phase(name="backward", run=self.backward))
                 phases *= self._num_micro_steps
-                if finish is not None:
+                if finish is not None and in_parts is None:
                     phases.append(Phase(name="gradient sync", run=partial(self.synchronise_gradients, finish)))
-        if spec.pass_name == "train":
+        if in_parts is not None:
+            phases.append(Phase(name="optimizer", run=partial(self.update_in_parts, in_parts)))
+        elif spec.pass_name == "train":
             phases.append(Phase(name="optimizer", run=self.optimizer_step))
         return phases
 
@@ -214,6 +219,15 @@ class ModelStep:
         assert self.optimizer is not None
         self.scaler.step(self.optimizer)
         self.scaler.update()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def update_in_parts(self, finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]]) -> None:
+        """Update some parameters at a time, as soon as their gradients have arrived."""
+        assert self.optimizer is not None
+        update = UpdateByParts(self.optimizer)
+        for parameters in finish_in_parts():
+            update.of(parameters)
+        self._end_backward()
         self.optimizer.zero_grad(set_to_none=True)
 
     def _make_optimizer(self, spec: StepSpec, masters: Mapping[Tensor, Tensor]) -> torch.optim.Optimizer:

@@ -52,7 +52,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._tables: dict[tuple[int, bool, int], _Tables] = {}
+        self._tables: dict[_Part, _Tables] = {}
         self._of_graphs: list[Tensor] = []  # memory of the host that CUDA graphs copy from
         for group in self.param_groups:
             for parameter in group["params"]:
@@ -93,12 +93,12 @@ class OneKernelAdamW(torch.optim.Optimizer):
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
-        for index, group in enumerate(self.param_groups):
+        for group in self.param_groups:
             for has_masters, tensors in self._with_gradients(group["params"]).items():
                 if not _runs_kernels(tensors[0][0].device):
                     _update_by_torch(tensors, group)
                     continue
-                key = (index, has_masters, len(tensors))
+                key = (tensors[0][0], len(tensors))
                 if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
                     tables = self._tables_in_capture(key, tensors)
                 else:
@@ -129,7 +129,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             found.setdefault(master is not None, []).append((*tensors, *weight))
         return found
 
-    def _tables_in_capture(self, key: tuple[int, bool, int], tensors: Sequence["Tensors"]) -> "_Tables":
+    def _tables_in_capture(self, key: "_Part", tensors: Sequence["Tensors"]) -> "_Tables":
         """Tables whose addresses are copied from the host's memory by the graph itself, in each replay.
 
         That memory cannot be made in a capture, so it is taken from the step before, and no later step gets it.
@@ -144,6 +144,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return replace(before, addresses=before.on_host.to(before.counts.device, non_blocking=True))
 
 
+_Part = tuple[Tensor, int]
+"""What is updated together, by the first tensor that is and their number: a step may be of some of the parameters."""
 Tensors = tuple[Tensor, ...]
 """What is updated in float32, its gradient, its two moments and the number of its steps; then the bfloat16 weight, if
 that is another tensor."""

@@ -23,6 +23,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "kind": cell.contender.kind,
         "bucket_mb": cell.contender.bucket_size_mb,
         "transport": cell.contender.transport,
+        "update": cell.contender.update,
         "status": cell.status,
         "turns": cell.turns or None,
         "num_ranks": len(cell.ranks) or None,
