@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.explaining import explain
@@ -21,7 +20,7 @@ from steplab.plan.host import compile_s, on_the_host_of
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.advice import Advice, Tried
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.finding import Finding
@@ -188,9 +187,7 @@ def _recorded(walk: Walk, found: _Findings, name: str, notes: tuple[str, ...]) -
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
     return Advice(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         name=name,
         environment=walk.best.environment,
         spec=walk.start.spec,

@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from steplab import __version__
 from steplab.costs.attention import attention_flops
 from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
@@ -15,7 +14,7 @@ from steplab.measurement.progress import OnProgress
 from steplab.ops.attention.implementations import TABLE
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.device import check_device
@@ -71,9 +70,7 @@ def measure_attention(
     `timeout_s` is how long one cell may go without progress. Raises UserError for a request that is not supported, and
     SteplabError if the store cannot be written.
     """
-    run = AttentionRun(
-        id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study
-    )
+    run = AttentionRun(**new_head(), name=checked_name(name), study=study)
     return measure_benchmark(
         run,
         attention_cells(study),

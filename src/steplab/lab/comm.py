@@ -4,7 +4,6 @@ import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from steplab import __version__
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
@@ -14,7 +13,7 @@ from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.processes.ranks_launch import refuse_too_many
 from steplab.measurement.progress import OnProgress
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells
@@ -105,7 +104,7 @@ def measure_comm(
     first process stores the record. Raises UserError for a request that is not supported, and SteplabError if the store
     cannot be written.
     """
-    run = CommRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
+    run = CommRun(**new_head(), name=checked_name(name), study=study)
     return measure_benchmark(
         run,
         collective_cells(study, device),

@@ -5,7 +5,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from steplab import __version__
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import measure_benchmark
 from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
@@ -16,7 +15,7 @@ from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import (
@@ -151,7 +150,7 @@ def measure_ddp(
     Under torchrun every process calls it, and the first one alone stores and reads traces. Raises UserError for a
     request that cannot be served, and SteplabError where the store cannot be written.
     """
-    run = DdpRun(id=new_id(), created_utc=now_utc(), steplab_version=__version__, name=checked_name(name), study=study)
+    run = DdpRun(**new_head(), name=checked_name(name), study=study)
     with _folder(_destinations(study, traces, store, force)) as folder:
         return measure_benchmark(
             run,

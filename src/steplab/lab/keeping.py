@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import write_whole
-from steplab.records.codec import encode, new_id, now_utc
+from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.validation import check, cleaned
@@ -61,9 +60,7 @@ def imported_run(path: Path, name: str | None) -> Run:
     Raises UserError for a name that is not one line of printable text.
     """
     return Run(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         name=Path(path.name.removesuffix(".gz").removesuffix(".xz")).stem if name is None else checked_name(name),
     )
 

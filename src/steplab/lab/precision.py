@@ -10,14 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
 
-from steplab import __version__
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import named_fields
 from steplab.lab.sweeping import DEFAULT_TIMEOUT_S, SweepProgress, sweep
 from steplab.measurement.processes.launch import numerics_in_child
 from steplab.measurement.progress import OnProgress
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
@@ -175,13 +174,9 @@ def _audit(specs: Sequence[StepSpec], book: _Book, timeout_s: float, on_progress
             served = True
         except SteplabError as error:  # of this precision, perhaps, and not of the others
             first = first or error
-            waiting.append(_refused(spec, error))
+            failure = Failure(kind="error", message=str(error))
+            waiting.append(Numerics(**new_head(), spec=spec, failure=failure))
         while served and waiting:
             book.add(waiting.pop(0))
     if first and not served:
         raise first
-
-
-def _refused(spec: StepSpec, error: SteplabError) -> Numerics:
-    failure = Failure(kind="error", message=str(error))
-    return Numerics(id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=spec, failure=failure)

@@ -11,7 +11,6 @@ from typing import Any
 
 import msgspec
 
-from steplab import __version__
 from steplab.errors import SteplabError, UserError
 from steplab.lab.attention import attention_study, measure_attention
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
@@ -24,7 +23,7 @@ from steplab.lab.profiling import profile
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.processes.launch import measure_in_child, numerics_in_child
 from steplab.measurement.progress import OnProgress
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.record import Record
@@ -123,7 +122,7 @@ def _audit(
 
 def _refused(kind: Callable[..., Any], spec: StepSpec, error: SteplabError) -> Any:
     failure = Failure(kind="error", message=str(error))
-    return kind(id=new_id(), created_utc=now_utc(), steplab_version=__version__, spec=spec, failure=failure)
+    return kind(**new_head(), spec=spec, failure=failure)
 
 
 _STEPS: dict[str, tuple[str, Measure]] = {

@@ -6,9 +6,11 @@ a newer major format is refused, because its fields may mean something else.
 
 import secrets
 from datetime import UTC, datetime
+from typing import TypedDict
 
 import msgspec
 
+from steplab import __version__
 from steplab.errors import SteplabError
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, summary_row
@@ -24,6 +26,19 @@ def new_id() -> str:
 def now_utc() -> str:
     """The current time in the format of records, such as 2026-11-21T07:30:00Z."""
     return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+class Head(TypedDict):
+    """The fields of a new record that follow from no measurement."""
+
+    id: str
+    created_utc: str
+    steplab_version: str
+
+
+def new_head() -> Head:
+    """The head of a record that is made now, by this version."""
+    return {"id": new_id(), "created_utc": now_utc(), "steplab_version": __version__}
 
 
 def encode(record: object) -> bytes:

@@ -8,14 +8,13 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-from steplab import __version__
 from steplab.measurement.machine.device import Device, has_tf32, open_device
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.load import OtherProcesses
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.units import GIB, MIB
 
 _SMALLEST, _LARGEST = 256, 8192
@@ -43,9 +42,7 @@ def measure_ceilings(device_name: str, observer: Observer, world: World | None =
     ceilings = tuple(_measure(device, observer.on_stage))
     environment = dataclasses.replace(environment, other_cpus=others.mean_cpus())
     return Ceilings(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         environment=read_clocks(environment, device.torch_device),
         ceilings=ceilings,
     )

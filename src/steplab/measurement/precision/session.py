@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from steplab import __version__
 from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.machine.device import Device, open_device, refuse_unserved
@@ -24,7 +23,7 @@ from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
 from steplab.specs.step import AUTOCAST, StepSpec
@@ -71,9 +70,7 @@ def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -
 
 def _record(spec: StepSpec | None, environment: Environment, device: Device) -> Numerics:
     return Numerics(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         spec=spec,
         environment=read_clocks(environment, device.torch_device),
         accumulations=accumulate(device.torch_device),

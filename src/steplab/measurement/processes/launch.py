@@ -14,7 +14,6 @@ from typing import Any
 
 import msgspec
 
-from steplab import __version__
 from steplab.errors import SteplabError
 from steplab.measurement.jobs import JOBS, AuditTask, StepTask
 from steplab.measurement.machine.torchrun import Torchrun, torchrun_around
@@ -28,7 +27,7 @@ from steplab.measurement.processes.started import named
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
-from steplab.records.codec import encode, new_id, now_utc
+from steplab.records.codec import encode, new_head
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
@@ -95,9 +94,7 @@ def measure_in_child(
 def failed_run(spec: StepSpec, environment: Environment | None, failure: Failure) -> Run:
     """The record of a step whose process died."""
     return Run(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         spec=spec,
         environment=environment,
         failure=failure,
@@ -132,9 +129,7 @@ def numerics_in_child(
         return answer.result
     assert isinstance(answer.result, Failure)
     return Numerics(
-        id=new_id(),
-        created_utc=now_utc(),
-        steplab_version=__version__,
+        **new_head(),
         spec=spec,
         environment=answer.environment,
         failure=answer.result,

@@ -11,7 +11,6 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from steplab import __version__
 from steplab.errors import UserError
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device
 from steplab.measurement.machine.environment import read_clocks, read_environment
@@ -20,7 +19,7 @@ from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.machine.world import host_name
 from steplab.measurement.recorder.profiled import ProfiledSteps
 from steplab.parallel.collectives import GroupCollectives
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory
 from steplab.records.ranks import RankSamples
@@ -169,9 +168,7 @@ class Recorder:
             notes += self._profiled.notes
         ranks, why = self._gathered(measured, memory, error)
         return Run(
-            id=new_id(),
-            created_utc=now_utc(),
-            steplab_version=__version__,
+            **new_head(),
             name=self._name,
             tokens_per_step=self._tokens_per_step,
             environment=read_clocks(self._environment, self._device.torch_device),

@@ -9,7 +9,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab import __version__
 from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
@@ -24,7 +23,7 @@ from steplab.measurement.step.step import make_step
 from steplab.measurement.step.watcher import Watch, Watcher
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
-from steplab.records.codec import new_id, now_utc
+from steplab.records.codec import new_head
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import AllocatorState, Memory, PeakMemory
@@ -309,9 +308,7 @@ class _Cell:
         failure: Failure | None = None,
     ) -> Run:
         return Run(
-            id=new_id(),
-            created_utc=now_utc(),
-            steplab_version=__version__,
+            **new_head(),
             spec=self.spec,
             tokens_per_step=self.spec.tokens_of_all,
             environment=self.environment,
