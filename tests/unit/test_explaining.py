@@ -12,7 +12,7 @@ from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.explaining import explain, run_to_explain, try_findings
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.report.kit.table import sheet
-from steplab.report.run.findings import trials_table
+from steplab.report.profile.findings import trials_table
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store

@@ -12,7 +12,7 @@ from steplab.records.finding import Evidence, Findings, Trial
 from steplab.records.run import Run
 from steplab.report.kit.document import Pairs
 from steplab.report.kit.rendering import render
-from steplab.report.run.findings import findings_document
+from steplab.report.profile.findings import findings_document
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
@@ -133,7 +133,7 @@ def test_rows_have_a_finding_each(run: Run, found: Findings) -> None:
 @pytest.mark.parametrize("format", ["table", "md"])
 def test_a_run_with_nothing_to_mend_says_so(run: Run, found: Findings, format: str) -> None:
     nothing = dataclasses.replace(found, findings=(), not_looked_at=())
-    told = "No finding: no change is predicted to save a considerable share of the step."
+    told = "No change is predicted to save a considerable share of the step."
     assert told in render_findings(run, nothing, format, width=80)
 
 
@@ -173,3 +173,11 @@ def test_figures_carry_their_unit(run: Run, found: Findings, value: float, unit:
     one = dataclasses.replace(found, findings=(dataclasses.replace(found.findings[0], evidence=evidence),))
     (pairs,) = [block for block in findings_document(run, one).sections[0].blocks if isinstance(block, Pairs)]
     assert pairs.pairs[1:] == (("it", text),)
+
+
+def test_without_findings_the_answer_says_where_the_time_goes(run: Run, found: Findings) -> None:
+    text = " ".join(render_findings(run, dataclasses.replace(found, findings=()), "table", width=200).split())
+    assert "No change is predicted to save a considerable share of the step. Under the profiler a step takes" in text
+    assert "Of the busy time matmul 74.1 %, elementwise 25.9 %." in text
+    timed = dataclasses.replace(run, profile=None)
+    assert "Of the busy time" not in render_findings(timed, dataclasses.replace(found, findings=()), "table")

@@ -180,7 +180,7 @@ def test_share_of_matrix_multiplication(runs: dict[Cell, Run], kernels: list[Ker
         return 100 * sum(k.seconds for k in chosen if is_matmul(k)) / sum(k.seconds for k in chosen)
 
     told = " ".join(stated(runs["large", 1024, "fp32", "off"], "Categories", "Top kernels").split())
-    found = re.search(r"Matrix multiplication takes ([\d.]+) % of forward, .* ([\d.]+) % of train", told)
+    found = re.search(r"Matrix multiplication takes ([\d.]+) % of forward, .* ([\d.]+) % of the whole step", told)
     assert found, told
     assert float(found[1]) == pytest.approx(share("forward"), abs=0.15)
     assert float(found[2]) == pytest.approx(share("forward", "backward", "optimizer"), abs=0.15)

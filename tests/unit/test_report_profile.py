@@ -184,15 +184,13 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
             span_of(0.100, 0.300, 0.01, 0.200),
             False,
             # As `steplab explain` counts it: what the device does not work, whatever the gaps were under the profiler.
-            "launch-bound: the GPU waits for the host 300 ms of 410 ms under the profiler, "
-            "and is idle about 100 ms of 200 ms without",
+            "launch-bound: idle about 100 ms of 200 ms without the profiler, too",
         ),
         (
             # More gaps under the profiler than without: never "about 0 s", for -5.6 % is somewhere.
             span_of(0.0528, 0.013, 0.006, 0.0559),
             False,
-            "-5.5 %: launch-bound: the GPU waits for the host 13.0 ms of 71.8 ms under the profiler, "
-            "and is idle about 3.10 ms of 55.9 ms without",
+            "-5.5 %: launch-bound: idle about 3.10 ms of 55.9 ms without the profiler, too",
         ),
         (span_of(0.100, 0.001, 0.02, 0.121), False, "with the 20.0 ms of gaps between kernels it agrees, -0.8 %"),
         # The gaps do not make up for the difference, so they are not named as its reason.
@@ -202,14 +200,15 @@ def span_of(busy_s: float, host_bound_s: float, idle_s: float, timed_s: float | 
             "-33.3 %: no kernel runs for 21.0 ms of 121 ms under the profiler, about 50.0 ms of 150 ms without",
         ),
         (span_of(0.100, 0.0, 0.0, 0.110), False, "-9.1 %: the GPU was busy throughout"),
-        (span_of(0.120, 0.0, 0.0, 0.100), False, "+20.0 %: kernels took longer under the profiler"),
-        (span_of(0.120, 0.0, 0.0, None), None, "not timed without the profiler"),
+        (span_of(0.120, 0.0, 0.0, 0.100), False, "+20.0 %: kernels are slower under the profiler"),
+        (span_of(0.820, 0.0, 0.0, 0.100), False, "+720 %: kernels are slower under the profiler"),
+        (span_of(0.120, 0.0, 0.0, None), None, None),
     ],
 )
-def test_busy_time_agrees_with_the_unprofiled_or_it_says_why(span: Span, agrees: bool | None, said: str) -> None:
+def test_busy_time_agrees_with_the_unprofiled_or_it_says_why(span: Span, agrees: bool | None, said: str | None) -> None:
     found = words.agreement(span, profile_of(LARGE))
     assert found.agrees is agrees
-    assert said in found.words
+    assert said is found.words if said is None else said in (found.words or "")
 
 
 def test_the_unprofiled_median_stands_beside_the_busy_time() -> None:
@@ -235,10 +234,10 @@ def test_why_the_matmul_share_drops_adds_up() -> None:
     assert after is not None
     shares, why = words.matmul_sentences(run, profile_of(run))
     assert f"{units.format_percent(before)} of forward" in shares
-    assert f"{units.format_percent(after)} of train" in shares
+    assert f"{units.format_percent(after)} of the whole step" in shares
     optimizer = profile_of(run).phase("optimizer")
     assert optimizer is not None
-    assert f"optimizer has 0.0 % in its {units.format_time(optimizer.busy_s / STEPS)}" in why
+    assert f"optimizer spends 0.0 % of its {units.format_time(optimizer.busy_s / STEPS)} on it" in why
     points = [float(text) for text in re.findall(r"\(([-+][\d.]+) points\)", why)]
     backward = profile_of(run).phase("backward")
     assert backward is not None
@@ -252,7 +251,7 @@ def test_a_drop_is_laid_to_what_grew_and_not_to_what_is_largest() -> None:
     grown = {"matmul": 0.3, "elementwise": 0.4, "normalisation": 0.3}
     profile = replace(profile_of(LARGE), phases=(forward, replace(forward, phase="backward", categories=grown)))
     _, why = words.matmul_sentences(LARGE, profile)
-    assert "where normalisation takes 30.0 % after 10.0 % of forward" in why
+    assert "and 30.0 % on normalisation, of which forward has 10.0 %" in why
 
 
 def test_a_share_that_does_not_drop_is_not_explained() -> None:
@@ -471,7 +470,7 @@ def test_a_narrow_terminal_gets_fewer_figures_and_each_of_them_whole(run: Run, w
     told = " ".join(text.split())
     for row in shown(phase_table(run, profile)):
         assert row["busy"] in told
-        assert {*row["busy against unprofiled"].split()} <= {*told.split()}
+        assert {*row.get("busy against unprofiled", "").split()} <= {*told.split()}
     for row in shown(category_table(run, profile)):
         assert f"{row['step']}" in told
     assert not any(re.fullmatch(r"[ %]*", line) and "%" in line for line in text.splitlines())

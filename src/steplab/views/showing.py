@@ -31,7 +31,7 @@ from steplab.report.plan.document import plan_document
 from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document
 from steplab.report.plan.time import time_document
-from steplab.report.run.findings import findings_document
+from steplab.report.profile.findings import findings_document
 from steplab.report.run.words import annotations
 from steplab.report.sections import SECTIONS, Context
 from steplab.views.view import View

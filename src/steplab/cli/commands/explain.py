@@ -40,7 +40,7 @@ def explain(
     from steplab.lab.explaining import explain as diagnose
     from steplab.lab.explaining import run_to_explain, try_findings
     from steplab.records.codec import encode
-    from steplab.report.run.findings import findings_document
+    from steplab.report.profile.findings import findings_document
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)

@@ -32,9 +32,10 @@ def phase_table(run: Run, profile: Profile) -> Table:
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
 
-    def agreement(span: Span) -> str:
+    def agreement(span: Span) -> str | None:
         return words.agreement(span, profile).words
 
+    timed = " Unprofiled is the median of the same phase in the timed steps." if run.timing else ""
     return table_of(
         "phases",
         spans(run, profile),
@@ -54,8 +55,7 @@ def phase_table(run: Run, profile: Profile) -> Table:
             Column(key="agreement", header="busy against unprofiled", wraps_from=24, value=agreement),
         ),
         caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
-        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it. Unprofiled is the median of the same "
-        "phase in the timed steps.",
+        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it.{timed}",
     )
 
 

@@ -8,7 +8,7 @@ from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, named_section, table_of
 from steplab.report.kit.quantities import PERCENT
-from steplab.report.profile.words import time_sentence
+from steplab.report.profile.words import NO_FINDING, time_sentence
 from steplab.specs.step_fields import option_name
 
 _MOST_TOLD = 3
@@ -24,7 +24,7 @@ def finding_sentences(run: Run, profile: Profile, findings: Findings | None) -> 
         yield time_sentence(run, profile)
         return
     if not findings.findings:
-        yield "No change is predicted to save a considerable share of the step."
+        yield NO_FINDING
         yield time_sentence(run, profile)
         return
     first, *others = findings.findings[:_MOST_TOLD]

@@ -13,12 +13,15 @@ from steplab.report.profile.figures import (
     TopKernel,
     kernel_time_s,
     passes,
+    shown_categories,
     top_kernels,
     whole,
 )
 from steplab.report.profile.roofs import find_roofs
 
 PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
+NO_FINDING = "No change is predicted to save a considerable share of the step."
+_MOST_CATEGORIES = 3
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
 
 
@@ -58,14 +61,15 @@ class Agreement:
 
     agrees: bool | None
     """Whether they differ by at most TOLERANCE; None where there is no unprofiled time."""
-    words: str
-    """By how much they differ, and the reason where that is more than TOLERANCE."""
+    words: str | None
+    """By how much they differ, and the reason where that is more than TOLERANCE; None where there is nothing to
+    compare."""
 
 
 def agreement(span: Span, profile: Profile) -> Agreement:
     """Compare a phase's busy device time with its unprofiled median."""
     if span.timed_s is None:
-        return Agreement(agrees=None, words="not timed without the profiler")
+        return Agreement(agrees=None, words=None)
     off = span.busy_s / span.timed_s - 1
     if abs(off) <= TOLERANCE:
         return Agreement(agrees=True, words=f"agrees, {_signed(off)}")
@@ -75,7 +79,7 @@ def agreement(span: Span, profile: Profile) -> Agreement:
 def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
     device, show = device_word(profile), units.format_time
     if off > 0:
-        return f"{kernels_word(profile)} took longer under the profiler than the phase takes without it"
+        return f"{kernels_word(profile)} are slower under the profiler"
     waits_for_host = span.host_bound_s > max(span.idle_s, TOLERANCE * span.window_s)
     with_gaps = (span.busy_s + span.idle_s) / timed_s - 1
     if abs(with_gaps) <= TOLERANCE:
@@ -84,8 +88,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
         return f"{gaps}, {_signed(with_gaps)}{alone}"
     without = f"about {show(timed_s - span.busy_s)} of {show(timed_s)} without"  # as `steplab explain` has it
     if waits_for_host:
-        waits = f"{show(span.host_bound_s)} of {show(span.window_s)} under the profiler"
-        return f"launch-bound: the {device} waits for the host {waits}, and is idle {without}"
+        return f"launch-bound: idle {without} the profiler, too"
     if span.busy_s < (1 - TOLERANCE) * span.window_s:
         # The gaps under the profiler do not explain the difference from the timed steps.
         bare = f"{show(span.window_s - span.busy_s)} of {show(span.window_s)} under the profiler"
@@ -94,7 +97,7 @@ def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:
 
 
 def _signed(share: float) -> str:
-    return f"{100 * share:+.1f} %"
+    return f"{100 * share:+.{0 if abs(share) >= 1 else 1}f} %"
 
 
 def time_sentence(run: Run, profile: Profile) -> str:
@@ -113,6 +116,14 @@ def time_sentence(run: Run, profile: Profile) -> str:
     )
 
 
+def largest_categories(run: Run, profile: Profile) -> str:
+    """The categories that take most of the busy time."""
+    step = whole(run, profile)
+    shares = sorted(((step.share(category) or 0.0, category) for category in shown_categories(profile)), reverse=True)
+    most = ", ".join(f"{category} {units.format_percent(share)}" for share, category in shares[:_MOST_CATEGORIES])
+    return f"Of the busy time {most}."
+
+
 def _share(part: float, total: float) -> str:
     return units.format_percent(part / total if total else 0.0)
 
@@ -122,18 +133,22 @@ def matmul_sentences(run: Run, profile: Profile) -> list[str]:
     told = [(name, span, share) for name, span in passes(run, profile) if (share := span.share("matmul")) is not None]
     if not told:
         return []
-    shares = ", ".join(f"{units.format_percent(share)} of {name}" for name, _, share in told)
+    shares = ", ".join(f"{units.format_percent(share)} of {_passes_words(name)}" for name, _, share in told)
     sentences = [f"Matrix multiplication takes {shares} (of the busy time)."]
     fused = [share for _, span, _ in told if (share := span.share("attention"))]
     if fused:
         sentences.append(
-            f"The products inside fused attention ({units.format_percent(fused[-1])} of {told[-1][0]}) "
+            f"The products inside fused attention ({units.format_percent(fused[-1])} of {_passes_words(told[-1][0])}) "
             "are not counted in it."
         )
     (_, first, before), (name, last, after) = told[0], told[-1]
     if len(told) > 1 and before - after > _NO_MATMUL:
         sentences.append(_drop(profile, first, before, name, last))
     return sentences
+
+
+def _passes_words(name: str) -> str:
+    return "the whole step" if name == "train" else name
 
 
 def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -> str:
@@ -150,13 +165,14 @@ def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -
         if lowered > 0:
             others = {c: s / phase.busy_s for c, s in phase.categories.items() if c != "matmul"}
             most = max(others, key=lambda c: others[c] - (first.share(c) or 0.0), default="")
-            text = f"{phase.phase} has {_share(matmul_s, part_s)} in its {units.format_time(part_s)}"
+            text = f"{phase.phase} spends {_share(matmul_s, part_s)} of its {units.format_time(part_s)} on it"
             if most not in ("", phase.phase):
-                text += f", where {most} takes {units.format_percent(others[most])}"
-                text += f" after {units.format_percent(first.share(most) or 0.0)} of {first.phase}"
+                text += f", and {units.format_percent(others[most])} on {most}"
+                text += f", of which {first.phase} has {units.format_percent(first.share(most) or 0.0)}"
             costs.append((lowered, f"{text} ({-100 * lowered:+.1f} points)"))
     costs.sort(key=lambda cost: -cost[0])
-    return f"The share drops towards {name} because " + "; ".join(text for _, text in costs) + "."
+    why = "; ".join(text for _, text in costs)
+    return f"The share is smaller in {_passes_words(name)} than in {first.phase}: {why}."
 
 
 def top_kernel_sentences(profile: Profile) -> list[str]:

@@ -19,6 +19,8 @@ from steplab.report.kit.document import (
     row_of,
 )
 from steplab.report.kit.quantities import TIME, Quantity
+from steplab.report.profile.words import NO_FINDING, largest_categories, time_sentence
+from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import run_title
 
 _SAME_STEP = 0.20
@@ -42,16 +44,19 @@ def findings_document(run: Run, findings: Findings) -> Document:
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
-        verdict=Verdict(sentences=tuple(_answer(findings))),
+        verdict=Verdict(sentences=tuple(_answer(run, findings)), cautions=tuple(run_cautions(run))),
         sections=(*sections, *notes_section(findings.not_looked_at, "Not looked at")),
         data=Table(name="findings", columns=(), rows=tuple(map(_row, found))),
     )
 
 
-def _answer(findings: Findings) -> Iterator[str]:
-    """What would save most."""
+def _answer(run: Run, findings: Findings) -> Iterator[str]:
+    """What would save most; without findings, where the time goes."""
     if not findings.findings:
-        yield "No finding: no change is predicted to save a considerable share of the step."
+        yield NO_FINDING
+        if run.profile:
+            yield time_sentence(run, run.profile)
+            yield largest_categories(run, run.profile)
         return
     first = findings.findings[0]
     yield f"{first.title}. {_gain(first, findings.step_s)}"
