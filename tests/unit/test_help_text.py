@@ -1,5 +1,7 @@
 """The help of a command is the docstring of its file, without the line breaks of the source."""
 
+import re
+import shlex
 from importlib import import_module
 from pathlib import Path
 
@@ -26,3 +28,12 @@ def test_every_file_is_a_command_with_its_docstring_for_help(file: Path) -> None
     assert command.help == unwrapped(module.__doc__)
     function = getattr(module, file.stem)
     assert command is function or command.default_command is function
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+def test_every_command_has_an_example_of_options_that_it_takes(file: Path) -> None:
+    examples = re.findall(r": steplab ([^\n]+)$", unwrapped(docstring_of(file)), flags=re.MULTILINE)
+    assert examples, "write `For example: steplab …` into the docstring"
+    for example in map(shlex.split, examples):
+        assert example[0] == file.stem.strip("_").replace("_", "-")
+        app.parse_args(example, exit_on_error=False, print_error=False)

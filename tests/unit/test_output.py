@@ -40,8 +40,8 @@ from steplab.report.perfetto import chrome_trace
 from steplab.report.plan.document import plan_document
 from steplab.report.precision.document import precision_document
 from steplab.report.profile.document import profile_document
-from steplab.report.run.columns import rows_document
 from steplab.report.profile.findings import findings_document
+from steplab.report.run.columns import rows_document
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.attention_tuning import TileCandidate, TuningStudy
 from steplab.specs.resolve import resolve_step

@@ -41,10 +41,9 @@ _OF_THE_MACHINE = {
 app = App(
     name="steplab",
     help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
-    "reports them.",
+    "reports them.\n\nBegin with: steplab run",
     version=__version__,
     config=defaults_from_file,
-    help_epilogue="Begin with: steplab run",
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() says what was kept

@@ -1,10 +1,13 @@
-"""Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known."""
+"""Describe this machine and measure its ceilings, which MFU is relative to where no data sheet is known.
+
+For example: steplab doctor --device cpu
+"""
 
 from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import FileOptions, StoreOptions
+from steplab.cli.options import PageOptions
 from steplab.specs.device import DEVICES_TOLD
 
 
@@ -12,14 +15,15 @@ def doctor(
     *,
     device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
     timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
-    store: StoreOptions = StoreOptions(),
+    out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import emit_document
+    from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine
     from steplab.report.ceilings import ceilings_document
     from steplab.units import parse_duration
 
+    chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        ceilings = examine(device=device, store=store.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit_document(ceilings_document(ceilings), "table", FileOptions())
+        ceilings = examine(device=device, store=out.store, timeout_s=parse_duration(timeout), on_progress=line.within)
+    emit_document(ceilings_document(ceilings), chosen, out)

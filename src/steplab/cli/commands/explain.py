@@ -1,6 +1,8 @@
 """Explain why a step takes as long as it does, what to change, and how much time that should save.
 
-For example: steplab explain --try
+For example: steplab explain last
+
+Measuring what it proposes: steplab explain --try
 """
 
 from typing import Annotated

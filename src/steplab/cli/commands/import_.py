@@ -1,6 +1,8 @@
 """Add exported records to the store, either all or none; records that it already has are left unchanged.
 
 An invalid record is refused, and the error names its line and its field.
+
+For example: steplab import records.jsonl
 """
 
 from pathlib import Path

@@ -1,4 +1,7 @@
-"""Predict the memory and the time of a step, and account for a model at scale, without torch and without a GPU."""
+"""Predict the memory and the time of a step, and account for a model at scale, without torch and without a GPU.
+
+For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
+"""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,11 +16,7 @@ from steplab.specs.step import FIELDS
 if TYPE_CHECKING:
     from steplab.report.kit.document import Document
 
-plan = App(
-    name="plan",
-    help_format="plaintext",
-    help_epilogue='For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"',
-)
+plan = App(name="plan", help_format="plaintext")
 
 _OF_MEASURING = ("warmup", "steps", "seed")
 """Fields of a step that have no effect on what is predicted."""

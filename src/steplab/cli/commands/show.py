@@ -1,4 +1,7 @@
-"""Show one record in full."""
+"""Show one record in full.
+
+For example: steplab show last --format json
+"""
 
 from typing import Annotated
 

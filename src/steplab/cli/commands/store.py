@@ -1,4 +1,7 @@
-"""Check, repair, compact and back up the store, the file that holds all records."""
+"""Check, repair, compact and back up the store, the file that holds all records.
+
+For example: steplab store check
+"""
 
 from pathlib import Path
 from typing import Annotated

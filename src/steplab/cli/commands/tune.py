@@ -1,4 +1,7 @@
-"""Measure which settings of a kernel are fastest on this GPU."""
+"""Measure which settings of a kernel are fastest on this GPU.
+
+For example: steplab tune attention --tiles tiles.toml
+"""
 
 from pathlib import Path
 from typing import Annotated
