@@ -17,6 +17,7 @@ if importlib.util.find_spec("triton") is None:
 from steplab.ops.attention import triton_backward, triton_forward
 from steplab.ops.attention.triton_backward import (
     _layout,
+    _results,
     _start_for_keys,
     _start_for_queries,
     _start_of_prepare,
@@ -142,8 +143,9 @@ def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper")):
         layout = _layout.__wrapped__((1, 4, 50, 64), torch.bfloat16, torch.device("cpu"))
     assert layout.parts == [4 * 128, 4 * 128, 4 * 128 * 64, 4 * 2]
-    room = layout.room(torch.device("cpu"))
-    assert (room.numel(), room.dtype) == (sum(layout.parts), torch.float32)
+    x = torch.zeros(1, 4, 50, 64)
+    *_, room = _results(x, x, x)
+    assert room == ((sum(_layout(x.shape, x.dtype, x.device).parts),), (1,), torch.float32)
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:

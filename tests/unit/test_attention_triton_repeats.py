@@ -18,7 +18,15 @@ from triton.runtime import driver
 from steplab.errors import Unsupported
 from steplab.ops.attention import triton_repeats
 from steplab.ops.attention.triton_launcher import Address, hooked, launcher_of
-from steplab.ops.attention.triton_repeats import call_key, forget, keep, made_again, refuse_while_capturing
+from steplab.ops.attention.triton_repeats import (
+    Kind,
+    Made,
+    forget,
+    in_a_row,
+    kind_of,
+    laid_out_as,
+    refuse_while_capturing,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -28,40 +36,82 @@ def nothing_known() -> Iterator[None]:
     forget()
 
 
+CPU = torch.device("cpu")
+
+
+def a_kind(stream: int | None = 7) -> Kind:
+    return Kind(stream, CPU, ())
+
+
 def test_a_call_that_is_known_is_made_again_and_no_other() -> None:
     made: list[str] = []
-    keep("key", [lambda: made.append("first"), lambda: made.append("second")])
-    assert made_again("key")
+    kind, x, y = a_kind(), torch.zeros(1), torch.zeros(1)
+    kind.keep([x], [lambda: made.append("first"), lambda: made.append("second")])
+    assert kind.made_again([x])
     assert made == ["first", "second"]
-    assert not made_again("another")
+    assert not kind.made_again([y])
+    assert not a_kind().made_again([x])
     assert made == ["first", "second"]
 
 
-def test_a_call_without_a_key_or_with_a_launch_that_is_not_to_be_had_is_not_kept() -> None:
-    keep(None, [lambda: None])
-    keep("key", [lambda: None, None])
-    assert not made_again(None)
-    assert not made_again("key")
+def test_a_call_without_a_stream_or_with_a_launch_that_is_not_to_be_had_is_not_kept() -> None:
+    x = [torch.zeros(1)]
+    for kind, launches in ((a_kind(None), [lambda: None]), (a_kind(), [lambda: None, None])):
+        kind.keep(x, launches)
+        assert not kind.made_again(x)
 
 
 def test_no_more_calls_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_repeats, "MOST_KEPT", 3)
-    for i in range(4):
-        keep(i, [lambda: None])
-    assert [made_again(i) for i in range(4)] == [False, False, False, True]
+    kind, tensors = a_kind(), [torch.zeros(1) for _ in range(4)]
+    for x in tensors:
+        kind.keep([x], [lambda: None])
+    assert [kind.made_again([x]) for x in tensors] == [False, False, False, True]
+
+
+def test_no_more_kinds_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_repeats, "MOST_KEPT", 3)
+    kinds = [kind_of(like_the_first, (torch.zeros(1, 1, i, 16),) * 3) for i in range(1, 5)]
+    again = [kind_of(like_the_first, (torch.zeros(1, 1, i, 16),) * 3) for i in (4, 1)]
+    assert again[0] is kinds[3]
+    assert again[1] is not kinds[0]
 
 
 def test_nothing_is_made_again_past_those_who_want_to_be_told_of_each_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    keep("key", [lambda: None])
+    kind, x = a_kind(), [torch.zeros(1)]
+    kind.keep(x, [lambda: None])
     assert not hooked()
     monkeypatch.setattr(knobs.runtime, "launch_enter_hook", SimpleNamespace(calls=[print]))
     assert hooked()
-    assert not made_again("key")
+    assert not kind.made_again(x)
 
 
-def test_calls_on_a_cpu_have_no_key() -> None:
+def like_the_first(q: torch.Tensor, *others: torch.Tensor) -> tuple[Made, ...]:
+    return laid_out_as(q), in_a_row(q.shape[:3], torch.float32)
+
+
+def test_launches_of_calls_on_a_cpu_are_not_kept() -> None:
     x = torch.zeros(1, 1, 4, 16)
-    assert call_key((x, x, x), (x,), True) is None
+    assert kind_of(like_the_first, (x, x, x), True).stream is None
+
+
+@pytest.mark.parametrize("seen_as", ["itself", "transposed", "expanded", "sliced"])
+def test_tensors_are_made_as_torch_makes_those_like_the_inputs(seen_as: str) -> None:
+    whole = torch.zeros(2, 3, 4, 16, dtype=torch.float16)
+    views = {
+        "transposed": whole.transpose(1, 2),
+        "expanded": whole[:, :1].expand(2, 3, 4, 16),
+        "sliced": whole[..., :8],
+    }
+    x = views.get(seen_as, whole)
+    like, row = kind_of(like_the_first, (x, x, x)).tensors()
+    right = torch.empty_like(x)
+    assert (like.shape, like.stride(), like.dtype) == (right.shape, right.stride(), right.dtype)
+    assert (row.shape, row.stride(), row.dtype) == (
+        x.shape[:3],
+        (x.shape[1] * x.shape[2], x.shape[2], 1),
+        torch.float32,
+    )
 
 
 class OnDevice(torch.Tensor):
@@ -74,7 +124,7 @@ class OnDevice(torch.Tensor):
         return 0
 
 
-def test_keys_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_or_addresses_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """In address, shape, strides, type, what else is asked for, and stream; and not by the objects."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(triton_repeats, "_stream", lambda device: 7)
@@ -83,16 +133,16 @@ def test_keys_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) ->
     def key(*shape: int, at: int = 0, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
         whole = room.view(dtype).as_subclass(OnDevice)
         q, k, v, o = (whole[i, at : at + 512].view(shape) for i in range(4))
-        return call_key((q, k, v), (o,), causal)
+        return kind_of(like_the_first, (q, k, v, o), causal), *(x.data_ptr() for x in (q, k, v, o))
 
     first = key(2, 4, 64)
     assert first == key(2, 4, 64)
-    assert triton_repeats.stream_of(first) == 7
+    assert first[0].stream == 7
     others = [key(4, 2, 64), key(2, 4, 64, at=8), key(2, 4, 64, causal=False), key(2, 4, 64, dtype=torch.float16)]
     monkeypatch.setattr(triton_repeats, "_stream", lambda device: 8)
     others.append(key(2, 4, 64))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
-    assert key(2, 4, 64) is None, "of a device that is not current"
+    assert key(2, 4, 64)[0].stream is None, "of a device that is not current"
     assert len({first, *others}) == 6
 
 

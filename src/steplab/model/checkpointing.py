@@ -27,8 +27,8 @@ KEPT_BY_SELECTIVE = [
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,
     _aten._scaled_dot_product_cudnn_attention.default,
-    REFERENCE.forward,
-    TRITON.forward,
+    REFERENCE.forward_overload,
+    TRITON.forward_overload,
 ]
 """Operators whose outputs selective checkpointing keeps: those that are expensive to compute for their size."""
 

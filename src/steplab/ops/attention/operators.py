@@ -9,9 +9,11 @@ functions.py.
 import os
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.library import Library, register_fake
 
 from steplab.errors import Unsupported
@@ -21,6 +23,7 @@ from steplab.ops.attention.shapes import refuse_unserved
 from steplab.ops.attention.triton_backward import triton_backward
 from steplab.ops.attention.triton_forward import triton_forward
 
+_num_modes = torch._C._len_torch_dispatch_stack
 # Defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of these kernels.
 _library = Library("steplab", "FRAGMENT")
 _FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"
@@ -38,6 +41,8 @@ class Operators:
     """(q, k, v, causal, scale) -> (o, lse)"""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
     """(do, q, k, v, o, lse, causal, scale) -> (dq, dk, dv)"""
+    forward_overload: OpOverload
+    """What a mode of torch sees of `forward`."""
 
 
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
@@ -49,9 +54,44 @@ def _define(name: str, forward: Callable[..., object], backward: Callable[..., o
         _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
         _library.impl(operator, real, "CompositeExplicitAutograd")
         register_fake(f"steplab::{operator}", fake, lib=_library)
-    packets = [getattr(torch.ops.steplab, f"{name}_{pass_name}") for pass_name in ("forward", "backward")]
-    register_formulas(*packets)
-    return Operators(*(packet.default for packet in packets))
+    first, second = (getattr(torch.ops.steplab, f"{name}_{pass_name}") for pass_name in ("forward", "backward"))
+    register_formulas(first, second)
+    # Of what backward is given the gradient alone is new; forward has looked at what it kept.
+    return Operators(_called(first.default, forward, 3), _called(second.default, backward, 1), first.default)
+
+
+def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
+    """The operator; or at once what it does, where nothing would see the operator, by so many of the first tensors.
+
+    Torch's dispatcher takes longer to call a function of Python than some of the kernels take.
+    """
+
+    def call(*given: Any) -> Any:
+        if torch.compiler.is_compiling() or _is_seen(given[:num_looked_at]):
+            return operator(*given)
+        return real(*given)
+
+    return call
+
+
+def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
+    """Whether the dispatcher would do more with an operator of these tensors than to call its function on a GPU.
+
+    It does for autograd, a mode (FLOP counters, selective checkpointing), a transform of torch.func and a profiler; for
+    tensors of a class of their own, and for the two kinds whose memory does not hold their values.
+    """
+    if (
+        torch.is_grad_enabled()
+        or _num_modes() > 0
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._autograd._profiler_enabled()
+    ):
+        return True
+    return not all(map(_is_plain, tensors))
+
+
+def _is_plain(x: Tensor) -> bool:
+    return type(x) is Tensor and x.is_cuda and not (x.is_neg() or x._is_zerotensor())
 
 
 def _fake_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:

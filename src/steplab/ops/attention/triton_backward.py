@@ -24,7 +24,7 @@ from steplab.ops.attention.triton_launch import (
     tile_form,
 )
 from steplab.ops.attention.triton_launcher import Launch
-from steplab.ops.attention.triton_repeats import call_key, keep, made_again, stream_of
+from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_out_as
 from steplab.ops.attention.triton_schedule import heads_a_group
 from steplab.ops.attention.triton_tensors import (
     Columns,
@@ -82,31 +82,37 @@ def triton_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v, each laid out as its tensor; of any strides, as in `triton_forward`."""
-    dq_BHSD, dk_BNKD, dv_BNKD = torch.empty_like(q_BHSD), torch.empty_like(k_BNKD), torch.empty_like(v_BNKD)
-    room = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device).room(q_BHSD.device)
     inputs = q_BHSD, k_BNKD, v_BNKD, o_BHSD, do_BHSD, lse_BHS
-    key = call_key(inputs, (dq_BHSD, dk_BNKD, dv_BNKD, room), causal, scale, precision(q_BHSD.dtype))
-    if made_again(key):
+    kind = kind_of(_results, inputs, causal, scale, precision(q_BHSD.dtype))
+    dq_BHSD, dk_BNKD, dv_BNKD, room = results = kind.tensors()
+    if kind.made_again((*inputs, *results)):
         return dq_BHSD, dk_BNKD, dv_BNKD
     if q_BHSD.numel() == 0 or k_BNKD.numel() == 0:
         return dq_BHSD.zero_(), dk_BNKD.zero_(), dv_BNKD.zero_()
     dq, dk, dv = writable(dq_BHSD), writable(dk_BNKD), writable(dv_BNKD)
-    if not (dq is dq_BHSD and dk is dk_BNKD and dv is dv_BNKD):
-        key = None  # copies have other addresses each time
+    # Copies have other addresses each time.
+    stream = kind.stream if dq is dq_BHSD and dk is dk_BNKD and dv is dv_BNKD else None
     with on_device_of(q_BHSD):
         given = do_BHSD, q_BHSD, k_BNKD, v_BNKD, o_BHSD, lse_BHS
-        operands = prepared(*given, causal=causal, scale=scale, room=room, stream=stream_of(key))
+        operands = prepared(*given, causal=causal, scale=scale, room=room, stream=stream)
         if operands.one_sweep is not None:
             _one_sweep(operands, operands.one_sweep, dq, dk, dv)
         else:
             sweep_for_keys(operands, dk, dv)
             sweep_for_queries(operands, dq)
-    keep(key, operands.launches)
+    kind.keep((*inputs, *results), operands.launches)
     if scale < 0:
         dq.neg_()
     for written, wanted in ((dq, dq_BHSD), (dk, dk_BNKD), (dv, dv_BNKD)):
         copy_back(written, wanted)
     return dq_BHSD, dk_BNKD, dv_BNKD
+
+
+def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) -> tuple[Made, ...]:
+    """The gradients, and room for what the kernels write for themselves."""
+    gradients = laid_out_as(q_BHSD), laid_out_as(k_BNKD), laid_out_as(v_BNKD)
+    parts = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device).parts
+    return *gradients, in_a_row([sum(parts)], torch.float32)
 
 
 class _Layout(NamedTuple):
@@ -116,10 +122,6 @@ class _Layout(NamedTuple):
     """As in `Operands`."""
     parts: list[int]
     """Numbers of 32 bits: -lse, -D, sums, turns. All but the last are multiples of 128, as the copy engine needs."""
-
-    def room(self, device: torch.device) -> Tensor:
-        """The memory."""
-        return torch.empty(sum(self.parts), dtype=torch.float32, device=device)
 
 
 @lru_cache(maxsize=256)
@@ -159,7 +161,8 @@ def prepared(
         stream = None
     call = Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
     layout = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device)
-    room = layout.room(q.device) if room is None else room
+    if room is None:
+        room = torch.empty(sum(layout.parts), dtype=torch.float32, device=q.device)
     minus_lse, minus_d, sums, turns = room.split_with_sizes(layout.parts)
     turns = turns.view(torch.int32)
     start = _start_of_prepare(call.parts.box, o.dtype, o.device, o.shape, o.stride(), do.stride())

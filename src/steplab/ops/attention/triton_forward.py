@@ -19,7 +19,7 @@ from steplab.ops.attention.triton_launch import (
     precision,
     tile_form,
 )
-from steplab.ops.attention.triton_repeats import call_key, keep, made_again, stream_of
+from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_out_as
 from steplab.ops.attention.triton_schedule import heads_a_group, task_table
 from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
@@ -34,17 +34,11 @@ def triton_forward(
     output is laid out as q is; log-sum-exp is float32 [B, H, S]. A query that sees no key gets zeros and -inf. Without
     `tiles`, those of the table.
     """
-    o_BHSD = torch.empty_like(q_BHSD)
-    batch, num_heads, num_queries, _ = q_BHSD.shape
-    lse_BHS = torch.empty_strided(  # a third of the time that `empty` takes to read a list of sizes
-        (batch, num_heads, num_queries),
-        (num_heads * num_queries, num_queries, 1),
-        dtype=torch.float32,
-        device=q_BHSD.device,
-    )
     products = precision(q_BHSD.dtype)
-    key = call_key((q_BHSD, k_BNKD, v_BNKD), (o_BHSD, lse_BHS), causal, scale, products, tiles)
-    if made_again(key):
+    inputs = q_BHSD, k_BNKD, v_BNKD
+    kind = kind_of(_results, inputs, causal, scale, products, tiles)
+    o_BHSD, lse_BHS = results = kind.tensors()
+    if kind.made_again((*inputs, *results)):
         return o_BHSD, lse_BHS
     refuse_unserved("flash_triton", q_BHSD, k_BNKD, causal=causal, device="cuda")
     if o_BHSD.numel() == 0 or k_BNKD.shape[2] == 0:
@@ -53,17 +47,22 @@ def triton_forward(
     positive_q, scale = positive_scale(q_BHSD, scale)
     q, k, v = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD))
     o = writable(o_BHSD)
-    if not (q is q_BHSD and k is k_BNKD and v is v_BNKD and o is o_BHSD):
-        key = None  # copies have other addresses each time
+    # Copies have other addresses each time.
+    stream = kind.stream if q is q_BHSD and k is k_BNKD and v is v_BNKD and o is o_BHSD else None
     tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
     with on_device_of(q):
         call = Call(parts, q.dtype, q.device, products, causal, scale)
         start, more = _start(tiles, call, q.shape, k.shape, strides)
-        launch = start(q, k, v, o, lse_BHS, *more, stream=stream_of(key))
-    keep(key, [launch], more)
+        launch = start(q, k, v, o, lse_BHS, *more, stream=stream)
+    kind.keep((*inputs, *results), [launch], more)
     copy_back(o, o_BHSD)
     return o_BHSD, lse_BHS
+
+
+def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]:
+    """Output and log-sum-exp."""
+    return laid_out_as(q_BHSD), in_a_row(q_BHSD.shape[:3], torch.float32)
 
 
 @lru_cache(maxsize=256)

@@ -5,59 +5,101 @@ What kernels are started with depends on addresses, shapes, strides, type, devic
 nothing else; so where all of these were seen before, the same launches are made again, and nothing is looked at twice.
 """
 
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.triton_launcher import Launch, hooked
+from steplab.ops.attention.triton_tensors import Shape
 
 MOST_KEPT = 1024
-"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward."""
-_known: dict[Hashable, tuple[Sequence[Launch], object]] = {}
+"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. And kinds of
+these."""
+
+Made = tuple[Shape, Shape, torch.dtype]
+"""Sizes, strides and type of a tensor that a call makes."""
 
 
-def call_key(inputs: tuple[Tensor, ...], outputs: tuple[Tensor, ...], *more: Hashable) -> Hashable:
-    """What the launches of a call depend on; None where its launches are not kept.
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """Calls that differ in the addresses of their tensors alone."""
 
-    inputs begin with q and k; outputs are laid out as the inputs decide. `more` is all that is asked for besides.
+    stream: int | None
+    """The raw stream; None where launches are not kept: on a CPU, or a GPU that is not the current one."""
+    device: torch.device
+    """That of all tensors."""
+    made: tuple[Made, ...]
+    """What such a call makes."""
+
+    def tensors(self) -> list[Tensor]:
+        """Those that a call makes, without content."""
+        if self.stream is None or _empty is None:
+            return [torch.empty_strided(*laid, dtype=dtype, device=self.device) for *laid, dtype in self.made]
+        return [_empty(*like) for like in self.made]
+
+    def made_again(self, tensors: Sequence[Tensor]) -> bool:
+        """Make the launches of the call on these tensors, where they are known."""
+        known = _known.get((self, *map(_address, tensors)))
+        if known is None or hooked():
+            return False
+        for launch in known[0]:
+            launch()
+        return True
+
+    def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
+        """Keep the launches of a call, unless one is not to be had, and what they read besides the call's tensors."""
+        ready = [launch for launch in launches if launch is not None]
+        if self.stream is None or len(ready) < len(launches) or hooked():
+            return
+        if len(_known) >= MOST_KEPT:  # addresses that do not come back: begin anew
+            _known.clear()
+        _known[self, *map(_address, tensors)] = ready, needed
+
+
+_known: dict[tuple[Hashable, ...], tuple[Sequence[Launch], object]] = {}
+_kinds: dict[Hashable, Kind] = {}
+
+
+def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
+    """The kind of a call; `make` gives for its inputs what it makes, and `more` is all that is asked for besides.
+
+    inputs begin with q and k, whose shapes and type decide all others'.
     """
     q, k, *_ = inputs
-    if not q.is_cuda or (device := q.get_device()) != torch.cuda.current_device():
-        return None
-    addresses, strides = map(Tensor.data_ptr, inputs + outputs), map(Tensor.stride, inputs)
-    return (_stream(device), device, q.dtype, q.shape, k.shape, *more, *addresses, *strides)
-
-
-def made_again(key: Hashable) -> bool:
-    """Make the launches of such a call, where they are known."""
-    known = _known.get(key)
-    if known is None or hooked():
-        return False
-    for launch in known[0]:
-        launch()
-    return True
-
-
-def keep(key: Hashable, launches: Sequence[Launch | None], needed: object = None) -> None:
-    """Keep the launches of a call, unless one is not to be had, and what they read besides the call's tensors."""
-    ready = [launch for launch in launches if launch is not None]
-    if key is None or len(ready) < len(launches) or hooked():
-        return
-    if len(_known) >= MOST_KEPT:  # addresses that do not come back: begin anew
-        _known.clear()
-    _known[key] = ready, needed
+    device = q.get_device()
+    stream = _stream(device) if q.is_cuda and device == torch.cuda.current_device() else None
+    seen = (make, stream, device, q.dtype, q.shape, k.shape, *more, *map(Tensor.stride, inputs))
+    kind = _kinds.get(seen)
+    if kind is None:
+        if len(_kinds) >= MOST_KEPT:
+            forget()
+        kind = _kinds[seen] = Kind(stream, q.device, make(*inputs))
+    return kind
 
 
 def forget() -> None:
     """Forget all calls: for who changes by which kernels a call is made."""
     _known.clear()
+    _kinds.clear()
 
 
-def stream_of(key: Hashable) -> int | None:
-    """The raw stream of a call that `call_key` made."""
-    return key[0] if isinstance(key, tuple) else None
+def laid_out_as(x: Tensor) -> Made:
+    """A tensor of the sizes and type of x, its dimensions in memory in the order of x's: as torch.empty_like has it."""
+    return tuple(x.shape), _strides_like(x.shape, x.stride()), x.dtype
+
+
+def in_a_row(sizes: Sequence[int], dtype: torch.dtype) -> Made:
+    """A contiguous tensor."""
+    return tuple(sizes), torch.empty(tuple(sizes), device="meta").stride(), dtype
+
+
+@lru_cache(maxsize=256)
+def _strides_like(shape: Shape, strides: Shape) -> Shape:
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
 
 
 def refuse_while_capturing(device: torch.device) -> None:
@@ -74,5 +116,8 @@ def _raw_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-# Without a Python object around it, where torch has this: what its own compiled code takes.
+_address = Tensor.data_ptr
+# What torch's own compiled code takes, where torch has these: a stream without a Python object around it, and a tensor
+# on the current GPU in half the time of `empty_like`, which goes through the dispatcher.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
