@@ -82,6 +82,16 @@ def test_each_choice_is_set_against_its_baseline_at_every_size() -> None:
             assert row["bytes_ratio"] == pytest.approx(sizes[1] / sizes[0])
 
 
+def test_choices_with_one_pair_share_a_table() -> None:
+    runs = [make_run(), *(make_run({"attention": name}) for name in ("sdpa", "sdpa_flash"))]
+    (section,) = effects_sections(cells_of(runs))
+    (table,) = tables(section)
+    told = [str(row["choice"]) for row in table.rows]
+    assert told == ["sdpa attention instead of plain attention", "sdpa_flash attention instead of plain attention"]
+    (alone,) = effects_sections(cells_of(runs[:2]))
+    assert alone.title == told[0]
+
+
 def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
     (table,) = tables(next(effects_sections(cells_of(STUDY[::-1]))))
     assert ["small" in str(row["run"]) for row in table.rows] == [True, True, False, False]

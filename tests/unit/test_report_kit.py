@@ -166,3 +166,8 @@ def test_an_unknown_format_is_refused() -> None:
     with pytest.raises(UserError, match="there is no format 'xml'; choose one of table, json, csv, md, latex"):
         render(document(), "xml")
     assert FORMATS == ("table", "json", "csv", "md", "latex")
+
+
+def test_a_page_sets_what_stands_between_backticks_as_code() -> None:
+    page = render(document(Sentences(texts=("Type `steplab run --name <b>`, or ` alone.",))), "html")
+    assert "<p>Type <code>steplab run --name &lt;b&gt;</code>, or ` alone.</p>" in page

@@ -165,7 +165,7 @@ def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Call
         doubtful = ", ".join(heading for heading, answer in told if answer.cautions)
         return Verdict(
             sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in told if answer.sentences),
-            cautions=(f"Warning: there are doubts about {doubtful}, which stand with the record.",) if doubtful else (),
+            cautions=(f"Warning: figures of {doubtful} are doubtful; the chapter says why.",) if doubtful else (),
         )
 
     return verdict

@@ -85,13 +85,20 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {"unbroken": unbroken, "sheet": sheet, "first_rows": _first_rows, "look": _look}
+    made.filters |= {"prose": _prose, "sheet": sheet, "first_rows": _first_rows, "look": _look}
     kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
     kinds["bars"] = Bars
     kinds["equations"] = Equations
     for name, kind in kinds.items():
         made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
     return made
+
+
+def _prose(text: str) -> str:
+    """A text with figures beside their units, and as code what stands between backticks."""
+    from markupsafe import Markup, escape
+
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(unbroken(text)))))
 
 
 def _first_rows(table: Table) -> int:

@@ -4,16 +4,17 @@ from collections.abc import Iterator, Sequence
 
 from steplab import stats
 from steplab.records.disturbances import disturbance_words
-from steplab.records.rows import Row
+from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Section, Table, named_section
 from steplab.report.kit.quantities import BYTES, LABEL, TIME, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
-from steplab.report.run.effects import Effect, effects_of
+from steplab.report.run.effects import Effect, Pair, effects_of
 from steplab.report.run.figures import phase_names
 
 MOST_ROWS = 40
 """Rows of a table that a terminal shows."""
+_RUN = Column(key="run", header="run", wraps_from=16)
 _RECORD = Column(key="id", header="record", rank=3)
 
 
@@ -35,7 +36,7 @@ def passes_table(cells: Sequence[RunCell]) -> Table | None:
     return Table(
         name="passes",
         columns=(
-            Column(key="run", header="run", wraps_from=16),
+            _RUN,
             Column(key="part", header="pass"),
             Column(key="median_s", header="median", quantity=TIME),
             Column(key="mean_s", header="mean", quantity=TIME),
@@ -51,50 +52,68 @@ def passes_table(cells: Sequence[RunCell]) -> Table | None:
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
-    """A table for each value of a choice against its baseline, one row per pair of runs equal in all else."""
+    """A table for each value of a choice against its baseline, one row per pair of runs equal in all else; values of
+    which there is one pair share a table."""
     order = {cell.id: place for place, cell in enumerate(cells)}
-    for effect in effects_of(cells):
-        yield named_section(effect.choice, _effect_table(effect, order))
+    effects = list(effects_of(cells))
+    for effect in effects:
+        if len(effect.pairs) > 1:
+            yield named_section(effect.choice, _effect_table(effect, order))
+    if single := [effect for effect in effects if len(effect.pairs) == 1]:
+        yield named_section("Choices with one pair of runs" if len(single) > 1 else single[0].choice, _single(single))
 
 
 def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
     pairs = sorted(effect.pairs, key=lambda pair: order[pair.before.id])
     fields = [field for field in varying([pair.before for pair in pairs]) if field != effect.field]
     base, value = (said(effect.field, cell.values[effect.field]) for cell in (pairs[0].before, pairs[0].after))
-    rows: list[Row] = []
-    for pair in pairs:
-        before_bytes, after_bytes = _peak_bytes(pair.before.run), _peak_bytes(pair.after.run)
-        rows.append(
-            {
-                "run": label(pair.before, fields),
-                "before_s": pair.before_s,
-                "after_s": pair.after_s,
-                "ratio": pair.ratio,
-                "certain": "" if pair.is_certain else "undecided",
-                "before_bytes": before_bytes,
-                "after_bytes": after_bytes,
-                "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
-                "ids": f"{pair.before.id} {pair.after.id}",
-            }
-        )
-    return Table(
-        name=f"{effect.field} {effect.choice}",
-        columns=(
-            Column(key="run", header="run", wraps_from=16),
-            Column(key="before_s", header=base, quantity=TIME),
-            Column(key="after_s", header=value, quantity=TIME),
-            Column(key="ratio", header="speed-up", quantity=TIMES),
-            Column(key="certain", header="doubt", rank=1),
-            Column(key="before_bytes", header=f"peak, {base}", quantity=BYTES, rank=2),
-            Column(key="after_bytes", header=f"peak, {value}", quantity=BYTES, rank=2),
-            Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2),
-            Column(key="ids", header="records", rank=3, wraps_from=12),
-        ),
-        rows=tuple(rows),
-        caption=f"Median step times of runs that differ in nothing else; the speed-up is {base} over {value}. "
-        "Undecided: the intervals of the medians overlap, or they differ by less than 2 %.",
-        first=MOST_ROWS,
+    rows = [{"run": label(pair.before, fields), **_pair_row(pair)} for pair in pairs]
+    return _pairs_table(f"{effect.field} {effect.choice}", (_RUN, *_pair_columns(base, value)), rows)
+
+
+def _single(effects: Sequence[Effect]) -> Table:
+    """One row per choice."""
+    fields = varying([effect.pairs[0].before for effect in effects])
+    rows = [
+        {"choice": effect.choice, "run": label(effect.pairs[0].before, fields), **_pair_row(effect.pairs[0])}
+        for effect in effects
+    ]
+    columns = (Column(key="choice", header="choice", wraps_from=20), _RUN, *_pair_columns("before", "after"))
+    return _pairs_table("choices with one pair", columns, rows)
+
+
+def _pair_row(pair: Pair) -> dict[str, Scalar]:
+    before_bytes, after_bytes = _peak_bytes(pair.before.run), _peak_bytes(pair.after.run)
+    return {
+        "before_s": pair.before_s,
+        "after_s": pair.after_s,
+        "ratio": pair.ratio,
+        "certain": "" if pair.is_certain else "undecided",
+        "before_bytes": before_bytes,
+        "after_bytes": after_bytes,
+        "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
+        "ids": f"{pair.before.id} {pair.after.id}",
+    }
+
+
+def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
+    return (
+        Column(key="before_s", header=before, quantity=TIME),
+        Column(key="after_s", header=after, quantity=TIME),
+        Column(key="ratio", header="speed-up", quantity=TIMES),
+        Column(key="certain", header="doubt", rank=1),
+        Column(key="before_bytes", header=f"peak, {before}", quantity=BYTES, rank=2),
+        Column(key="after_bytes", header=f"peak, {after}", quantity=BYTES, rank=2),
+        Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2),
+        Column(key="ids", header="records", rank=3, wraps_from=12),
     )
+
+
+def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) -> Table:
+    caption = "Median step times of runs that differ in nothing else; the speed-up is the first over the second."
+    if any(row["certain"] for row in rows):
+        caption += " Undecided: the intervals of the medians overlap, or they differ by less than 2 %."
+    return Table(name=name, columns=columns, rows=tuple(rows), caption=caption, first=MOST_ROWS)
 
 
 def _peak_bytes(run: Run) -> int | None:

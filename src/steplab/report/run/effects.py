@@ -140,7 +140,7 @@ def _pays(effect: Effect) -> str:
 
 def times_words(ratio: float) -> str:
     """A speed relative to another: 1.84×."""
-    return f"{ratio:.2f}×" if ratio < 10 else f"{ratio:.0f}×"
+    return f"{ratio:.2f}×" if ratio < 10 else f"{units.three_digits(ratio)}×"
 
 
 def speed_words(ratio: float) -> str:

@@ -18,16 +18,13 @@ _SEEN = 0.98
 
 
 def phases(cells: Sequence[RunCell]) -> Bars | None:
-    """The parts of a step as shares of their sum, one bar per run; of several training steps, the optimizer's share."""
+    """The parts of a step as shares of their sum, one bar per run."""
     chosen = _parted(cells)
     if not chosen:
         return None
     shown = spread(sorted(chosen, key=lambda c: step_median(c.run) or 0), _MOST_BARS)
     shown = [cell for cell in chosen if cell in shown]
     note = f" {len(shown)} of {len(chosen)} runs, spread from the fastest to the slowest." if shown != chosen else ""
-    trained = [cell for cell in shown if "optimizer" in phase_names(cell.run)]
-    if len(trained) > 1 and len(trained) == len(shown):
-        return _optimizer_shares(trained, varying(chosen), note)
     names = list(dict.fromkeys(name for cell in shown for name in phase_names(cell.run)))
     fields = varying(chosen)
     bars = tuple(
@@ -35,6 +32,7 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
             label=label(cell, fields),
             figure=units.format_time(step_median(cell.run) or 0.0),
             segments=tuple(_segments(cell.run, names)),
+            detail=_shares(cell.run) if cell.run.spec else "",
         )
         for cell in shown
     )
@@ -43,26 +41,6 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
         note += " The empty part of a bar is time outside all parts."
     legend = tuple((index % len(SERIES) + 1, "■", name) for index, name in enumerate(names))
     return Bars(bars=bars, legend=legend, note=note, full=1.0, first=_FIRST)
-
-
-def _optimizer_shares(cells: Sequence[RunCell], fields: Sequence[str], note: str) -> Bars:
-    """The optimizer's share of the step, one bar per run, in the order of sizes."""
-    bars = []
-    for cell in cells:
-        times = {name: phase_median(cell.run, name) or 0.0 for name in phase_names(cell.run)}
-        total = sum(times.values()) or 1.0
-        shares = {name: format_share(time_s / total) for name, time_s in times.items()}
-        told = ", ".join(f"{name} {share}" for name, share in shares.items() if name != "optimizer")
-        bars.append(
-            Bar(
-                label=label(cell, fields),
-                figure=f"{shares['optimizer']} of {units.format_time(step_median(cell.run) or total)}",
-                segments=(Segment(value=times["optimizer"] / total, color=3, tip=f"{label(cell, fields)}: {told}"),),
-                detail=told,
-            )
-        )
-    note = f"The optimizer's share of the step, by median times back to back.{note}"
-    return Bars(bars=tuple(bars), note=note, first=_FIRST)
 
 
 def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -92,6 +70,13 @@ def _covered(run: Run) -> float:
     totals = {samples.phase: sum(samples.best_s) for samples in run.timing.back_to_back}
     whole = totals.pop("step", 0.0)
     return min(sum(totals.values()) / whole, 1.0) if whole else 1.0
+
+
+def _shares(run: Run) -> str:
+    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %'."""
+    times = {name: phase_median(run, name) or 0.0 for name in phase_names(run)}
+    total = sum(times.values()) or 1.0
+    return ", ".join(f"{name} {format_share(time_s / total)}" for name, time_s in times.items())
 
 
 def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
