@@ -171,3 +171,14 @@ def test_an_unknown_format_is_refused() -> None:
 def test_a_page_sets_what_stands_between_backticks_as_code() -> None:
     page = render(document(Sentences(texts=("Type `steplab run --name <b>`, or ` alone.",))), "html")
     assert "<p>Type <code>steplab run --name &lt;b&gt;</code>, or ` alone.</p>" in page
+
+
+def test_the_caption_explains_the_columns_that_a_table_has_and_no_other() -> None:
+    noted = tuple(
+        dataclasses.replace(column, note=f"{column.header.capitalize()} is explained.")
+        for column in TABLE.columns
+        if column.key in ("time_s", "absent")
+    )
+    rows = tuple(dict(row) for row in ROWS)
+    table = dataclasses.replace(TABLE, columns=noted, rows=rows)
+    assert sheet(table).caption == "Medians. Median time is explained."

@@ -168,7 +168,7 @@ def test_a_page_shows_six_records_of_a_chapter_in_full_and_names_the_others() ->
     many = [dataclasses.replace(audit, id=f"{number:012x}") for number in range(13)]
     page = render_page(many, title="Many").replace("\u00a0", " ")
     assert page.count("benchmark 0000000000") == 6
-    assert "7 more are not shown in full; `steplab show ID` shows each: " in page
+    assert "7 more are not shown in full; <code>steplab show ID</code> shows each: " in page
     assert len(page.encode()) < 6.5 * len(render_page([audit], title="One").encode())
 
 

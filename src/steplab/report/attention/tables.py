@@ -175,14 +175,23 @@ def _memory(rows: Sequence[Row]) -> Table:
         name="memory",
         columns=(
             *_HEAD,
-            Column(key="saved_bytes", header="saved for backward", quantity=BYTES),
+            Column(
+                key="saved_bytes",
+                header="saved for backward",
+                quantity=BYTES,
+                note="Saved for backward includes the output.",
+            ),
             Column(key="forward_peak_bytes", header="peak, forward", quantity=BYTES, rank=1),
-            Column(key="both_peak_bytes", header="peak, both", quantity=BYTES),
+            Column(
+                key="both_peak_bytes",
+                header="peak, both",
+                quantity=BYTES,
+                note="The peaks include the output and the gradients.",
+            ),
             RESULT,
         ),
         rows=tuple(rows),
-        caption="Bytes beyond the inputs. Saved for backward includes the output; the peaks include the output and the "
-        "gradients.",
+        caption="Bytes beyond the inputs.",
     )
 
 

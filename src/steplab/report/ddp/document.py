@@ -114,53 +114,85 @@ _VARIANT = Column(key="contender", header="variant")
 
 def _time(rows: Sequence[Row]) -> Table:
     headers = {"gradient sync": "sync", "optimizer": "opt. step"}
-    caption = (
-        "Medians of the slowest rank. Without is the same step without communication, in turns with the variant. "
-        "Exposed is the difference; min and max are its bounds by the 95 % intervals of both. × DDP is exposed over "
-        "that of torch DDP at the bucket size with the shortest step. Alone is the time of the same messages with "
-        "nothing beside them."
-    )
-    if any(row["hidden"] is not None for row in rows):
-        caption += (
-            " Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
-            "communication slows the computation beside it by more than is hidden."
-        )
-    if any(row["wire_bytes"] is not None for row in rows):
-        caption += " Messages is the sum of their sizes, and on the wire that of each size times nccl-tests' factor."
-    if any(row["traced_exposed_s"] is not None for row in rows):
-        caption += " Exposed in trace is the time of messages with no computation beside them, under a profiler."
-    if any(row["host_lead_s"] is not None for row in rows):
-        caption += (
-            " Host ahead is how far the host was ahead of the device at the end of the phase where it was least, "
-            "including the time for which the device was held before the step."
-        )
     return Table(
         name="time",
         columns=(
             _VARIANT,
             Column(key="step_s", header="step", quantity=TIME),
-            Column(key="baseline_s", header="without", quantity=TIME, rank=1),
-            Column(key="exposed_s", header="exposed", quantity=TIME),
-            Column(key="exposed_low_s", header="exposed, min", quantity=TIME, rank=1),
+            Column(
+                key="baseline_s",
+                header="without",
+                quantity=TIME,
+                rank=1,
+                note="Without is the same step without communication, in turns with the variant.",
+            ),
+            Column(key="exposed_s", header="exposed", quantity=TIME, note="Exposed is the difference."),
+            Column(
+                key="exposed_low_s",
+                header="exposed, min",
+                quantity=TIME,
+                rank=1,
+                note="Min and max are its bounds by the 95 % intervals of both.",
+            ),
             Column(key="exposed_high_s", header="exposed, max", quantity=TIME, rank=1),
-            Column(key="of_best_ddp", header="× DDP", quantity=TIMES, rank=1),
-            Column(key="alone_s", header="alone", quantity=TIME, rank=1),
-            Column(key="hidden", header="hidden", quantity=SHARE, rank=2),
-            Column(key="traced_exposed_s", header="exposed in trace", quantity=TIME, rank=3),
+            Column(
+                key="of_best_ddp",
+                header="× DDP",
+                quantity=TIMES,
+                rank=1,
+                note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
+            ),
+            Column(
+                key="alone_s",
+                header="alone",
+                quantity=TIME,
+                rank=1,
+                note="Alone is the time of the same messages with nothing beside them.",
+            ),
+            Column(
+                key="hidden",
+                header="hidden",
+                quantity=SHARE,
+                rank=2,
+                note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
+                "communication slows the computation beside it by more than is hidden.",
+            ),
+            Column(
+                key="traced_exposed_s",
+                header="exposed in trace",
+                quantity=TIME,
+                rank=3,
+                note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
+            ),
             Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
-            Column(key="sent_bytes", header="messages", quantity=BYTES, rank=4),
-            Column(key="wire_bytes", header="on the wire", quantity=BYTES, rank=4),
+            Column(
+                key="sent_bytes", header="messages", quantity=BYTES, rank=4, note="Messages is the sum of their sizes."
+            ),
+            Column(
+                key="wire_bytes",
+                header="on the wire",
+                quantity=BYTES,
+                rank=4,
+                note="On the wire is the sum of each size times nccl-tests' factor.",
+            ),
             *(
                 Column(key=f"{name.replace(' ', '_')}_s", header=headers.get(name, name), quantity=TIME, rank=5)
                 for name in PHASES
             ),
-            Column(key="host_lead_s", header="host ahead", quantity=TIME, rank=3),
+            Column(
+                key="host_lead_s",
+                header="host ahead",
+                quantity=TIME,
+                rank=3,
+                note="Host ahead is how far the host was ahead of the device at the end of the phase where it was least, "
+                "including the time for which the device was held before the step.",
+            ),
             Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
             Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
             RESULT,
         ),
         rows=tuple(rows),
-        caption=caption,
+        caption="Medians of the slowest rank.",
     )
 
 
@@ -174,12 +206,24 @@ def _memory(rows: Sequence[Row]) -> Table:
             Column(key="after_step_gradients_bytes", header="gradients", quantity=BYTES, rank=2),
             Column(key="after_step_optimizer_bytes", header="optimizer state", quantity=BYTES, rank=1),
             Column(key="after_step_other_bytes", header="other", quantity=BYTES, rank=3),
-            Column(key="after_step_formula_bytes", header="by formula", quantity=BYTES, rank=2),
-            Column(key="peak_bytes", header="peak of a step", quantity=BYTES, rank=1),
+            Column(
+                key="after_step_formula_bytes",
+                header="by formula",
+                quantity=BYTES,
+                rank=2,
+                note="The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the "
+                "optimizer state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of "
+                "ranks.",
+            ),
+            Column(
+                key="peak_bytes",
+                header="peak of a step",
+                quantity=BYTES,
+                rank=1,
+                note="The peak is the allocator's, without the memory that peer copies share.",
+            ),
         ),
         rows=tuple(rows),
         caption="Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the "
-        "categories are those after it. The formula counts parameters, gradients and optimizer state, of which ZeRO "
-        "divides nothing, the optimizer state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by "
-        "the number of ranks. The peak is the allocator's, without the memory that peer copies share.",
+        "categories are those after it.",
     )

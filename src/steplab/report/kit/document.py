@@ -31,6 +31,8 @@ class Column:
     shared: str | Callable[[Scalar], str] = ""
     """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
     s, or a function of the value. Empty: the column always stays."""
+    note: str = ""
+    """What it is, in whole sentences behind the caption of a table that has the column."""
     quiet: str | None = None
     """Text that is not worth a column or a word of the caption where no row has another."""
     rank: int = 0

@@ -28,7 +28,7 @@ class Sheet:
     said: tuple[tuple[str, ...], ...]
     """The words for the value of each row and column; empty for a column that does not fold, and a value not to say."""
     caption: str
-    """The values that all rows share, then the table's caption."""
+    """The values that all rows share, then the table's caption and the notes of its columns."""
     footnotes: tuple[str, ...]
     """Long texts that several rows repeat."""
     failures: frozenset[int]
@@ -53,7 +53,8 @@ def sheet(table: Table) -> Sheet:
             shared.append(_words(column, text, _first_value(column, table.rows)))
         else:
             kept.append(column)
-    parts = [" · ".join(filter(None, shared)), table.caption]
+    captions = dict.fromkeys((table.caption, *(column.note for column in kept)))
+    parts = [" · ".join(filter(None, shared)), " ".join(filter(None, captions))]
     footnotes: list[str] = []
     cells = [[_text(column, row) for row in table.rows] for column in kept]
     for column, texts in zip(kept, cells, strict=True):

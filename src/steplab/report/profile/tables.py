@@ -35,7 +35,6 @@ def phase_table(run: Run, profile: Profile) -> Table:
     def agreement(span: Span) -> str | None:
         return words.agreement(span, profile).words
 
-    timed = " Unprofiled is the median of the same phase in the timed steps." if run.timing else ""
     return table_of(
         "phases",
         spans(run, profile),
@@ -51,11 +50,16 @@ def phase_table(run: Run, profile: Profile) -> Table:
             ),
             Column(key="window_s", header="window", quantity=TIME, rank=1),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
-            Column(key="timed_s", header="unprofiled", quantity=TIME),
+            Column(
+                key="timed_s",
+                header="unprofiled",
+                quantity=TIME,
+                note="Unprofiled is the median of the same phase in the timed steps.",
+            ),
             Column(key="agreement", header="busy against unprofiled", wraps_from=24, value=agreement),
         ),
         caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
-        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it.{timed}",
+        f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it.",
     )
 
 

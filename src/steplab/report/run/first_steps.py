@@ -51,15 +51,25 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
             Column(key="settled_s", header="settled", quantity=TIME),
             *(Column(key=name, header=f"+ {name}", quantity=TIME, rank=1) for name in parts),
             Column(key="compile_s", header="compile time", quantity=TIME, rank=2),
-            Column(key="first_growth_bytes", header="reserved in the first", quantity=BYTES, rank=2),
+            Column(
+                key="first_growth_bytes",
+                header="reserved in the first",
+                quantity=BYTES,
+                rank=2,
+                note="Reserved is what the allocator took from the device.",
+            ),
             Column(key="later_growth_bytes", header="reserved later", quantity=BYTES, rank=2),
-            Column(key="state_bytes", header="kept after the first", quantity=BYTES, rank=2),
+            Column(
+                key="state_bytes",
+                header="kept after the first",
+                quantity=BYTES,
+                rank=2,
+                note="Kept is what the first step left allocated, such as gradients and optimizer state.",
+            ),
             Column(key="id", header="record", rank=3),
         ),
         rows=tuple(rows),
-        caption="A phase's + is its time in the first step less its median over the second half of all steps. Reserved "
-        "is what the allocator took from the device; kept is what the first step left allocated, such as gradients and "
-        "optimizer state.",
+        caption="A phase's + is its time in the first step less its median over the second half of all steps.",
     )
 
 
