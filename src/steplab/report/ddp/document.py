@@ -184,8 +184,8 @@ def _time(rows: Sequence[Row]) -> Table:
                 header="host ahead",
                 quantity=TIME,
                 rank=3,
-                note="Host ahead is how far the host was ahead of the device at the end of the phase where it was least, "
-                "including the time for which the device was held before the step.",
+                note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
+                "least, including the time for which the device was held before the step.",
             ),
             Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
             Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
