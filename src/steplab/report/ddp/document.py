@@ -112,88 +112,85 @@ def _sections(run: DdpRun) -> Iterator[Section]:
 _VARIANT = Column(key="contender", header="variant")
 
 
+_HEADERS = {"gradient sync": "sync", "optimizer": "opt. step"}
+_TIME_COLUMNS = (
+    _VARIANT,
+    Column(key="step_s", header="step", quantity=TIME),
+    Column(
+        key="baseline_s",
+        header="without",
+        quantity=TIME,
+        rank=1,
+        note="Without is the same step without communication, in turns with the variant.",
+    ),
+    Column(key="exposed_s", header="exposed", quantity=TIME, note="Exposed is the difference."),
+    Column(
+        key="exposed_low_s",
+        header="exposed, min",
+        quantity=TIME,
+        rank=1,
+        note="Min and max are its bounds by the 95 % intervals of both.",
+    ),
+    Column(key="exposed_high_s", header="exposed, max", quantity=TIME, rank=1),
+    Column(
+        key="of_best_ddp",
+        header="× DDP",
+        quantity=TIMES,
+        rank=1,
+        note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
+    ),
+    Column(
+        key="alone_s",
+        header="alone",
+        quantity=TIME,
+        rank=1,
+        note="Alone is the time of the same messages with nothing beside them.",
+    ),
+    Column(
+        key="hidden",
+        header="hidden",
+        quantity=SHARE,
+        rank=2,
+        note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
+        "communication slows the computation beside it by more than is hidden.",
+    ),
+    Column(
+        key="traced_exposed_s",
+        header="exposed in trace",
+        quantity=TIME,
+        rank=3,
+        note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
+    ),
+    Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
+    Column(key="sent_bytes", header="messages", quantity=BYTES, rank=4, note="Messages is the sum of their sizes."),
+    Column(
+        key="wire_bytes",
+        header="on the wire",
+        quantity=BYTES,
+        rank=4,
+        note="On the wire is the sum of each size times nccl-tests' factor.",
+    ),
+    *(
+        Column(key=f"{name.replace(' ', '_')}_s", header=_HEADERS.get(name, name), quantity=TIME, rank=5)
+        for name in PHASES
+    ),
+    Column(
+        key="host_lead_s",
+        header="host ahead",
+        quantity=TIME,
+        rank=3,
+        note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
+        "least, including the time for which the device was held before the step.",
+    ),
+    Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
+    Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
+    RESULT,
+)
+
+
 def _time(rows: Sequence[Row]) -> Table:
-    headers = {"gradient sync": "sync", "optimizer": "opt. step"}
-    return Table(
-        name="time",
-        columns=(
-            _VARIANT,
-            Column(key="step_s", header="step", quantity=TIME),
-            Column(
-                key="baseline_s",
-                header="without",
-                quantity=TIME,
-                rank=1,
-                note="Without is the same step without communication, in turns with the variant.",
-            ),
-            Column(key="exposed_s", header="exposed", quantity=TIME, note="Exposed is the difference."),
-            Column(
-                key="exposed_low_s",
-                header="exposed, min",
-                quantity=TIME,
-                rank=1,
-                note="Min and max are its bounds by the 95 % intervals of both.",
-            ),
-            Column(key="exposed_high_s", header="exposed, max", quantity=TIME, rank=1),
-            Column(
-                key="of_best_ddp",
-                header="× DDP",
-                quantity=TIMES,
-                rank=1,
-                note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
-            ),
-            Column(
-                key="alone_s",
-                header="alone",
-                quantity=TIME,
-                rank=1,
-                note="Alone is the time of the same messages with nothing beside them.",
-            ),
-            Column(
-                key="hidden",
-                header="hidden",
-                quantity=SHARE,
-                rank=2,
-                note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
-                "communication slows the computation beside it by more than is hidden.",
-            ),
-            Column(
-                key="traced_exposed_s",
-                header="exposed in trace",
-                quantity=TIME,
-                rank=3,
-                note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
-            ),
-            Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
-            Column(
-                key="sent_bytes", header="messages", quantity=BYTES, rank=4, note="Messages is the sum of their sizes."
-            ),
-            Column(
-                key="wire_bytes",
-                header="on the wire",
-                quantity=BYTES,
-                rank=4,
-                note="On the wire is the sum of each size times nccl-tests' factor.",
-            ),
-            *(
-                Column(key=f"{name.replace(' ', '_')}_s", header=headers.get(name, name), quantity=TIME, rank=5)
-                for name in PHASES
-            ),
-            Column(
-                key="host_lead_s",
-                header="host ahead",
-                quantity=TIME,
-                rank=3,
-                note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
-                "least, including the time for which the device was held before the step.",
-            ),
-            Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
-            Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
-            RESULT,
-        ),
-        rows=tuple(rows),
-        caption="Medians of the slowest rank.",
-    )
+    caption = "Medians of the slowest rank."
+    return Table(name="time", columns=_TIME_COLUMNS, rows=tuple(rows), caption=caption)
 
 
 def _memory(rows: Sequence[Row]) -> Table:
