@@ -17,8 +17,10 @@ run: .venv/installed ## Measure a tiny model on this machine, end to end, in a f
 	$(BIN)/steplab study quick
 	$(BIN)/steplab report --output $(PAGE)
 
-test: .venv/tested check ## Lint, type-check and run the tests
-	$(BIN)/pytest -n 2 --dist worksteal
+test: .venv/tested ## Lint, type-check and run the tests
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	@$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal; tests=$$?; wait $$types && exit $$tests
 
 test-integrations: .venv/integrated ## Run the tests of trainers and trackers, with libraries that take long to install
 	$(BIN)/pytest tests/integrations

@@ -23,4 +23,5 @@ settings.load_profile("repeatable")
 def pytest_collection_finish() -> None:
     """What is there by now stays: no search for garbage during a test has to look at it again."""
     gc.freeze()
+    gc.set_threshold(50_000, 20, 20)  # a dry run makes many objects, and hardly any garbage
     gc.enable()

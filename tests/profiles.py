@@ -9,6 +9,7 @@ import random
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from statistics import median
 from typing import Any
 
@@ -397,11 +398,12 @@ def _optimizer(s: Shape) -> Iterator[Job]:
         )
 
 
-def training_jobs(spec: StepSpec, seed: int) -> list[Job]:
+@cache
+def training_jobs(spec: StepSpec, seed: int) -> tuple[Job, ...]:
     """A step of plain, eager training."""
     shape = Shape(spec, seed)
     makers: tuple[Callable[[Shape], Iterator[Job]], ...] = (_forward, _backward, _optimizer)
-    return [shape.timed(job) for make in makers for job in make(shape)]
+    return tuple(shape.timed(job) for make in makers for job in make(shape))
 
 
 def training_kernels(spec: StepSpec, *, launch_ns: int, num_steps: int) -> list[Kernel]:

@@ -9,6 +9,10 @@ import pytest
 from tests.cli.program import REPOSITORY, Program, tiny
 from tests.cli.test_bad_input import TINY_LLAMA
 
+from steplab.specs.hf_shape import shape_of
+from steplab.specs.model import MODEL_SIZES
+from steplab.specs.resolve import resolve_step
+
 
 @pytest.fixture
 def beside_examples(steplab: Program) -> Program:
@@ -67,8 +71,11 @@ def test_a_transformers_configuration_is_measured_with_its_own_sizes(steplab: Pr
     assert {key: record["model"][key] for key in sizes} == sizes
 
 
-@pytest.mark.parametrize("name", ["llama-small", "llama-2.7b"])
-def test_the_configurations_that_come_along_are_read(beside_examples: Program, name: str) -> None:
-    result = beside_examples("sweep", "--model", f"hf:examples/hf/{name}.json", "--dry-run")
-    assert result.code == 0
-    assert "hf:llama" in result.stdout
+@pytest.mark.parametrize("size", ["small", "2.7b"])
+def test_the_configurations_that_come_along_have_the_sizes_of_the_built_in_models(size: str) -> None:
+    model = resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/llama-{size}.json"}).model
+    assert model.label == f"hf:llama-{size}"
+    assert shape_of(model, "") == MODEL_SIZES[size]
+    config = dict(model.hf_config or {})
+    read = pytest.importorskip("transformers").AutoConfig.for_model(config.pop("model_type"), **config)
+    assert (read.num_hidden_layers, read.head_dim) == (MODEL_SIZES[size].num_layers, MODEL_SIZES[size].head_dim)

@@ -23,6 +23,7 @@ from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.memory import recorder as under_test
+from steplab.measurement.memory.cpu_history import storages_in_sight
 from steplab.measurement.memory.marks import StepMarks
 from steplab.measurement.memory.recorder import MemoryRecorder, MemoryWatch
 from steplab.measurement.observer import Observer
@@ -626,6 +627,18 @@ def sensing() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 BEFORE_WATCHING = 1 + 2 + 1
 """Warm-up, measured steps, and the one whose FLOPs are counted."""
+
+
+def test_what_vmap_wrapped_and_left_is_passed_over() -> None:
+    wrapped: list[Tensor] = []
+
+    def keep(row: Tensor) -> Tensor:
+        wrapped.append(row)
+        return row
+
+    rows = torch.ones(3, 4)
+    torch.func.vmap(keep)(rows)
+    assert storages_in_sight()[rows.untyped_storage().data_ptr()] == 3 * 4 * 4
 
 
 def test_nothing_is_attached_to_a_step_that_is_timed_nor_after(tmp_path: Path) -> None:

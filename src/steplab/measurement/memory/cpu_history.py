@@ -18,10 +18,16 @@ from steplab.measurement.memory.python_lines import Frame
 def storages_in_sight() -> dict[int, int]:
     """Address and bytes of every CPU storage that belongs to a tensor known to Python."""
     tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
-    storages = [
-        tensor.untyped_storage() for tensor in tensors if tensor.device.type == "cpu" and tensor.layout is torch.strided
-    ]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage.data_ptr()}
+    storages = [_storage_of(each) for each in tensors if each.device.type == "cpu" and each.layout is torch.strided]
+    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage is not None and storage.data_ptr()}
+
+
+def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
+    """Its memory; None for a wrapper, such as vmap's, whose memory is that of the tensor within."""
+    try:
+        return tensor.untyped_storage()
+    except NotImplementedError:
+        return None
 
 
 def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
