@@ -7,10 +7,12 @@ import torch
 from torch import nn
 
 from steplab.errors import Unsupported
+from steplab.ops.columns import lower_join
 
 
 def compiled(function: Callable[..., Any], mode: str) -> Any:
     """`function` compiled; `mode` is a StepSpec's `compile`, other than off."""
+    lower_join()
     return torch.compile(function, mode=None if mode in ("default", "block") else mode)
 
 

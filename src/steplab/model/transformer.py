@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, gelu, silu
 
 from steplab.ops.attention.api import AttentionFn
+from steplab.ops.columns import columns
 from steplab.specs.model import TransformerShape
 
 LossFn = Callable[[Tensor, Tensor], Tensor]
@@ -140,7 +141,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         projected = (
-            self.query_key_value(x_BTC).split(self.widths, -1)
+            columns(self.query_key_value(x_BTC), self.widths)
             if self.merged
             else (project(x_BTC) for project in (self.query, self.key, self.value))
         )
@@ -167,11 +168,12 @@ class MergedSwiGLU(nn.Module):
 
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
+        self.widths = d_ff, d_ff
         self.gate_up = nn.Linear(d_model, 2 * d_ff, bias=bias)
         self.down = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x_BTC: Tensor) -> Tensor:
-        gate_BTF, up_BTF = self.gate_up(x_BTC).chunk(2, -1)
+        gate_BTF, up_BTF = columns(self.gate_up(x_BTC), self.widths)
         return self.down(silu(gate_BTF) * up_BTF)
 
 

@@ -1,0 +1,56 @@
+"""Groups of columns of a tensor, whose gradients are written side by side by whatever computes them.
+
+`Tensor.split` gives the same groups and gradients. Its gradient joins those of the groups, and compiled for a GPU that
+is one kernel over all columns, which loads behind masks what the group of each element needs: SwiGLU's backward pass
+takes 55 us in a block of xl on an H200, and 31 with gradients that stay apart. `steplab::join` is `torch.cat` on the
+last dimension, which Inductor lowers otherwise: each group is computed straight into its place, and groups that read
+the same are one kernel.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_fake
+
+_library = Library("steplab", "FRAGMENT")
+_library.define("join(Tensor[] groups) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+
+
+def _join(groups: list[Tensor]) -> Tensor:
+    return torch.cat(groups, -1)
+
+
+_library.impl("join", _join, "CompositeExplicitAutograd")
+register_fake("steplab::join", _join, lib=_library)
+
+
+class _Columns(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+        return x.split(widths, -1)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        return torch.ops.steplab.join(list(gradients)), None
+
+
+def columns(x: Tensor, widths: Sequence[int]) -> tuple[Tensor, ...]:
+    """The first widths[0] columns of the last dimension, the next widths[1] and so on, as views."""
+    if not torch.compiler.is_compiling():
+        return x.split(widths, -1)
+    parts: tuple[Tensor, ...] = _Columns.apply(x, widths)  # type: ignore[no-untyped-call]
+    return parts
+
+
+def lower_join() -> None:
+    """Tell Inductor how to compile `steplab::join`."""
+    from torch._inductor.ir import ConcatKernel, TensorBox
+    from torch._inductor.lowering import lowerings, register_lowering
+
+    def lowered(groups: Sequence[Any]) -> Any:
+        return TensorBox(ConcatKernel.create(groups, len(groups[0].get_size()) - 1))
+
+    if torch.ops.steplab.join.default not in lowerings:
+        register_lowering(torch.ops.steplab.join, type_promotion_kind=None)(lowered)
