@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from steplab.ops.update import UpdateByParts
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.flat_parameters import Exchange
 
@@ -106,6 +107,28 @@ def trains_as_one_process_does(rank: int, size: int, device: torch.device) -> No
             torch.testing.assert_close(
                 found, right, rtol=tolerance, atol=tolerance, msg=f"{name}, {strategy} over {transport}"
             )
+
+
+@case
+def parts_updated_as_they_arrive_are_updated_to_the_bit_as_afterwards(
+    rank: int, size: int, device: torch.device
+) -> None:
+    torch.manual_seed(3)
+    first = Awkward().to(device)
+    tokens = torch.randint(61, (STEPS, size, 4, 16), device=device)
+    for transport in ("collectives", "peer_copy"):
+        found = []
+        for in_parts in (False, True):
+            model = DataParallel(copy.deepcopy(first), bucket_size_mb=0.02, transport=transport)
+            optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=0.01)
+            update = UpdateByParts(optimizer)
+            for step in tokens:
+                model(step[rank], expert_of(rank)).backward()
+                for parameters in model.finish_in_parts(4 if in_parts else 1):
+                    update.of(parameters)
+                optimizer.zero_grad()
+            found.append([parameter.detach().clone() for parameter in model.parameters()])
+        assert all(torch.equal(*pair) for pair in zip(*found, strict=True)), transport
 
 
 @case

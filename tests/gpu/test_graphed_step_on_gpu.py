@@ -56,8 +56,10 @@ def tokens(number: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def state_of(step: ModelStep) -> list[Tensor]:
-    kept = [] if step.optimizer is None else [value for s in step.optimizer.state.values() for value in s.values()]
-    return [*(p.detach() for p in step.module.parameters()), *(value.detach().cuda() for value in kept)]
+    """Parameters, and what the optimizer keeps of each, in one order whenever each was first updated."""
+    parameters = list(step.module.parameters())
+    kept = [] if step.optimizer is None else [v for p in parameters for v in step.optimizer.state[p].values()]
+    return [*(p.detach() for p in parameters), *(value.detach().cuda() for value in kept)]
 
 
 def launched(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tuple[list[Tensor], list[Tensor]]:
@@ -90,6 +92,24 @@ def replayed(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tu
 @pytest.mark.parametrize(
     "fields",
     [
+        {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton"},
+        {"model.head": "tied", "optimizer": "adamw_fused", "accumulation": 2, "checkpointing": "full"},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_updates_in_the_backward_pass_give_the_state_of_those_after_it_to_the_bit(fields: dict[str, object]) -> None:
+    data = tokens((BEFORE + STEPS) * int(str(fields.get("accumulation", 1))))
+    _, after = launched(fields, data)
+    for overlapped in (
+        launched(fields | {"update": "overlapped"}, data),
+        replayed(fields | {"update": "overlapped"}, data),
+    ):
+        assert all(torch.equal(*pair) for pair in zip(overlapped[1], after, strict=True))
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
         {"optimizer": "adamw_fused"},
         {"optimizer": "adamw_triton"},
         {"optimizer": "sgd", "precision": "fp32"},
@@ -101,6 +121,7 @@ def replayed(fields: dict[str, object], data: list[tuple[Tensor, Tensor]]) -> tu
         {"compile": "block", "checkpointing": "full"},
         {"checkpointing": "selective", "precision": "bf16_pure"},
         {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton"},
+        {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "update": "overlapped"},
         {"pass": "forward_backward", "compile": "block"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),

@@ -1,5 +1,6 @@
 """A step of any model as the dry run's stream of events: built and run by torch on tensors without content."""
 
+import dataclasses
 import logging
 import os
 import sys
@@ -26,6 +27,7 @@ from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
 from steplab.specs.step import StepSpec
+from steplab.specs.update import AFTER
 
 _CPU = torch.device("cpu")
 _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)
@@ -103,7 +105,8 @@ def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> 
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
-    step = ModelStep(workload, spec, _CPU)
+    # An overlapped update needs the same memory and operators, and then there is a phase in which its state is made.
+    step = ModelStep(workload, dataclasses.replace(spec, update=AFTER), _CPU)
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
     storages.call(step.module.buffers(), "parameters")
     for name, parameter in step.module.named_parameters():

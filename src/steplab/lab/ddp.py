@@ -19,7 +19,6 @@ from steplab.records.codec import new_head
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import (
-    AFTER,
     COLLECTIVES,
     KINDS,
     SMALL_BUCKETS_MB,
@@ -32,6 +31,7 @@ from steplab.specs.ddp import (
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
+from steplab.specs.update import AFTER
 
 OnCell = Callable[[int, DdpCell], None]
 DEFAULT_TIMEOUT_S = 600.0

@@ -32,7 +32,8 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
         _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
         return Workload(module=made[0].to(device), make_batch=made[1])
     if callable(made) and not isinstance(made, nn.Module):
-        everything = ("pass", "precision", "compile", "attention", "checkpointing", "optimizer", "accumulation")
+        arithmetic = ("pass", "precision", "compile", "attention", "checkpointing")
+        everything = (*arithmetic, "optimizer", "update", "accumulation")
         _only_defaults(spec, everything, "its factory returns a whole step, which steplab cannot divide into phases")
         return Workload(step=made)
     raise UserError(

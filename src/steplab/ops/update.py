@@ -1,16 +1,19 @@
-"""The update of some of an optimizer's parameters, while the gradients of others are still being made or averaged.
+"""Updates of some of an optimizer's parameters, while the gradients of others are still being made or averaged.
 
 An optimizer that treats each parameter by itself, as AdamW and SGD do, changes it by the same numbers whenever that is
 done after its gradient is final. Clipping by the norm of all gradients, a gradient scaler, and optimizers that look at
 all parameters together (LBFGS) need all gradients first.
 """
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from steplab.errors import Unsupported
+from steplab.errors import Unsupported, UserError
 
 
 class UpdateByParts:
@@ -41,3 +44,94 @@ class UpdateByParts:
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
+
+
+class UpdateInBackward:
+    """Updates of parameters that begin in the backward pass, beside the rest of it.
+
+        update = UpdateInBackward(optimizer, model.blocks)
+        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+            for batch in batches:
+                model(batch).mean().backward()  # updates each block as soon as all its gradients are there
+                update.finish()
+                optimizer.zero_grad()
+
+    On a GPU the updates are launched on a stream of the lowest priority, behind the kernels of their gradients. They
+    are bound by memory bandwidth, and run on the multiprocessors that the kernels of the backward pass leave free. For
+    that its own stream needs a higher priority; the default stream has the lowest.
+
+    To accumulate gradients over several batches, run all but the last backward pass within `paused()`. Any that comes
+    after an update and before `finish` raises UserError: a second backward pass, or a second use of a parameter under
+    reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
+        """The trained parameters of each module are updated together, and so are those of the optimizer that none of
+        the modules has. Raises Unsupported as UpdateByParts does."""
+        self._update = UpdateByParts(optimizer)
+        left = {p: None for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        parts: dict[tuple[int, torch.device], list[Tensor]] = {}
+        for place, members in enumerate((*(list(module.parameters()) for module in modules), list(left))):
+            for parameter in members:
+                if parameter in left:
+                    del left[parameter]
+                    parts.setdefault((place, parameter.device), []).append(parameter)
+        self._parts = list(parts.values())
+        self._streams = {
+            device: torch.cuda.Stream(device, priority=0)
+            for device in dict.fromkeys(part[0].device for part in self._parts)
+            if device.type == "cuda"
+        }
+        self._active = True
+        self._lock = threading.Lock()  # autograd has a thread for each device, and all call hooks
+        self._begin()
+        for place, part in enumerate(self._parts):
+            for parameter in part:
+                parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """A context in which backward passes add to gradients, and nothing is updated."""
+        before, self._active = self._active, False
+        try:
+            yield
+        finally:
+            self._active = before
+
+    def finish(self) -> None:
+        """Update parts of which some parameters got no gradient, and have the current stream wait for all updates.
+
+        Call it after the last backward pass of a step.
+        """
+        for place, missing in enumerate(self._missing):
+            if missing:
+                self._launch(place)
+        for device, stream in self._streams.items():
+            torch.cuda.current_stream(device).wait_stream(stream)
+        self._begin()
+
+    def _begin(self) -> None:
+        self._missing = [set(part) for part in self._parts]
+
+    def _arrived(self, place: int, parameter: Tensor) -> None:
+        """The hook of a parameter whose gradient has been accumulated."""
+        with self._lock:
+            missing = self._missing[place]
+            if not self._active:
+                return
+            if not missing:
+                raise UserError(
+                    "a gradient came after the update of its parameter: call finish() after each backward pass, and "
+                    "run all but the last of a step within paused(); reentrant checkpointing is not supported"
+                )
+            missing.discard(parameter)
+            if not missing:
+                self._launch(place)
+
+    def _launch(self, place: int) -> None:
+        part = self._parts[place]
+        stream = self._streams.get(part[0].device)
+        if stream is not None:
+            stream.wait_stream(torch.cuda.current_stream(part[0].device))
+        with torch.cuda.stream(stream):  # of None, which is that of a CPU, it does nothing
+            self._update.of(part)

@@ -30,6 +30,7 @@ from steplab.records.run import Run
 from steplab.records.step_time import TimePart
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.step import StepSpec
+from steplab.specs.update import AFTER, OVERLAPPED
 from steplab.stats import percentile
 
 _LEAST_PRODUCTS = 20
@@ -58,7 +59,8 @@ def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuR
     gpu, runs = fit_kernels(records, hardware, source), _runs(records)
     cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
-    return with_rates(gpu, host=fit_host(paces, runs), step=fit_step(never_waited(cells, paces))).rates
+    step = msgspec.structs.replace(fit_step(never_waited(cells, paces)), hidden_update=fit_hidden_update(records))
+    return with_rates(gpu, host=fit_host(paces, runs), step=step).rates
 
 
 def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) -> Gpu:
@@ -78,8 +80,10 @@ def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) 
     return with_rates(gpu, streaming=fit_streaming(runs, gpu))
 
 
-def _runs(records: Sequence[Record]) -> list[Run]:
-    return [r for r in records if isinstance(r, Run) and r.spec is not None and r.spec.model.kind == "transformer"]
+def _runs(records: Sequence[Record], *, update: str = AFTER) -> list[Run]:
+    """The steps of steplab's own Transformer that update so: an overlapped update has no phase of its own."""
+    runs = (record for record in records if isinstance(record, Run))
+    return [r for r in runs if r.spec is not None and r.spec.model.kind == "transformer" and r.spec.update == update]
 
 
 def _unfitted(name: str, source: str) -> GpuRates:
@@ -264,6 +268,30 @@ def fit_step(cells: Sequence[PhaseCell]) -> StepRates:
 
     start = {"gap_s": 1e-6, "product_factor": 1.02, "streaming_factor": 1.02, "throttle_from": 0.4, "throttle": 0.3}
     return msgspec.convert(search(error, start) | {"spread": {}}, StepRates)
+
+
+def fit_hidden_update(records: Sequence[Record]) -> float:
+    """The share of an update that the backward pass hides: by how much an overlapped update shortens a step, over the
+    time of that update by itself. The median of all steps that were measured both ways; 0 without any."""
+    after: dict[StepSpec | None, list[Run]] = defaultdict(list)
+    for run in _runs(records):
+        after[run.spec].append(run)
+    shares = []
+    for run in _runs(records, update=OVERLAPPED):
+        assert run.spec is not None
+        others = after.get(dataclasses.replace(run.spec, update=AFTER), [])
+        step_s = _median_s([run], "step")
+        step_after_s, update_s = _median_s(others, "step"), _median_s(others, "optimizer")
+        if step_s and step_after_s and update_s:
+            shares.append((step_after_s - step_s) / update_s)
+    return max(median(shares), 0.0) if shares else 0.0
+
+
+def _median_s(runs: Sequence[Run], phase: str) -> float | None:
+    """Median time of a phase over all samples of the runs; None without any."""
+    found = [run.timing.phase(phase) for run in runs if run.timing is not None]
+    samples = [seconds for each in found if each is not None for seconds in each.best_s]
+    return median(samples) if samples else None
 
 
 def _spread(records: Sequence[Record], hardware: HardwareSpec) -> dict[str, float]:

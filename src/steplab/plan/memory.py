@@ -232,7 +232,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     return MemoryPrediction(
         peak_bytes=peak_bytes,
         at_peak=total,
-        peak_phase={"forward": "forward", "forward_backward": "backward"}.get(spec.pass_name, "optimizer"),
+        peak_phase=_last_phase(spec),
         peak_where="weights and what training keeps for each",
         terms=terms,
         notes=(why,),
@@ -241,6 +241,12 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         cards=fits_of("at_least", least, None),
         spec=spec,
     )
+
+
+def _last_phase(spec: StepSpec) -> str:
+    if spec.pass_name == "train":
+        return "backward" if spec.updates_in_backward else "optimizer"
+    return "forward" if spec.pass_name == "forward" else "backward"
 
 
 def _notes(

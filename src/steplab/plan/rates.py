@@ -91,6 +91,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of the stated peak of tensor cores, over the whole step, above which the power limit lowers the clock."""
     throttle: float
     """Growth of the time of products for each unit of that share above it."""
+    hidden_update: float = 0.0
+    """Share of an update's time that is hidden by the backward pass, where the update is overlapped with it."""
     spread: dict[str, float]
     """Half of the 90 % interval around the central value, as a share of it, by what was fitted: eager, compiled, and
     'elsewhere' for GPUs and number formats without a fit of their own."""

@@ -27,6 +27,7 @@ from steplab.specs.checkpointing import checkpointing_remark, num_first, period_
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
+from steplab.specs.update import AFTER
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -44,8 +45,11 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
         spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
-    parts = parts_of(spec, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu))
+    after = dataclasses.replace(spec, update=AFTER)
+    parts = parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu))
     parts = throttled(parts, gpu)
+    if spec.updates_in_backward:
+        parts = [_in_backward(part, gpu.rates.step) for part in parts]
     spread = step_spread(spec, gpu)
     phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
     phases = [phase for phase in phases if phase.device_s > 0]
@@ -69,6 +73,14 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
         spec=asked,
     )
+
+
+def _in_backward(part: TimePart, rates: StepRates) -> TimePart:
+    """A part of a step whose update is overlapped: of the update, time and bytes that are not hidden."""
+    if part.phase != "optimizer":
+        return part
+    left = 1 - rates.hidden_update
+    return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu) -> CompiledShares:
@@ -360,6 +372,12 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
     if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
+    if spec.updates_in_backward:
+        hidden = gpu.rates.step.hidden_update
+        share = (
+            f"{hidden:.0%} of it is hidden, as in the fitted records" if hidden else "no record says how much it hides"
+        )
+        notes.append(f"the update is overlapped with the backward pass: {share}")
     if spec.precision == "fp16":
         notes.append("without the gradient scaler's operators")
     attention = as_chosen(spec, gpu).attention

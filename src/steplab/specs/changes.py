@@ -89,6 +89,15 @@ static.copy_(batch)
 graph.replay()"""
 
 
+_UPDATE = """from steplab.ops.update import UpdateInBackward
+update = UpdateInBackward(optimizer, model.blocks)
+# the step on a stream that goes before the updates, and update.finish() in place of optimizer.step()
+with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+    loss = model(batch)
+    loss.backward()
+    update.finish()"""
+
+
 def _own_attention(name: str) -> str:
     return (
         f'from steplab.ops.attention import attention\nout = attention(q, k, v, causal=True, implementation="{name}")'
@@ -202,6 +211,7 @@ CHANGES = (
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
     Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA, fast={"cuda": ("transformer",)}),
+    Change(field="update", value="overlapped", code=_UPDATE, devices=_CUDA),
     Change(
         field="compile",
         value="reduce-overhead",

@@ -8,6 +8,8 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.update import AFTER, OVERLAPPED
+from steplab.specs.update import IN_FLIGHT as WITH_UPDATE
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -15,20 +17,19 @@ WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
 """Kinds of variant that have a bucket size."""
 WITH_TRANSPORT = ("bucketed", "sharded")
 """Kinds of variant that have a choice of transport."""
-WITH_UPDATE = ("overlap", "bucketed")
-"""Kinds of variant whose update can begin before all gradients have arrived."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
-CHOSEN_BY_THE_STUDY = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {"device"}
+CHOSEN_BY_THE_STUDY = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
+    "device",
+    "update",
+}
 """Fields of a step that cannot be given, because the study itself spreads the step over ranks."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """How gradients are sent, by DataParallel's names."""
-AFTER, OVERLAPPED = "after", "overlapped"
 UPDATES = (AFTER, OVERLAPPED)
-"""When parameters are updated: after all gradients have arrived, or some at a time as soon as their own
-have."""
+"""When parameters are updated: after all gradients have arrived, or some at a time as soon as their own have."""
 _SIZED = ("bucketed", "torch_ddp")
 """Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0

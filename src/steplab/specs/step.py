@@ -21,12 +21,14 @@ from steplab.specs.layout_fit import (
 )
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
+from steplab.specs.update import OVERLAPPED, refuse_unserved_update
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CudaGraph = Literal["off", "step"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
+Update = Literal["after", "overlapped"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
 PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
 Reshard = Literal["auto", "always", "never"]
@@ -189,6 +191,23 @@ class StepSpec:
             baseline="adamw_loop",
         ),
     ] = "adamw_fused"
+    update: Annotated[
+        Update,
+        Declared(
+            help="When parameters are updated",
+            meanings={
+                "after": "once all gradients are there",
+                "overlapped": "each block's as soon as its own are there, beside the rest of the backward pass; across "
+                "ranks as soon as they have arrived",
+            },
+            applies=lambda spec: spec.pass_name == "train",
+            words={"after": "update afterwards", "overlapped": "update overlapped"},
+            quiet=True,
+            rank=4,
+            panel=8,
+            baseline="after",
+        ),
+    ] = "after"
     accumulation: Annotated[
         int,
         Declared(
@@ -343,6 +362,10 @@ class StepSpec:
             refuse_unrecorded_step(compile=self.compile, precision=self.precision, num_processes=self.layout.world_size)
         if self.optimizer == "adamw_triton" and self.pass_name == "train":
             refuse_unserved_triton_optimizer(self.layout, precision=self.precision)
+        if self.update == OVERLAPPED and self.pass_name == "train":
+            refuse_unserved_update(
+                layout=self.layout, data_parallel=self.data_parallel, precision=self.precision, compile=self.compile
+            )
         if self.precision == "bf16_master":
             refuse_unserved_masters(
                 self.layout,
@@ -406,6 +429,11 @@ class StepSpec:
     def replays_model(self) -> bool:
         """Whether the kernels of the forward and backward passes are replayed from CUDA graphs."""
         return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated within the backward pass; across ranks they are when it is over."""
+        return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
 
     @property
     def strategy(self) -> str | None:

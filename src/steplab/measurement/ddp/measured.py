@@ -13,7 +13,8 @@ from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
-from steplab.specs.ddp import OVERLAPPED, DdpStudy, Variant
+from steplab.specs.ddp import DdpStudy, Variant
+from steplab.specs.update import OVERLAPPED
 
 _REPEATS_BEFORE = 2
 """Repeats that are not counted: the first messages of a kind open connections."""

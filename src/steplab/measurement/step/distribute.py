@@ -22,9 +22,10 @@ from steplab.model.transformer import Transformer
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.layout import lay_out, no_gradient_sync
 from steplab.parallel.mesh import open_mesh
-from steplab.specs.ddp import BYTES_PER_MB, OVERLAPPED, Variant
+from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
+from steplab.specs.update import IN_FLIGHT, OVERLAPPED
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -55,9 +56,10 @@ def make_ready(
 
 
 def _variant_of(spec: StepSpec) -> Variant:
-    """The averaging of gradients of a layout of dp alone."""
+    """The averaging of gradients of a layout of dp alone, and when it updates."""
     size_mb = spec.bucket_size_mb if spec.data_parallel == "bucketed" else None
-    return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb)
+    update = spec.update if spec.data_parallel in IN_FLIGHT and spec.pass_name == "train" else None
+    return Variant(kind=spec.data_parallel, bucket_size_mb=size_mb, update=update)
 
 
 def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
@@ -123,12 +125,15 @@ def _make_sharded(
         owners=parallel.owners,
         **options,
     )
-    made.overlap_with(*_waiting_parts(module))
+    made.overlap_with(*parts_of(module))
     return made
 
 
-def _waiting_parts(module: nn.Module) -> list[nn.Module]:
-    """Blocks, which may be compiled as a whole, and the modules outside of them that have parameters of their own."""
+def parts_of(module: nn.Module) -> list[nn.Module]:
+    """Blocks, which may be compiled as a whole, and the modules outside of them that have parameters of their own.
+
+    Raises Unsupported for a model without blocks.
+    """
     blocks = [unit.module for unit in units_of(module)]
     inside = {inner for block in blocks for inner in block.modules()}
     outside = (inner for inner in module.modules() if inner not in inside)

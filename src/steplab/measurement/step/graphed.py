@@ -25,7 +25,7 @@ from torch import Tensor
 from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device
 from steplab.measurement.step.loop import Phase
-from steplab.measurement.step.step import BuiltStep, ModelStep
+from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
 from steplab.records.memory import PeakMemory
 
 _STEPS_BEFORE = 3
@@ -55,7 +55,8 @@ class CudaGraphs:
 
     def __init__(self, device: torch.device) -> None:
         # One stream for the steps before and the recordings: cuBLAS keeps a workspace for each.
-        self._stream = torch.cuda.Stream(device)
+        # Its kernels go before those of an update that is launched beside them.
+        self._stream = torch.cuda.Stream(device, priority=FIRST)
         self._pool = torch.cuda.graph_pool_handle()
         self._graphs: list[torch.cuda.CUDAGraph] = []
 

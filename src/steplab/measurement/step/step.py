@@ -9,12 +9,15 @@ the backward pass: the rest of the communication, and the wait for the slowest r
 as soon as their gradients have arrived, that is part of the optimizer's phase. A pipeline runs the forward and
 backward passes of its microbatches in turn, in one phase `pipeline`.
 
+An update that is overlapped with the backward pass (StepSpec.update) is part of that phase, and the step has no phase
+of the optimizer's.
+
 zero_grad belongs to the phase that uses the gradients last: the optimizer's when training, the backward's when only
-gradients are requested.
+gradients are requested or the update is part of it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,13 +27,13 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.distribute import make_ready
+from steplab.measurement.step.distribute import make_ready, parts_of
 from steplab.measurement.step.loop import Phase
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.adamw.masters import bf16_with_masters
 from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.update import UpdateByParts
+from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
@@ -40,6 +43,8 @@ from steplab.specs.step import AUTOCAST, StepSpec
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 2
 LEARNING_RATE = 1e-4
+FIRST = -1
+"""Priority of a CUDA stream before those of the lowest, which is 0."""
 _DATA_SEEDS = 1_000_003
 """The distance of the batches' seeds between two seeds of a spec: a prime above any number of ranks."""
 
@@ -113,9 +118,14 @@ class ModelStep:
         """Called when the last backward pass of a step has made its gradients and none is freed yet."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
-        self._keeps_gradients = spec.pass_name == "train"
+        self._keeps_gradients = spec.pass_name == "train" and not spec.updates_in_backward
         self.scaler = torch.amp.GradScaler(device.type, enabled=spec.precision == "fp16")
         self.optimizer = self._make_optimizer(spec, masters) if spec.pass_name == "train" else None
+        self._update: UpdateInBackward | None = None
+        if self.optimizer is not None and spec.updates_in_backward:
+            self._update = UpdateInBackward(self.optimizer, parts_of(self.module))
+        by_itself = self._update is not None and device.type == "cuda" and spec.cuda_graph == "off"
+        self._stream = torch.cuda.Stream(device, priority=FIRST) if by_itself else None
         self._cuda_graphs = device.type == "cuda" and spec.compile in RECORD_THEIR_OWN
         self.phases = self._phases(spec)
         """The phases in the order in which they run; a phase is listed once for each micro-step in which it runs."""
@@ -141,7 +151,7 @@ class ModelStep:
                     phases.append(Phase(name="gradient sync", run=partial(self.synchronise_gradients, finish)))
         if in_parts is not None:
             phases.append(Phase(name="optimizer", run=partial(self.update_in_parts, in_parts)))
-        elif spec.pass_name == "train":
+        elif spec.pass_name == "train" and self._update is None:
             phases.append(Phase(name="optimizer", run=self.optimizer_step))
         return phases
 
@@ -154,6 +164,7 @@ class ModelStep:
         called = self.distributed.call
         assert called is not None  # without a pipeline
         with (
+            self._on_its_stream(),
             torch.set_grad_enabled(self._gradients),
             self._synchronising(),
             self.distributed.around(),
@@ -166,7 +177,7 @@ class ModelStep:
     def backward(self) -> None:
         """Run the backward pass of the micro-step whose forward pass was run last."""
         assert self.loss is not None
-        with self._synchronising(), self.distributed.around():
+        with self._on_its_stream(), self._synchronising(), self._updating(), self.distributed.around():
             self.scaler.scale(self._share(self.loss)).backward()
         self.loss = None
         if self._is_last and self.distributed.finish_gradients is None:
@@ -205,11 +216,30 @@ class ModelStep:
         """A context in which gradients are sent only in the last micro-step."""
         return nullcontext() if self._is_last else self.distributed.no_sync()
 
+    def _updating(self) -> AbstractContextManager[object]:
+        """A context in which parameters are updated as soon as their gradients are final, if they are to be."""
+        return nullcontext() if self._update is None or self._is_last else self._update.paused()
+
+    @contextmanager
+    def _on_its_stream(self) -> Iterator[None]:
+        """A context on a stream that goes before the updates', behind and before the current one; a recorded step is on
+        such a stream already."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self._stream.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
+
     def _batch(self) -> Any:
         """The batch of the current micro-step."""
         return self.batches[(self._micro_steps_begun - 1) % len(self.batches)]
 
     def _end_backward(self) -> None:
+        if self._update is not None:
+            self._update.finish()
         self.on_gradients()
         if not self._keeps_gradients:
             for parameter in self._parameters:

@@ -134,7 +134,8 @@ class _Step:
         for _ in range(self._spec.micro_steps):
             self._micro_step(gradients=pass_name != "forward")
         if pass_name == "train":
-            m.begin("optimizer")
+            if not self._spec.updates_in_backward:  # parts of it before the rest of that pass, with the same peak
+                m.begin("optimizer")
             self._optimizer.step()
         for parameter in self._parameters:
             parameter.slot.gradient = None

@@ -1,0 +1,184 @@
+"""Parameters that are updated in the backward pass: bit for bit those of an update after it."""
+
+import dataclasses
+import os
+from typing import Any
+
+import msgspec
+import pytest
+import torch
+from tests.runs import make_run
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from steplab.errors import Unsupported, UserError
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
+from steplab.ops.update import UpdateByParts, UpdateInBackward
+from steplab.plan.fitting import fit_hidden_update
+from steplab.plan.kernel_fit import with_rates
+from steplab.plan.memory import predict_memory
+from steplab.plan.rates import gpu_named
+from steplab.plan.time import predict_step_time
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples
+from steplab.specs.resolve import resolve_step
+
+pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
+H200 = gpu_named("H200 SXM")
+SMALL = {
+    "model": "tiny",
+    "model.num_layers": 2,
+    "model.d_model": 16,
+    "model.num_heads": 2,
+    "model.d_ff": 32,
+    "model.vocab_size": 40,
+    "batch": 2,
+    "context": 8,
+    "device": "cpu",
+}
+
+
+def trained(fields: dict[str, Any], update: str) -> tuple[list[str], list[Tensor], dict[str, Any]]:
+    """Phases of a step; weights and the optimizer's state after three."""
+    spec = resolve_step(SMALL | fields | {"update": update})
+    torch.manual_seed(0)
+    step = ModelStep(build_workload(spec, torch.device("cpu")), spec, torch.device("cpu"))
+    for _ in range(3):
+        step.run()
+    assert step.optimizer is not None
+    assert all(parameter.grad is None for parameter in step.module.parameters())
+    return [phase.name for phase in step.phases], list(step.module.parameters()), step.optimizer.state_dict()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"model.head": "tied", "accumulation": 2},
+        {"checkpointing": "full", "precision": "bf16"},
+        {"optimizer": "adamw_foreach", "compile": "off"},
+        {"optimizer": "sgd", "precision": "bf16_pure"},
+        {"optimizer": "adamw_triton", "precision": "bf16_master", "loss": "chunked"},
+    ],
+)
+def test_a_step_that_updates_in_its_backward_pass_trains_the_same(fields: dict[str, Any]) -> None:
+    if fields.get("optimizer") == "adamw_triton" and os.environ.get("TRITON_INTERPRET") != "1":
+        pytest.skip("needs TRITON_INTERPRET=1")
+    after, expected, expected_state = trained(fields, "after")
+    phases, found, state = trained(fields, "overlapped")
+    assert after == [*phases, "optimizer"]
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+    torch.testing.assert_close(state, expected_state, rtol=0, atol=0)
+
+
+class Layers(nn.Module):
+    """Two layers, of which the second may be left out, and a frozen one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = (nn.Linear(4, 4, dtype=torch.float64) for _ in range(3))
+        self.third.requires_grad_(False)
+
+    def forward(self, x: Tensor, *, both: bool = True) -> Tensor:
+        x = self.first(x)
+        return self.third(self.second(x) if both else x).square().mean()
+
+
+def made() -> tuple[Layers, torch.optim.Optimizer, UpdateInBackward]:
+    torch.manual_seed(1)
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    return model, optimizer, UpdateInBackward(optimizer, [model.first, model.second])
+
+
+def test_an_update_comes_before_the_backward_pass_is_over_and_what_got_no_gradient_stays() -> None:
+    model, optimizer, update = made()
+    second, seen = model.second.weight.clone(), []
+    model.first.weight.register_hook(lambda _: seen.append(torch.equal(model.second.weight, second)))
+    x = torch.ones(2, 4, dtype=torch.float64)
+    model(x).backward()
+    assert seen == [False]  # the second layer is updated when the first has its gradient
+    update.finish()
+    optimizer.zero_grad()
+    first, second = model.first.weight.clone(), model.second.weight.clone()
+    model(x, both=False).backward()
+    update.finish()
+    assert not torch.equal(model.first.weight, first)
+    assert torch.equal(model.second.weight, second)
+
+
+def test_gradients_of_paused_passes_are_added_up() -> None:
+    (model, _, update), alone = made(), Layers()
+    alone.load_state_dict(model.state_dict())
+    optimizer = torch.optim.AdamW(alone.parameters(), lr=0.1)
+    batches = torch.randn(3, 2, 4, dtype=torch.float64)
+    for batch in batches:
+        alone(batch).backward()
+    optimizer.step()
+    with update.paused():
+        for batch in batches[:2]:
+            model(batch).backward()
+    model(batches[2]).backward()
+    update.finish()
+    torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_gradient_that_comes_after_its_update_is_refused(reentrant: bool) -> None:
+    model, _, update = made()
+    x = torch.ones(2, 4, dtype=torch.float64, requires_grad=True)
+    if reentrant:
+        used_twice = checkpoint(model.first, checkpoint(model.first, x, use_reentrant=True), use_reentrant=True)
+        loss = used_twice.square().mean()
+    else:
+        model(x).backward()
+        loss = model(x)
+    with pytest.raises(UserError, match="a gradient came after the update of its parameter: call finish"):
+        loss.backward()
+    update.finish()
+
+
+def test_what_needs_all_gradients_first_is_refused_by_name() -> None:
+    with pytest.raises(Unsupported, match=r"LBFGS is not supported: .*; use another optimizer"):
+        UpdateByParts(torch.optim.LBFGS(Layers().parameters()))
+    for fields, said in (
+        ({"precision": "fp16"}, r"update overlapped with precision fp16 is not supported: its gradient scaler .* bf16"),
+        ({"layout": "fsdp=2"}, "with layout fsdp=2 is not supported: .*; use dp=2, or --update after"),
+        ({"layout": "dp=2", "data_parallel": "flat"}, "with data_parallel flat .* use --data-parallel bucketed"),
+        ({"compile": "default"}, "with compile default is not supported: .* use --compile block"),
+    ):
+        with pytest.raises(Unsupported, match=said):
+            resolve_step({"update": "overlapped"} | fields)
+    assert resolve_step({"update": "overlapped", "pass": "forward", "precision": "fp16"})
+    assert not resolve_step({"update": "overlapped", "layout": "dp=2"}).updates_in_backward
+
+
+def test_a_plan_leaves_out_what_the_backward_pass_hides_and_the_peak_is_the_same() -> None:
+    rates = msgspec.structs.replace(H200.rates.step, hidden_update=0.25)
+    gpu = with_rates(H200, step=rates)
+    fields = {"model": "small", "context": 512, "precision": "bf16_master", "optimizer": "adamw_triton"}
+    specs = [resolve_step(fields | {"compile": "block", "update": update}) for update in ("after", "overlapped")]
+    after, overlapped = (predict_step_time(spec, gpu) for spec in specs)
+    assert [times.phase for times in overlapped.phases] == ["forward", "backward", "step"]
+    update_s = next(times.device_s for times in after.phases if times.phase == "optimizer")
+    assert overlapped.step.device_s == pytest.approx(after.step.device_s - 0.25 * update_s)
+    assert "25% of it is hidden" in " ".join(overlapped.notes)
+    fields = {"model": "small", "context": 16, "batch": 1, "optimizer": "adamw_foreach"}
+    peaks = [predict_memory(resolve_step(fields | {"update": update})) for update in ("after", "overlapped")]
+    assert peaks[0].peak_bytes == peaks[1].peak_bytes
+    assert (peaks[0].peak_phase, peaks[1].peak_phase) == ("optimizer", "backward")
+
+
+def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone() -> None:
+    def run(step_s: float, update: str, **fields: object) -> Run:
+        phases = {"step": step_s} | ({"optimizer": 0.02} if update == "after" else {})
+        samples = tuple(PhaseSamples(phase=name, device_s=(seconds,) * 3) for name, seconds in phases.items())
+        made = make_run({"update": update, **fields})
+        assert made.timing is not None
+        return dataclasses.replace(made, timing=dataclasses.replace(made.timing, back_to_back=samples))
+
+    pair = [run(0.1, "after"), run(0.094, "overlapped")]
+    assert fit_hidden_update(pair) == pytest.approx(0.3)
+    assert fit_hidden_update([*pair, run(0.05, "overlapped", context=64)]) == pytest.approx(0.3)
+    assert fit_hidden_update(pair[:1]) == 0
