@@ -52,7 +52,7 @@ def format_bytes(size_bytes: float) -> str:
     """A size in binary units, such as 1.50 GiB."""
     for unit, scale in _BINARY:
         if abs(size_bytes) >= scale:
-            return f"{three_digits(size_bytes / scale)} {unit}"
+            return f"{three_digits(size_bytes / scale)} {unit}" if scale > 1 else f"{size_bytes:.0f} B"
     return "0 B"
 
 

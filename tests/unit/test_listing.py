@@ -72,7 +72,7 @@ def test_records_of_all_kinds_are_listed_newest_first(path: Path) -> None:
 
 def test_kinds(path: Path) -> None:
     assert len(ids(path, kinds=("loop", "ddp"))) == 2
-    with pytest.raises(UserError, match="choose of run, profile"):
+    with pytest.raises(UserError, match="choose one of run, profile"):
         ids(path, kinds=("runs",))
 
 
@@ -100,7 +100,7 @@ def test_conditions(path: Path, where: str, numbers: list[int]) -> None:
     [
         ({"where": "modell=small"}, "did you mean model?"),
         ({"where": "model"}, "is not a condition"),
-        ({"where": "context<wide"}, "context is a number"),
+        ({"where": "context<wide"}, "context is compared with a number"),
         ({"since": "lately"}, "neither a date"),
         ({"sort": "model:up"}, "--sort takes"),
         ({"sort": "speed"}, "no field 'speed'"),

@@ -131,7 +131,7 @@ def test_progress_says_what_tells_measurements_apart() -> None:
 
 @pytest.mark.parametrize("part", [Part(kind="comm", options={"sizes": 1}), Part(kind="ddp", options={"model": "huge"})])
 def test_options_that_are_not_valid_are_refused_before_anything_is_measured(part: Part) -> None:
-    with pytest.raises(UserError, match=r"no option 'sizes'; choose of|huge"):
+    with pytest.raises(UserError, match=r"no option 'sizes'; choose one of|huge"):
         jobs_of(dataclasses.replace(STUDY, parts=(part,)))
 
 

@@ -53,7 +53,7 @@ def _metric(given: str) -> str:
     for key in METRICS:
         if name == key or key.removeprefix(name) in ("_s", "_bytes", "_per_s"):
             return key
-    raise UserError(f"no figure '{given}'; choose of {', '.join(METRICS)}")
+    raise UserError(f"no figure '{given}'; choose one of {', '.join(METRICS)}")
 
 
 def _what() -> Iterator[str]:

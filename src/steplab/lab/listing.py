@@ -65,7 +65,7 @@ def list_records(
     """
     for kind in kinds:
         if kind not in (*KINDS_IN_LISTS, STUDY):
-            raise UserError(f"kind '{kind}' is not known; choose of {', '.join((*KINDS_IN_LISTS, STUDY))}")
+            raise UserError(f"kind '{kind}' is not known; choose one of {', '.join((*KINDS_IN_LISTS, STUDY))}")
     if STUDY in kinds and len(kinds) > 1:
         raise UserError("studies are listed by themselves; give --kind study alone")
     earliest = _earliest(since) if since else ""
@@ -119,7 +119,8 @@ def _key(given: str) -> str:
 
 def _no_field(name: str, known: Mapping[str, object]) -> UserError:
     near = difflib.get_close_matches(name, known, n=1)
-    return UserError(f"no field '{name}'; " + (f"did you mean {near[0]}?" if near else f"choose of {', '.join(known)}"))
+    remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(known)}"
+    return UserError(f"no field '{name}'; {remedy}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,7 +163,7 @@ def _number(key: str, text: str) -> float:
         return parse_bytes(text)
     if key.endswith("_s"):
         return parse_duration(text)
-    raise UserError(f"{key} is a number, and '{text}' is none")
+    raise UserError(f"{key} is compared with a number, not with '{text}'")
 
 
 def _order(sort: str) -> tuple[str, bool]:

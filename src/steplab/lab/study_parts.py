@@ -177,7 +177,7 @@ def _benchmark(part: Part) -> Measure:
     for given, value in part.options.items():
         option = _EARLIER_NAMES.get(given, given)
         if option not in known:
-            raise UserError(f"[[{part.kind}]] has no option '{given}'; choose of {', '.join(sorted(known))}")
+            raise UserError(f"[[{part.kind}]] has no option '{given}'; choose one of {', '.join(sorted(known))}")
         if option != given and option in part.options:
             raise UserError(f"[[{part.kind}]] has {option} and, by its earlier name, {given}; leave {given} out")
         if option in benchmark.fields:

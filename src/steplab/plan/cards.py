@@ -40,9 +40,9 @@ def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES) -> int:
 
 
 def fits_of(kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """A verdict on each card of the catalogue, the largest first; safe_bytes None: not known."""
-    cards = sorted(catalogue(), key=lambda card: (-card.memory_bytes, card.name))
-    return tuple(fit_of(card, kind, least_bytes, safe_bytes) for card in cards)
+    """A verdict on each card of the catalogue, the one with most usable memory first; safe_bytes None: not known."""
+    fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in catalogue())
+    return tuple(sorted(fits, key=lambda fit: (-fit.usable_bytes, fit.gpu)))
 
 
 def usable_of(card: HardwareSpec) -> tuple[int, int]:

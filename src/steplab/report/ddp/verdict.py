@@ -30,10 +30,11 @@ def _sentences(run: DdpRun) -> Iterator[str]:
     theirs = figures.best(compared, "torch_ddp")
     others = [cell for cell in compared if cell.contender.kind not in ("torch_ddp", winner.contender.kind)]
     next_best = min(others, key=lambda cell: figures.step_s(cell) or 0.0, default=None)
+    verb = "has the shortest step and adds"
     if _saves(winner):
         yield _saved(winner)
-        winner = next_best or winner
-    told = _adds(winner)
+        winner, verb = next_best or winner, "adds"
+    told = _adds(winner, verb)
     if theirs and theirs is not winner:
         told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
     yield f"{told}."
@@ -56,9 +57,9 @@ def _saved(cell: DdpCell) -> str:
     )
 
 
-def _adds(cell: DdpCell) -> str:
+def _adds(cell: DdpCell, verb: str) -> str:
     without = units.format_time(figures.baseline_s(cell) or 0.0)
-    return f"{cell.contender.label} adds {_added(cell)} of exposed communication to a step of {without}"
+    return f"{cell.contender.label} {verb} {_added(cell)} of exposed communication to a step of {without}"
 
 
 def _added(cell: DdpCell) -> str:

@@ -27,8 +27,10 @@ def history_document(histories: Sequence[Series]) -> Document:
 def _answers(histories: Sequence[Series]) -> Iterator[str]:
     changed = [(series, change) for series in histories for change in series.changes]
     if not changed:
-        counted = units.counted(sum(len(series.points) for series in histories), "point")
-        yield f"No change of level was found among {counted}: commits, or runs without one."
+        longest = max(len(series.points) for series in histories)
+        where = f"the longest of {len(histories)} histories has" if len(histories) > 1 else "the history has"
+        points = f"{units.counted(longest, 'point')} (a commit, or a run without one)"
+        yield f"No change of level was found: {where} {points}, and it takes about ten to find a change."
     newest = sorted(changed, key=lambda pair: pair[0].points[pair[1].index].created_utc, reverse=True)
     for series, change in newest[:_NAMED]:
         yield f"{series.label}: {change_words(series, change)}."
@@ -53,11 +55,16 @@ def _section(series: Series) -> Section:
             Column(key="commit", header="commit", quantity=TEXT),
             Column(key="runs", header="runs", quantity=LABEL),
             Column(key="value", header=_name(series.metric), quantity=quantity),
-            Column(key="change", header="change of level", quantity=TIMES),
+            Column(
+                key="change",
+                header="change of level",
+                quantity=TIMES,
+                note="A change is the ratio of the medians of two levels.",
+            ),
             Column(key="p", header="p", quantity=DIGITS),
         ),
         rows=tuple(_rows(series))[::-1],
-        caption="The newest commit first; medians of its runs. A change is the ratio of the medians of two levels.",
+        caption="The newest commit first; medians of its runs.",
     )
     return named_section(series.label, later(history_chart, series, quantity), table)
 

@@ -21,7 +21,7 @@ from steplab.report.kit.document import (
     row_of,
     table_of,
 )
-from steplab.report.kit.quantities import BYTES, LABEL, MESSAGE, NUMBER, TIME
+from steplab.report.kit.quantities import BYTES, COUNT, LABEL, MESSAGE, NUMBER, TIME
 from steplab.specs.step import describe
 
 _FIRST = 12
@@ -108,7 +108,7 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
             Column(key="step_s", header="step", quantity=TIME),
             Column(key="low_s", header="at least", quantity=TIME, rank=2),
             Column(key="high_s", header="at most", quantity=TIME, rank=2),
-            Column(key="tokens_per_s", header="tokens/s", quantity=NUMBER, rank=1),
+            Column(key="tokens_per_s", header="tokens/s", quantity=COUNT, rank=1),
             Column(key="compute_s", header="computation", quantity=TIME, rank=4),
             Column(key="exposed_s", header="exposed", quantity=TIME, rank=3),
             Column(key="bubble_s", header="bubble", quantity=TIME, rank=3),
@@ -242,17 +242,19 @@ _VERDICTS = {
 def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
     counted = Counter(each.verdict for each in others)
     said = ", ".join(f"{number} {_VERDICTS[verdict][number > 1]}" for verdict, number in counted.items())
-    caption = f"{units.counted(len(others), 'layout')}: {said}."
-    if any(each.peak_bytes is not None for each in others):
-        caption += " Allocated is of the smallest micro-batch."
     return table_of(
         "failing",
         others,
         (
             Column(key="layout", header="layout"),
-            Column(key="peak_bytes", header="allocated", quantity=BYTES),
+            Column(
+                key="peak_bytes",
+                header="allocated",
+                quantity=BYTES,
+                note="Allocated is of the smallest micro-batch.",
+            ),
             Column(key="reason", header="reason", wraps_from=30),
         ),
-        caption,
+        f"Of {units.counted(len(others), 'layout')} {said}.",
         first=_FIRST,
     )

@@ -45,7 +45,7 @@ def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[F
         return []
     value, used, cell = max(known, key=lambda item: item[0])
     peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
-    text = f"Highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
+    text = f"is the highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
     return [Fact(figure=format_share(value), text=text)]
 
 
@@ -59,7 +59,7 @@ def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]
     return [
         Fact(
             figure=units.format_bytes(size),
-            text=f"Largest peak of allocated memory: {label(cell, fields)}{of_total}.",
+            text=f"is the largest peak of allocated memory: {label(cell, fields)}{of_total}.",
         )
     ]
 
