@@ -1,5 +1,6 @@
 """The page of the fastest steps is what the committed records say."""
 
+import json
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -8,7 +9,9 @@ from typing import Any
 
 import pytest
 
+from steplab.costs.parameters import num_parameters
 from steplab.records.run import Run
+from steplab.specs.model import MODEL_SIZES
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"
@@ -47,3 +50,19 @@ def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[
         assert run.profile is not None
         found = sum(float(str(row[str(index)])) for index in (5, 8, 11, 12, 13))
         assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
+
+
+def test_the_sums_of_products_are_those_of_the_records(fast_table: Any) -> None:
+    products, tables = import_module("products"), import_module("page_tables")
+    rows = json.loads((RESULTS / "products_h200_202611.json").read_text(encoding="utf-8"))["rows"]
+    page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
+    begin, end = tables.marks("products.py")
+    assert page.partition(begin)[2].partition(end)[0].strip() == products.sums(rows).strip()
+    of = [row for row in rows if row["model"] == "xl" and row["tokens"] == 2048]
+    flops = sum(
+        2 * row["tokens"] * row["inputs"] * row["outputs"] * row["counts"].get("merged", 0)
+        for row in of
+        if row["choice"] == "cublas" and row["kind"] in products.KINDS
+    )
+    shape = MODEL_SIZES["xl"]
+    assert flops == 6 * 2048 * (num_parameters(shape) - shape.vocab_size * shape.d_model - (2 * 48 + 1) * shape.d_model)
