@@ -686,3 +686,13 @@ def test_a_clock_that_was_set_back_hides_no_attempt_that_stands(store: Store) ->
     assert [row["num_ok"] for row in store.studies()] == [1]
     store.add(make_run("again", second=5, study=identity, failure="timeout"))
     assert [row["id"] for row in store.rows(study=identity)] == ["ok"]
+
+
+def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> None:
+    for number, record_id in enumerate(("aa11", "bb22", "cc33")):
+        store.add(make_run(record_id, second=number))
+    assert [store.get(f"last~{back}").id for back in range(3)] == ["cc33", "bb22", "aa11"]
+    with pytest.raises(UserError, match="'last~3' is further back than the 3 records"):
+        store.get("last~3")
+    with pytest.raises(UserError, match="'last~x' is no record; write last~1"):
+        store.get("last~x")

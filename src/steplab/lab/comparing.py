@@ -17,8 +17,7 @@ from steplab.records.registry import kind_of
 from steplab.records.rows import Row
 from steplab.store.database import Store
 from steplab.store.header import is_store_header
-
-_BACK = "last~"
+from steplab.store.prefix import BACK, LAST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -112,8 +111,8 @@ def _found(text: str, records: Sequence[Record]) -> Found:
 
 def _in_store(opened: Store, text: str) -> list[Record]:
     rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
-    if text == "last" or text.startswith(_BACK):
-        return [opened.get(_newest(rows, text, opened.path))]
+    if text == LAST or text.startswith(BACK):
+        return [opened.get(text)]
     ids = [str(row["id"]) for row in rows if str(row["id"]).startswith(text)]
     if len(ids) == 1 or text in ids:
         return [opened.get(text)]
@@ -133,16 +132,6 @@ def _in_store(opened: Store, text: str) -> list[Record]:
     raise UserError(
         f"'{text}' is no id, study, name, tag or measured commit in {opened.path}; `steplab list` shows what there is"
     )
-
-
-def _newest(rows: Sequence[Row], text: str, path: Path) -> str:
-    """The id that `last` or `last~N` stands for."""
-    back = text.removeprefix(_BACK) if text.startswith(_BACK) else "0"
-    if not back.isdecimal():
-        raise UserError(f"'{text}' is not a record; write last~1 for the one before the last")
-    if int(back) >= len(rows):
-        raise UserError(f"'{text}' is further back than the {len(rows)} records in {path}")
-    return str(rows[int(back)]["id"])
 
 
 def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record]:

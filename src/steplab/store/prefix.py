@@ -5,23 +5,21 @@ from typing import Literal
 
 from steplab.errors import UserError
 from steplab.store.connection import Connection
+from steplab.units import counted
 
 _NUM_SHOWN = 5
-LAST = "last"
-"""The word that stands for the id of the newest record or study."""
+LAST, BACK = "last", "last~"
+"""The word that stands for the id of the newest record or study, and what the number of later ones follows."""
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
     """The only id in `table` that begins with `prefix`, or else the id with that name.
 
-    A complete id is found even if longer ids begin with it; `last` is the newest id. Of several studies with one name
-    the newest is taken. Raises UserError if there is none, or more than one.
+    A complete id is found even if longer ids begin with it; `last` is the newest id, `last~1` the one before. Of
+    several studies with one name the newest is taken. Raises UserError if there is none, or more than one.
     """
-    if prefix == LAST:
-        newest = connection.query(f"SELECT id FROM {table} ORDER BY created_utc DESC, seq DESC LIMIT 1")
-        if not newest:
-            raise UserError(f"no {table} in {connection.path} yet; `steplab run` makes a record")
-        return str(newest[0][0])
+    if prefix == LAST or prefix.startswith(BACK):
+        return _newest(connection, table, prefix)
     # No character sorts behind the last code point, so the range is exactly the ids with this prefix.
     found = connection.query(
         f"SELECT id FROM {table} WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
@@ -45,6 +43,20 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
     if not prefix or not ids:
         raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
     raise UserError(f"'{prefix}' is the beginning of more than one {table}: {_some(ids)}; give more digits")
+
+
+def _newest(connection: Connection, table: str, text: str) -> str:
+    """The id that `last` or `last~N` stands for."""
+    back = text.removeprefix(BACK) if text != LAST else "0"
+    if not (back.isdecimal() and back.isascii()):
+        raise UserError(f"'{text}' is no {table}; write last~1 for the one before the last")
+    number = int(connection.query(f"SELECT count(*) FROM {table}")[0][0])
+    if not number:
+        raise UserError(f"no {table} in {connection.path} yet; `steplab run` makes a record")
+    if len(back) > len(str(number)) or int(back) >= number:
+        raise UserError(f"'{text}' is further back than the {counted(number, table)} in {connection.path}")
+    query = f"SELECT id FROM {table} ORDER BY created_utc DESC, seq DESC LIMIT 1 OFFSET ?"
+    return str(connection.query(query, int(back))[0][0])
 
 
 def _some(ids: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from steplab.cli.options import StoreOptions
 
 
 def note(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, or last")],
+    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")],
     text: Annotated[str, Parameter(help="The remark, in one line; an empty one removes it")],
     /,
     *,

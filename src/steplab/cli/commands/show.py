@@ -11,7 +11,7 @@ from steplab.cli.options import FileOptions, PageFormat
 
 
 def show(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, or last")] = "last",
+    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")] = "last",
     /,
     *,
     format: Annotated[

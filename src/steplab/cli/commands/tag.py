@@ -11,7 +11,7 @@ from steplab.cli.options import StoreOptions
 
 
 def tag(
-    id: Annotated[str, Parameter(help="Id of the record, its beginning, or last")],
+    id: Annotated[str, Parameter(help="Id of the record, its beginning, last, or last~1 for the one before")],
     tags: Annotated[tuple[str, ...], Parameter(help="Words to add", show_default=False)] = (),
     /,
     *,

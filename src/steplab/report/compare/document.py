@@ -8,6 +8,7 @@ from steplab.report.compare.words import kernel_words, memory_words, unlike_word
 from steplab.report.kit.document import (
     Bar,
     Bars,
+    Column,
     Document,
     Pairs,
     Row,
@@ -16,9 +17,9 @@ from steplab.report.kit.document import (
     Table,
     named_section,
     notes_section,
-    table_of_texts,
+    table_of,
 )
-from steplab.report.kit.text import ABSENT
+from steplab.report.kit.quantities import LABEL
 
 _GROUPS = {
     "time": "Times",
@@ -31,10 +32,6 @@ _GROUPS = {
 }
 _HIGHER, _LOWER, _OPEN = 2, 1, 7
 _MOST_BARS = 24
-_CAPTION = (
-    "Medians. The ratio is B / A, with the 95 % bootstrap interval of the ratio of medians; p is that of Mann and "
-    "Whitney's test. Bytes are exact, and single times have no interval."
-)
 
 
 def compare_document(comparison: Comparison) -> Document:
@@ -61,32 +58,53 @@ def _group(figures: Sequence[ComparedFigure], group: str, title: str) -> Section
     found = [figure for figure in figures if figure.group == group]
     if not found:
         return None
-    cells = any(figure.cell for figure in found)
-    headers = (("cell",) if cells else ()) + ("figure", "A", "B", "change", "ratio", "95 % interval", "p", "decision")
-    table = table_of_texts(
-        group,
-        headers,
-        [((figure.cell,) if cells else ()) + _texts(figure) for figure in found],
-        numeric=[header in ("A", "B", "change", "ratio", "p") for header in headers],
-        caption=_CAPTION if group == "time" else "",
-    )
-    return named_section(title, table)
+    caption = "Medians." if group == "time" else ""
+    return named_section(title, table_of(group, found, _COLUMNS, caption))
 
 
-def _texts(figure: ComparedFigure) -> tuple[str, ...]:
-    ratio, change = figure.ratio, figure.b - figure.a
+def _change(figure: ComparedFigure) -> str:
+    change = figure.b - figure.a
+    if figure.unit == "share":
+        return f"{100 * change:+.1f} points"
     sign = "+" if change > 0 else "-" if change < 0 else ""
+    return f"{sign}{value_words(abs(change), figure.unit)}"
+
+
+def _ratio(figure: ComparedFigure) -> str | None:
+    return f"{figure.ratio.ratio if figure.ratio else figure.b / figure.a:.3f}×" if figure.a else None
+
+
+def _interval(figure: ComparedFigure) -> str | None:
+    ratio = figure.ratio
     known = ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
-    return (
-        figure.name,
-        value_words(figure.a, figure.unit),
-        value_words(figure.b, figure.unit),
-        f"{sign}{value_words(abs(change), figure.unit)}",
-        f"{ratio.ratio if ratio else figure.b / figure.a:.3f}×" if figure.a else ABSENT,
-        f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and known else ABSENT,
-        f"{ratio.p:.2g}" if ratio and ratio.p is not None else ABSENT,
-        ratio.decision if ratio else ABSENT,
-    )
+    return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and known else None
+
+
+def _p(figure: ComparedFigure) -> str | None:
+    return f"{figure.ratio.p:.2g}" if figure.ratio and figure.ratio.p is not None else None
+
+
+def _decision(figure: ComparedFigure) -> str | None:
+    return figure.ratio.decision if figure.ratio else None
+
+
+_COLUMNS = (
+    Column(key="cell", header="cell"),
+    Column(key="name", header="figure"),
+    Column(key="a", header="A", quantity=LABEL, value=lambda figure: value_words(figure.a, figure.unit)),
+    Column(key="b", header="B", quantity=LABEL, value=lambda figure: value_words(figure.b, figure.unit)),
+    Column(key="change", header="change", quantity=LABEL, value=_change),
+    Column(key="ratio", header="ratio", quantity=LABEL, value=_ratio),
+    Column(
+        key="interval",
+        header="95 % interval",
+        value=_interval,
+        note="The interval is the bootstrap's, of the ratio of medians B / A; bytes are exact, and single times have "
+        "none.",
+    ),
+    Column(key="p", header="p", quantity=LABEL, value=_p, note="p is that of Mann and Whitney's test."),
+    Column(key="decision", header="decision", value=_decision),
+)
 
 
 def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:

@@ -87,7 +87,9 @@ def value_words(value: float, unit: str) -> str:
         return units.format_time(value)
     if unit == "bytes":
         return units.format_bytes(value)
-    return SHARE.show(value) if unit == "share" else units.format_rate(value, unit)
+    if unit == "share":
+        return SHARE.show(value)
+    return " ".join(units.format_rate(value, f" {unit}" if unit == "tokens/s" else unit).split())
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
