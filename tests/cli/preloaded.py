@@ -13,6 +13,7 @@ import importlib
 import json
 import os
 import pkgutil
+import runpy
 import signal
 import socket
 import subprocess
@@ -84,7 +85,10 @@ class Preloaded:
     def start(
         self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes
     ) -> Started:
-        """Start `python -m module` as a shell's foreground job: in a process group of its own, open to Ctrl-C."""
+        """Start `python -m module` as a shell's foreground job: in a process group of its own, open to Ctrl-C.
+
+        The module `python` is the interpreter itself, with a file or `-c` and code.
+        """
         request = {"module": module, "arguments": arguments, "cwd": cwd, "environment": environment}
         data = json.dumps(request).encode()
         assert len(data) < _LONGEST_REQUEST_BYTES
@@ -191,7 +195,16 @@ def _command(
     subprocess.Popen = ForkingPopen  # type: ignore[assignment,misc]
     launchers: Any = importlib.import_module(_LAUNCHERS_OWN)
     launchers.Popen = ForkingPopen
-    pkgutil.resolve_name(_MAINS[module])()
+    (_python if module == "python" else pkgutil.resolve_name(_MAINS[module]))()
+
+
+def _python() -> None:
+    """What `python -c CODE` and `python FILE` do."""
+    sys.argv = sys.argv[1:]
+    if sys.argv[0] == "-c":
+        exec(compile(sys.argv[1], "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 def _start(request: dict[str, Any], streams: tuple[int, ...], answers: socket.socket) -> None:

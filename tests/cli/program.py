@@ -1,7 +1,9 @@
-"""The program as users run it: a process of its own, with a store and a home of its own.
+"""The program as users run it, with a store and a home of its own.
 
-Commands are forked from a process that has imported everything (preloaded.py): importing is most of their time. What is
-run under another program is started as from a shell, and so are some that are interrupted.
+Commands that measure or predict are forked from a process that has imported everything (preloaded.py): importing is
+most of their time. Those that only read and write records run in the test's own process, unless they are given other
+variables or standard input. What is run under another program is started as from a shell, and so are some that are
+interrupted.
 """
 
 import atexit
@@ -42,6 +44,10 @@ OF_EVERY_COMMAND = {
     "OMP_NUM_THREADS": "1",  # two test processes share few cores
     "TORCHINDUCTOR_CACHE_DIR": str(Path(tempfile.gettempdir()) / "torchinductor_tests"),  # homes are new in each test
 }
+_OF_RECORDS = frozenset(
+    ("list", "show", "report", "export", "import", "compare", "history", "rm", "tag", "note", "schema", "store")
+)
+"""Commands that start no process and import nothing of the user's."""
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
@@ -99,6 +105,8 @@ class Program:
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> Result:
         """Run a command to its end."""
+        if arguments and arguments[0] in _OF_RECORDS and not (prefix or stdin or variables):
+            return self.here(*arguments)
         environment = self.environment | dict(variables or {})
         if prefix:
             finished = subprocess.run(

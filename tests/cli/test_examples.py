@@ -2,11 +2,9 @@
 
 import json
 import shutil
-import subprocess
-import sys
 
 import pytest
-from tests.cli.program import REPOSITORY, Program, tiny
+from tests.cli.program import REPOSITORY, Program, finish, tiny
 from tests.cli.test_bad_input import TINY_LLAMA
 
 from steplab.specs.hf_shape import shape_of
@@ -32,16 +30,8 @@ def test_a_model_of_ones_own_is_measured_by_name(beside_examples: Program) -> No
 
 
 def test_a_loop_of_ones_own_is_recorded_beside_the_other_runs(beside_examples: Program) -> None:
-    finished = subprocess.run(
-        [sys.executable, "examples/own_loop.py"],
-        cwd=beside_examples.cwd,
-        env=beside_examples.environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert (finished.returncode, finished.stderr) == (0, "")
+    finished = finish(beside_examples.start("examples/own_loop.py", module="python"))
+    assert (finished.code, finished.stderr) == (0, "")
     [row] = beside_examples.rows()
     assert (row["name"], row["status"], row["model"]) == ("own loop", "ok", None)
     assert 0 < row["forward_s"] < row["step_time_s"]

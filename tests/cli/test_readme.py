@@ -3,13 +3,12 @@
 import re
 import shlex
 import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from tests.cli.program import REPOSITORY, Program
+from tests.cli.program import REPOSITORY, Program, finish
 
 README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
@@ -101,11 +100,12 @@ def run_piece(program: Program, piece: Piece) -> None:
             result = program(*words, timeout_s=COMMAND_TIMEOUT_S)
             assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
             return
-        arguments = ["bash", "-o", "pipefail", "-c", text]
     else:
-        arguments = [sys.executable, "-c", piece.text]
+        result = finish(program.start("-c", piece.text, module="python"), COMMAND_TIMEOUT_S)
+        assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
+        return
     finished = subprocess.run(
-        arguments,
+        ["bash", "-o", "pipefail", "-c", text],
         cwd=program.cwd,
         env=program.environment,
         stdin=subprocess.DEVNULL,
