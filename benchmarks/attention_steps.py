@@ -7,7 +7,7 @@ from statistics import median
 from steplab.records.run import Run
 from steplab.records.timing import find_phase
 from steplab.report.kit.document import Table, table_of_texts
-from steplab.report.run.host_lead import waits_for_host
+from steplab.report.run.one_run import waits_for_host
 
 OURS = "flash_triton"
 STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"

@@ -6,7 +6,7 @@ from typing import Any
 
 from tests.runs import ENVIRONMENT
 
-from steplab.costs.attention import attention_flops
+from steplab.costs.attention_operators import attention_flops
 from steplab.records.attention import AttentionCell, AttentionMemory, AttentionRun, TensorError
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples

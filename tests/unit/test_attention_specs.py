@@ -8,7 +8,7 @@ import torch
 from tests.attention_records import make_benchmark, make_cell
 from torch.profiler import ProfilerActivity, profile
 
-from steplab.costs.attention import attention_flops
+from steplab.costs.attention_operators import attention_flops
 from steplab.errors import UserError
 from steplab.ops.attention.plain import plain_attention
 from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, plain_account, smallest_that_does_not_fit

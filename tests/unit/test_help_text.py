@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from steplab.cli import commands
-from steplab.cli.app import app
-from steplab.cli.help_text import docstring_of, unwrapped
+from steplab.cli.app import app, docstring_of, unwrapped
 
 FILES = sorted(Path(commands.__file__).parent.glob("[!_]*.py"))
 

@@ -13,8 +13,8 @@ from steplab.records.timing import PhaseSamples, Timing, lead_s
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.run.cells import cells_of
-from steplab.report.run.host_lead import waiting_words
 from steplab.report.run.narrative import facts
+from steplab.report.run.one_run import waiting_words
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:

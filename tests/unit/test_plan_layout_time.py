@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from steplab.errors import UserError
 from steplab.plan.dry_run.machine import Gathering
-from steplab.plan.layout.links import CALL_S, REACHED, Group, Machine, bandwidth, machine_of, message_s, with_profile
+from steplab.plan.layout.links import CALL_S, REACHED, Cluster, Group, bandwidth, machine_of, message_s, with_profile
 from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import CONTENTION, LayoutClock
@@ -258,7 +258,7 @@ def test_more_bandwidth_is_never_slower(layout: str, network: float, times: floa
     spec = resolve_step({"model": "medium", "batch": 8, "context": 1024, "precision": "bf16", "layout": layout})
     hardware, gpu = hardware_named("H100 SXM"), gpu_named("H100 SXM")
 
-    def seconds(machine: Machine) -> float:
+    def seconds(machine: Cluster) -> float:
         time = LayoutClock(gpu, machine).time(spec)
         assert time is not None
         assert sum(each.exposed_s for each in time.traffic) == pytest.approx(time.exposed_s)

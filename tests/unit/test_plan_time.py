@@ -28,7 +28,7 @@ from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.report.kit.rendering import render
-from steplab.report.plan.forecast import forecast_lines, forecast_summary
+from steplab.report.plan.steps import forecast_lines, forecast_summary
 from steplab.report.plan.time import time_document
 from steplab.specs.hardware import catalogue
 from steplab.specs.resolve import resolve_step

@@ -35,7 +35,7 @@ from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.document import profile_chapter, profile_document
 from steplab.report.profile.figures import Span, passes, spans, top_kernels, whole
-from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
+from steplab.report.profile.roofline import find_roofs, roof_dtype, why_no_roof
 from steplab.report.profile.tables import attention_table, category_table, kernel_rows, kernel_table, phase_table
 from steplab.report.run.cells import cells_of
 

@@ -22,11 +22,10 @@ from steplab.report.kit.document import Bars, Section
 from steplab.report.kit.timelines import column_shares
 from steplab.report.page import render_page
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
-from steplab.report.profile.close_up import close_ups
 from steplab.report.profile.document import profile_chapter
 from steplab.report.profile.figures import passes, spans, top_kernels
 from steplab.report.profile.roofline import roofline, roofline_points
-from steplab.report.profile.timeline import timeline_chart
+from steplab.report.profile.timeline import close_ups, timeline_chart
 from steplab.report.run import charts
 from steplab.report.run.cells import cells_of
 

@@ -24,7 +24,7 @@ from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest
 from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.history import ACTIONS, ALLOCATED, AWAITING_FREE, INACTIVE, NONE, OTHER, History
-from steplab.snapshots.machine import Machine
+from steplab.snapshots.machine import PickleMachine
 from steplab.snapshots.reading import read_snapshot
 from steplab.snapshots.refusal import Refused
 from steplab.snapshots.stacks import Stacks
@@ -69,7 +69,7 @@ def run(pickled: bytes) -> object:
     """What the machine makes of a pickle."""
     window = Window(Unpacked(io.BytesIO(pickled)))
     window.move(0)
-    return Machine(window, EventRuns(Stacks())).run()
+    return PickleMachine(window, EventRuns(Stacks())).run()
 
 
 def written(folder: Path, content: bytes, name: str = "snapshot.pickle") -> Path:
@@ -446,7 +446,7 @@ def test_bytes_of_any_kind_end_in_a_history_or_a_refusal(noise: bytes, place: in
         window = Window(Unpacked(io.BytesIO(damaged)))
         window.move(0)
         with suppress(Refused):
-            build_history(Machine(window, EventRuns(stacks)).run(), stacks)
+            build_history(PickleMachine(window, EventRuns(stacks)).run(), stacks)
 
 
 # --- what is one --------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ def test_events_taken_in_bulk_are_those_that_pickle_reads(events: list[dict[str,
     window = Window(Unpacked(io.BytesIO(pickled)))
     window.move(0)
     assert_same(
-        build_history(Machine(window, EventRuns(stacks)).run(), stacks),
+        build_history(PickleMachine(window, EventRuns(stacks)).run(), stacks),
         build_history(pickle.loads(pickled), Stacks()),
     )
 
@@ -520,7 +520,7 @@ def built(pickled: bytes, *, in_bulk: bool) -> History | None:
     if not in_bulk:
         runs.give_up()
     with suppress(Refused):
-        return build_history(Machine(window, runs).run(), stacks)
+        return build_history(PickleMachine(window, runs).run(), stacks)
     return None
 
 

@@ -13,7 +13,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab import sweeping
 from steplab.lab.keeping import NotStored, Place, keep, open_store
 from steplab.lab.reporting import records_to_report
-from steplab.lab.study_parts import Job, jobs_of
+from steplab.lab.study_parts import StudyJob, jobs_of
 from steplab.lab.sweeping import SweepProgress, sweep
 from steplab.records.failure import Failure
 from steplab.records.record import Record
@@ -34,13 +34,14 @@ class Machine:
         self.told: list[SweepProgress] = []
         monkeypatch.setattr(sweeping, "jobs_of", self._jobs)
 
-    def _jobs(self, study: StudySpec) -> list[Job]:
+    def _jobs(self, study: StudySpec) -> list[StudyJob]:
         of_steps = [
-            Job(key=cell_key(cell), what=f"context {cell.context}", measure=self._measure(make_run({}, spec=cell)))
+            StudyJob(key=cell_key(cell), what=f"context {cell.context}", measure=self._measure(make_run({}, spec=cell)))
             for cell in study.cells
         ]
         benchmarks = [
-            Job(key=part_key(part), what=part.kind, measure=self._measure(make_benchmark())) for part in study.parts
+            StudyJob(key=part_key(part), what=part.kind, measure=self._measure(make_benchmark()))
+            for part in study.parts
         ]
         return of_steps + benchmarks
 

@@ -6,10 +6,13 @@ import io
 import os
 import shutil
 import sys
+import tokenize
 import traceback
 import warnings
+from ast import literal_eval
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from inspect import cleandoc
 from pathlib import Path
 
 from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandError, UnusedCliTokensError
@@ -18,7 +21,6 @@ from steplab import __version__
 from steplab.cli import commands
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
-from steplab.cli.help_text import docstring_of, unwrapped
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import remark
 
@@ -37,6 +39,19 @@ _OF_THE_MACHINE = {
     errno.EAGAIN: "the limit of processes is reached (`ulimit -u`)",
 }
 """Errors of the operating system that are no defect of steplab, with what to do about each."""
+
+
+def docstring_of(file: Path) -> str:
+    """The docstring at the beginning of a Python file, which is not imported."""
+    with tokenize.open(file) as lines:
+        text: str = literal_eval(next(tokenize.generate_tokens(lines.readline)).string)
+    return text
+
+
+def unwrapped(docstring: str) -> str:
+    """The paragraphs of a docstring, each on one line."""
+    return "\n\n".join(paragraph.replace("\n", " ") for paragraph in cleandoc(docstring).split("\n\n"))
+
 
 app = App(
     name="steplab",

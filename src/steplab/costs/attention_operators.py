@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 from steplab.costs.operators import Cost, Tensor
 from steplab.ops.attention.implementations import TABLE
+from steplab.specs.attention import AttentionSpec
 
 BACKWARD_FLOPS = 2.5
 """FLOPs of the backward pass as a multiple of the forward pass's."""
@@ -41,3 +42,12 @@ def fused_attention_cost(name: str, tensors: Sequence[Tensor], scalars: Sequence
     written = 3 if known.backward else 1  # as large as queries, keys and values; no more is known of them
     moved = sum(tensor.size_bytes for tensor in tensors) + written * q.size_bytes
     return Cost(flops=None if share is None else share * flops, moved_bytes=moved)
+
+
+def attention_flops(spec: AttentionSpec) -> dict[str, float]:
+    """FLOPs of an attention by itself, by pass: forward, backward, both; independent of the implementation, which may
+    execute more (masked scores) or less (nothing is recomputed). `heads` are those of the queries."""
+    forward = 4.0 * spec.batch * spec.heads * spec.queries * spec.num_keys * spec.dim
+    if spec.causal:
+        forward /= 2
+    return {"forward": forward, "backward": BACKWARD_FLOPS * forward, "both": (1 + BACKWARD_FLOPS) * forward}

@@ -24,7 +24,7 @@ _ATTENTION = ("scores", "softmax", "values")
 _ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
 """Matches the names of copies between host and device, which no compiler fuses."""
 
-Place = tuple[str, str]
+_PhaseAndRange = tuple[str, str]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -66,8 +66,8 @@ def chains(profile: Profile) -> list[Chain]:
     """Chains of two operators and more, largest saving first; only where the record says the range. The optimizer's
     step is not the model's, and not compiled with it."""
     fed_from_host = {_place(k) for k in profile.kernels if k.category == "copy" and _ACROSS.search(k.name)}
-    groups: dict[Place, list[OpStats]] = {}
-    products: dict[Place, int] = {}
+    groups: dict[_PhaseAndRange, list[OpStats]] = {}
+    products: dict[_PhaseAndRange, int] = {}
     for op in profile.ops:
         place = _place(op)
         if not op.range or op.phase == "optimizer" or place in fed_from_host or op.name.startswith("triton_"):
@@ -80,12 +80,12 @@ def chains(profile: Profile) -> list[Chain]:
     return sorted(found, key=lambda chain: -chain.saves_s)
 
 
-def _chain(place: Place, ops: list[OpStats], num_products: int) -> Chain:
+def _chain(place: _PhaseAndRange, ops: list[OpStats], num_products: int) -> Chain:
     members = tuple(sorted(ops, key=lambda op: -op.device_s / op.calls))
     return Chain(phase=place[0], range=place[1], members=members, num_ends=max(num_products, members[0].calls))
 
 
-def _place(of: OpStats | KernelStats) -> Place:
+def _place(of: OpStats | KernelStats) -> _PhaseAndRange:
     """Phase and range, the parts of plain attention taken together."""
     return of.phase, f"{of.range.rpartition('.')[0]}.{_ATTENTION[0]}" if _is_attention(of.range) else of.range
 

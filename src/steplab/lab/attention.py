@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-from steplab.costs.attention import attention_flops
+from steplab.costs.attention_operators import attention_flops
 from steplab.errors import UserError
 from steplab.lab.benchmark import measure_benchmark
 from steplab.lab.keeping import Place, checked_name, open_store

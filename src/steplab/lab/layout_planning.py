@@ -7,8 +7,8 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
-from steplab.plan.layout.links import Fit, Machine, machine_of, with_profile
-from steplab.plan.layout.search import Job, check_job, plan_of_layouts
+from steplab.plan.layout.links import Cluster, Fit, machine_of, with_profile
+from steplab.plan.layout.search import LayoutJob, check_job, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import refuse_unknown_step
@@ -51,7 +51,7 @@ def plan_layout(
     refuse_unknown_step(asked, chosen)
     machine = _machine(hardware, gpus_per_node, links, profile, store)
     return plan_of_layouts(
-        Job(
+        LayoutJob(
             spec=asked,
             gpus=gpus,
             global_batch=global_batch,
@@ -69,7 +69,7 @@ def _machine(
     links: Sequence[str],
     profile: str | None,
     store: Path | str | None,
-) -> Machine:
+) -> Cluster:
     machine = machine_of(hardware, gpus_per_node, _bandwidths(links))
     if profile is None:
         return machine

@@ -11,10 +11,9 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import is_traced, memory_of
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time, refuse_unknown_step
-from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
-from steplab.records.step_time import StepTimePrediction
+from steplab.records.step_time import PlannedStep, StepTimePrediction
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import find_hardware, hardware_named

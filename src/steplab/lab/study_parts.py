@@ -40,7 +40,7 @@ Measure = Callable[..., Record]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class StudyJob:
     """One measurement of a study."""
 
     key: str
@@ -53,21 +53,21 @@ class Job:
     """Warm-up and measured steps; 0: not known."""
 
 
-def jobs_of(study: StudySpec) -> list[Job]:
+def jobs_of(study: StudySpec) -> list[StudyJob]:
     """The measurements of a study in the order they are made. Raises UserError for invalid options of a benchmark."""
     watched = [part for part in study.parts if part.step]
     steps = [*study.cells, *(part.step for part in watched if part.step)]
     told = dict(zip(map(cell_key, steps), labels(steps), strict=True))
 
-    def of_step(spec: StepSpec, key: str, kind: str, measure: Callable[..., Record]) -> Job:
+    def of_step(spec: StepSpec, key: str, kind: str, measure: Callable[..., Record]) -> StudyJob:
         what = f"{kind} of {told[cell_key(spec)]}" if kind else told[cell_key(spec)]
-        return Job(key=key, what=what, measure=partial(measure, spec), num_steps=spec.warmup + spec.steps)
+        return StudyJob(key=key, what=what, measure=partial(measure, spec), num_steps=spec.warmup + spec.steps)
 
     timed = [of_step(cell, cell_key(cell), "", _time) for cell in study.cells]
     parts = [
         of_step(part.step, part_key(part), _STEPS[part.kind][0], _STEPS[part.kind][1])
         if part.step
-        else Job(key=part_key(part), what=_BENCHMARKS[part.kind].what, measure=_benchmark(part))
+        else StudyJob(key=part_key(part), what=_BENCHMARKS[part.kind].what, measure=_benchmark(part))
         for part in study.parts
     ]
     first = [job for job, part in zip(parts, study.parts, strict=True) if part.kind == "doctor"]

@@ -5,7 +5,7 @@ A step needs more of a device than its tensors' peak, and what more is taken fro
 out.
 """
 
-from steplab.records.prediction import CardFit, PredictionKind, Verdict
+from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
 from steplab.specs.hardware import HardwareSpec, catalogue
 from steplab.units import MIB
 
@@ -55,7 +55,7 @@ def usable_of(card: HardwareSpec) -> tuple[int, int]:
 def fit_of(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
     """The verdict on one card."""
     usable, most = usable_of(card)
-    verdict: Verdict = "too tight to promise"
+    verdict: FitVerdict = "too tight to promise"
     if least_bytes > most:
         verdict = "does not fit"
     elif kind == "at_least" or safe_bytes is None:

@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steplab.records.prediction import Verdict
+from steplab.records.prediction import FitVerdict
 from steplab.specs.step import StepSpec, describe
 from steplab.units import counted
 
@@ -80,7 +80,7 @@ class LayoutCandidate:
     """All options of the step that depend on the layout, as `steplab run` takes them."""
     spec: StepSpec | None = None
     """The step; None where it cannot be made."""
-    verdict: Verdict | Literal["not possible"] = "not possible"
+    verdict: FitVerdict | Literal["not possible"] = "not possible"
     """Whether its memory fits the GPU; not possible: the model or the batch cannot be split so."""
     reason: str = ""
     """Why it does not fit, or is not possible."""

@@ -13,7 +13,7 @@ PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
 torch ran on tensors without content; what a kernel takes for itself is known of few of them. estimate: some of them are
 not known, and usual ones were assumed. at_least: some are left out, so that the peak is a lower bound."""
 
-Verdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
+FitVerdict = Literal["fits", "too tight to promise", "does not fit", "not known"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,7 +42,7 @@ class CardFit:
     """Memory of the GPU that a program can use, in bytes."""
     usable_is_known: bool
     """Whether `usable_bytes` was read from such a card; otherwise it is a cautious share of the stated capacity."""
-    verdict: Verdict
+    verdict: FitVerdict
     """fits: the GPU has at least `safe_device_bytes`. does not fit: it has less than `least_device_bytes`. too tight to
     promise: its memory is between the two. not known: the prediction is a lower bound, which would fit."""
 

@@ -9,12 +9,12 @@ from steplab import units
 from steplab.records.environment import Environment
 from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
-from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import Run
+from steplab.records.step_time import PlannedStep
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html

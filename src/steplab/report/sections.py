@@ -9,10 +9,10 @@ from typing import Any
 
 from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
-from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.rows import run_row
 from steplab.records.run import Run
+from steplab.records.step_time import PlannedStep
 from steplab.report.advice.document import advice_chapter, advice_document, advice_title, advice_verdict
 from steplab.report.attention.document import attention_chapter, attention_document
 from steplab.report.attention.figures import default_peer

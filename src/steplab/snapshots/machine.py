@@ -55,7 +55,7 @@ _REFUSED = {
 }
 
 
-class Machine:
+class PickleMachine:
     """Runs the pickle that begins in the window; `runs` reads events in bulk."""
 
     def __init__(self, window: Window, runs: EventRuns, limits: Limits | None = None) -> None:

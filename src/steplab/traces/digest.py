@@ -15,7 +15,7 @@ from steplab.traces.intervals import length, overlap
 from steplab.traces.op_costs import OpCosts, computed_in, describe
 from steplab.traces.steps import last_steps
 from steplab.traces.trace import NONE, Column, Trace
-from steplab.traces.windows import Window, cut, phase_times
+from steplab.traces.windows import PhaseSpan, cut, phase_times
 
 Seconds = NDArray[np.float64]
 
@@ -195,7 +195,7 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
     return Communication(total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, outside) / 1e9)
 
 
-def _timeline(activity: Activity, windows: list[Window], trace: Trace, host: Host) -> Timeline:
+def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: Host) -> Timeline:
     """The last step, from the beginning of its first window."""
     step = windows[-1].step
     mine = [window for window in windows if window.step == step]

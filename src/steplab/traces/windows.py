@@ -22,7 +22,7 @@ _COMMUNICATION = CATEGORIES.index("communication")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Window:
+class PhaseSpan:
     """One phase of one step on the device's timeline, in ns."""
 
     phase: int
@@ -31,7 +31,7 @@ class Window:
     end_ns: int
 
 
-def cut(activity: Activity) -> list[Window]:
+def cut(activity: Activity) -> list[PhaseSpan]:
     """The windows of all phases of all steps, end to end, in the order in which the host began them.
 
     A collective's end does not end a phase that has other work: it may outlast the phase that launched it.
@@ -47,7 +47,7 @@ def cut(activity: Activity) -> list[Window]:
     for first, stop in zip(begins, [*begins[1:], len(order)], strict=True):
         ends, computing = end_ns[first:stop], ~waits[first:stop]
         last = int(ends[computing].max() if computing.any() else ends.max())
-        window = Window(
+        window = PhaseSpan(
             phase=int(label[1, first]), step=int(label[0, first]), start_ns=border, end_ns=max(border, last)
         )
         windows.append(window)
@@ -56,13 +56,13 @@ def cut(activity: Activity) -> list[Window]:
     if final > border:  # a collective outlasts everything
         last_window = windows.pop()
         windows.append(
-            Window(phase=last_window.phase, step=last_window.step, start_ns=last_window.start_ns, end_ns=final)
+            PhaseSpan(phase=last_window.phase, step=last_window.step, start_ns=last_window.start_ns, end_ns=final)
         )
     return windows
 
 
 def phase_times(
-    activity: Activity, windows: list[Window], names: list[str], host_s: dict[str, float], *, on_host: bool
+    activity: Activity, windows: list[PhaseSpan], names: list[str], host_s: dict[str, float], *, on_host: bool
 ) -> Iterator[PhaseTime]:
     """The sums over each phase's windows. `on_host`: the host is the device, and idle time is time outside of
     operators."""
@@ -91,7 +91,7 @@ def phase_times(
         )
 
 
-def _one_window(inside: Activity, window: Window) -> Sums:
+def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
     """The length, the busy time, the time waiting for the host, and the time of each category in one window, in ns."""
     start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
     kept = end_ns > start_ns

@@ -17,12 +17,11 @@ from steplab.records.comparison import Comparison
 from steplab.records.finding import Findings
 from steplab.records.history import Series
 from steplab.records.layout_plan import LayoutPlan
-from steplab.records.planned_step import PlannedStep
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.run import Run
-from steplab.records.step_time import StepTimePrediction
+from steplab.records.step_time import PlannedStep, StepTimePrediction
 from steplab.report.compare.document import compare_document
 from steplab.report.history.document import history_document
 from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table

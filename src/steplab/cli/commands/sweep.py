@@ -41,7 +41,7 @@ def sweep(
     from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
     from steplab.lab.planning import plan_steps
-    from steplab.report.plan.forecast import forecast_lines, forecast_summary
+    from steplab.report.plan.steps import forecast_lines, forecast_summary
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
     if layout := processes.as_layout():  # a sweep may list layouts, some of which the number would contradict

@@ -19,9 +19,9 @@ from typing import Any
 from steplab.errors import SteplabError
 from steplab.measurement.entry.child import answer, end_with_parent, order_of
 from steplab.measurement.jobs import JOBS
-from steplab.measurement.machine.torchrun import LOOPBACK, Place, place_in, torchrun_around
+from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, place_in, torchrun_around
 from steplab.measurement.processes.channel import Channel, connect
-from steplab.measurement.processes.messages import BadMessage, Order, Verdict, hub_at
+from steplab.measurement.processes.messages import BadMessage, JointOutcome, Order, hub_at
 from steplab.measurement.processes.started import named
 from steplab.records.codec import encode
 from steplab.records.failure import Failure
@@ -86,7 +86,7 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
     def tell(kind: str, value: Any) -> None:
         pipe.write(encode({"kind": kind, "value": value}) + b"\n")
 
-    def on_verdict(verdict: Verdict) -> None:
+    def on_verdict(verdict: JointOutcome) -> None:
         if verdict.failure is not None or verdict.refused is not None:
             tell("failed" if verdict.failure else "refused", verdict.failure or verdict.refused)
             os._exit(1)  # the main thread may wait forever in a collective
@@ -128,7 +128,7 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
 
 def _work(
     order: Order,
-    place: Place,
+    place: RankPlace,
     channel: Channel,
     meet: Callable[[], Any],
     say: Callable[[str, Any], None] = lambda kind, value: None,

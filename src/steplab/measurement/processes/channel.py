@@ -13,8 +13,8 @@ from typing import Any
 from steplab.measurement.processes.messages import (
     BadMessage,
     Hello,
+    JointOutcome,
     Message,
-    Verdict,
     Whereabouts,
     decoded,
     lines_of,
@@ -50,7 +50,7 @@ class Channel:
             return None
         return None if line is None else decoded(line, Message)
 
-    def listen(self, on_verdict: Callable[[Verdict], None], on_end: Callable[[str], None]) -> None:
+    def listen(self, on_verdict: Callable[[JointOutcome], None], on_end: Callable[[str], None]) -> None:
         """Answer questions in a thread from now on; call back on the verdict over all ranks, or with the reason when
         the hub is gone."""
 
@@ -60,7 +60,7 @@ class Channel:
                     if message.kind == "where":
                         self.send("where", whereabouts())
                     elif message.kind == "verdict":
-                        on_verdict(read(message.value, Verdict))
+                        on_verdict(read(message.value, JointOutcome))
                 on_end("the connection to the first process ended")
             except BadMessage as error:
                 on_end(f"the first process sent an unreadable message: {error}")

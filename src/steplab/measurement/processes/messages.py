@@ -80,7 +80,7 @@ class Order(msgspec.Struct):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Verdict:
+class JointOutcome:
     """The outcome of all ranks, which each rank tells its own command line; both fields None if all succeeded."""
 
     failure: Failure | None = None

@@ -16,11 +16,11 @@ from contextlib import contextmanager, nullcontext
 import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import UserError
-from steplab.measurement.machine.torchrun import LOOPBACK, Place, Torchrun
+from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, Torchrun
 from steplab.measurement.processes.hearing import Hearing
 from steplab.measurement.processes.hub import Hub
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Order, Request, Verdict
+from steplab.measurement.processes.messages import JointOutcome, Order, Request
 from steplab.measurement.processes.scratch import scratch_folder
 from steplab.measurement.processes.started import Started
 from steplab.records.failure import Failure
@@ -54,7 +54,7 @@ def converse_with_ranks(
             failure = hearing.hear()
         refusal = listener.refusal
         refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
-        hub.broadcast("verdict", Verdict(failure=failure, refused=refused))
+        hub.broadcast("verdict", JointOutcome(failure=failure, refused=refused))
         if failure is None and refusal is None:
             deadline_s = time.monotonic() + _EXIT_S
             for process in processes.values():
@@ -99,7 +99,7 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
         try:
             if around is None:
                 size, order.folder = request.processes, str(scratch.path)
-                places = [Place(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
+                places = [RankPlace(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
             else:
                 order.hub = (hub.listen(everywhere=not around.is_on_one_machine), hub.token)
                 places = [around]
@@ -115,7 +115,7 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
                 process.end()
 
 
-def environment_of(place: Place) -> dict[str, str]:
+def environment_of(place: RankPlace) -> dict[str, str]:
     """The environment variables of a rank's process: its place and, if all ranks are on this machine, loopback for its
     sockets.
 

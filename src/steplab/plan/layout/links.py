@@ -26,7 +26,7 @@ NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Machine:
+class Cluster:
     """GPUs in nodes, and the links between them."""
 
     gpus_per_node: int
@@ -60,7 +60,7 @@ class Group:
         return min(max(gpus_per_node // self.stride, 1), self.size)
 
 
-def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping[str, float] | None = None) -> Machine:
+def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping[str, float] | None = None) -> Cluster:
     """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that replace stated
     ones. Raises UserError for another name of a link."""
     given = dict(links or {})
@@ -74,7 +74,7 @@ def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping
     if network and "network" not in given:
         sources.append(network.source)
     sources += [f"given: {name} {value / 1e9:g} GB/s" for name, value in given.items()]
-    return Machine(
+    return Cluster(
         gpus_per_node=gpus_per_node or (network.gpus_per_node if network else 8),
         node=hardware.interconnect,
         node_bytes_per_s=node,
@@ -108,7 +108,7 @@ class Fit(Protocol):
         """Seconds for each byte on the wire."""
 
 
-def with_profile(machine: Machine, fits: Sequence[Fit], source: str) -> Machine:
+def with_profile(machine: Cluster, fits: Sequence[Fit], source: str) -> Cluster:
     """The machine with a stored communication profile in place of stated figures, within a node.
 
     Of each collective the line over all world sizes is taken, else that of most ranks.
@@ -128,7 +128,7 @@ def with_profile(machine: Machine, fits: Sequence[Fit], source: str) -> Machine:
     )
 
 
-def bandwidth(machine: Machine, collective: str, group: Group) -> float | None:
+def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
     """Bytes on the wire a second, of one rank; None: the group spans nodes, and the network is not known."""
     within = machine.node_bytes_per_s[collective]
     ranks = group.ranks_in_node(machine.gpus_per_node)
@@ -139,7 +139,7 @@ def bandwidth(machine: Machine, collective: str, group: Group) -> float | None:
     return min(within, ranks * machine.network_bytes_per_s) if ranks > 1 else machine.network_bytes_per_s
 
 
-def call_s(machine: Machine, collective: str, group: Group) -> float:
+def call_s(machine: Cluster, collective: str, group: Group) -> float:
     """alpha: what a call takes whatever it carries."""
     ranks = group.ranks_in_node(machine.gpus_per_node)
     nodes = math.ceil(group.size / ranks)
@@ -151,7 +151,7 @@ def call_s(machine: Machine, collective: str, group: Group) -> float:
     return machine.calls_s.get(collective, CALL_S) + max((min(ring, tree) if turns == 2 else ring) - first, 0.0)
 
 
-def message_s(machine: Machine, collective: str, message_bytes: float, group: Group) -> float | None:
+def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
     """Time of one message with nothing beside it; None where the link is not known."""
     rate = bandwidth(machine, collective, group)
     if rate is None:

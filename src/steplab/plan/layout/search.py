@@ -12,14 +12,14 @@ from dataclasses import dataclass
 
 from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes
-from steplab.plan.layout.links import Machine
+from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.time import LayoutClock
 from steplab.plan.rates import Gpu
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
-from steplab.records.prediction import Verdict
+from steplab.records.prediction import FitVerdict
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.step import PipelineSchedule, StepSpec
@@ -30,7 +30,7 @@ _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Job:
+class LayoutJob:
     """What is to be spread."""
 
     spec: StepSpec
@@ -40,7 +40,7 @@ class Job:
     """Sequences in a step of all ranks together."""
     hardware: HardwareSpec
     gpu: Gpu
-    machine: Machine
+    machine: Cluster
     workspace_bytes: int
     """Bytes of a cuBLAS handle."""
 
@@ -56,7 +56,7 @@ def check_job(gpus: int, global_batch: int) -> None:
         raise UserError(f"the global batch must be at least 1 sequence, not {global_batch}")
 
 
-def plan_of_layouts(job: Job) -> LayoutPlan:
+def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     """Every layout of the job, those that fit first, the fastest first."""
     search = _Search(job)
     found = [search.candidate(layout) for layout in layouts_of(job.gpus)]
@@ -115,7 +115,7 @@ def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
 class _Search:
     """What the layouts of one job share."""
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: LayoutJob) -> None:
         self._job = job
         self._clock = LayoutClock(job.gpu, job.machine)
         self.usable_bytes = fit_of(job.hardware, "estimate", 0, 0).usable_bytes
@@ -218,7 +218,7 @@ def _options(spec: StepSpec) -> str:
     return " ".join(found)
 
 
-def _reason(verdict: Verdict, group: RankGroup, worst: RankPeak, least: int, usable: int, *, unknown: bool) -> str:
+def _reason(verdict: FitVerdict, group: RankGroup, worst: RankPeak, least: int, usable: int, *, unknown: bool) -> str:
     if verdict == "does not fit":
         sizes = Counter[str]()
         for bundle, times in worst.holdings:

@@ -18,7 +18,7 @@ from steplab.plan.layout.compute import (
     PartTimes,
     Work,
 )
-from steplab.plan.layout.links import Machine, message_s
+from steplab.plan.layout.links import Cluster, message_s
 from steplab.plan.layout.memory import counted_parts, parts_of_rank
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import Sharing, sharing_of
@@ -43,7 +43,7 @@ UNMEASURED_SPREAD = 0.5
 class LayoutClock:
     """Times of layouts on one GPU and one machine."""
 
-    def __init__(self, gpu: Gpu, machine: Machine, *, head_start: bool = False, dtensor: bool = True) -> None:
+    def __init__(self, gpu: Gpu, machine: Cluster, *, head_start: bool = False, dtensor: bool = True) -> None:
         """head_start: whether Python is ahead of the device before each step, as in a data-parallel study; dtensor:
         whether tensors are split by torch's DTensor, as steplab's are, which costs Python time."""
         self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor

@@ -1,7 +1,7 @@
 """What a report is made of, whatever it is printed as: plain data, with raw values in base units.
 
 A section of a report says here once what it has to say. The renderers beside this file print any document: `terminal`,
-`html`, `markup` (Markdown and LaTeX) and `data` (JSON and CSV).
+`html` and `markup` (Markdown and LaTeX); `rendering` chooses one, and writes JSON and CSV.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence

@@ -11,7 +11,7 @@ from steplab import units
 from steplab.costs.roofline import Roofline
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
-from steplab.report.profile.roofs import find_roofs, roof_dtype, why_no_roof
+from steplab.report.profile.roofline import find_roofs, roof_dtype, why_no_roof
 
 PARTS = ("scores", "softmax", "values")
 FUSED = "fused"

@@ -1,7 +1,9 @@
 """The timeline of a profiled step: the whole of it, and one block of the model, kernel by kernel."""
 
 import html
+from collections import Counter
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile, Timeline
@@ -19,10 +21,25 @@ from steplab.report.kit.timelines import (
     svg,
     words_at,
 )
-from steplab.report.profile.close_up import Window, close_ups
 
 _NAMES = 18  # height of the row of ranges
 _MOST_STREAMS = 8
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CloseUp:
+    """A part of a step that is drawn kernel by kernel: one block of the model, in the middle of a phase."""
+
+    title: str
+    """What the stretch is."""
+    start_ns: int
+    """Start in nanoseconds from the beginning of the step."""
+    end_ns: int
+    """End in nanoseconds from the beginning of the step, later than the start."""
+    ranges: tuple[tuple[str, int, int], ...]
+    """Name, start and end of the ranges that begin in the stretch."""
+    kernels: tuple[int, ...]
+    """Numbers of the timeline's kernels that begin in the stretch."""
 
 
 def timeline_chart(profile: Profile) -> Chart | None:
@@ -53,7 +70,7 @@ def _busiest_streams(timeline: Timeline) -> tuple[int, ...]:
     return tuple(sorted(sorted(busy, key=lambda stream: -busy[stream])[:_MOST_STREAMS]))
 
 
-def _close_picture(timeline: Timeline, window: Window, names: Mapping[int, str]) -> Picture:
+def _close_picture(timeline: Timeline, window: CloseUp, names: Mapping[int, str]) -> Picture:
     row_px = 40 if len(names) < 4 else 26
     used = tuple(stream for stream in names if any(timeline.stream[k] == stream for k in window.kernels))
     frame = Frame(
@@ -84,7 +101,7 @@ def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:
     )
 
 
-def _ranges(window: Window, frame: Frame) -> Iterator[str]:
+def _ranges(window: CloseUp, frame: Frame) -> Iterator[str]:
     """The ranges' last names above the kernels, where there is room."""
     for name, start_ns, end_ns in window.ranges:
         left, right = frame.x(start_ns), frame.x(end_ns)
@@ -96,3 +113,38 @@ def _ranges(window: Window, frame: Frame) -> Iterator[str]:
         if len(text) * LETTER_PX <= right - left:
             yield words_at((left + right) / 2, 11, text, MUTED, "middle")
         yield "</g>"
+
+
+_PHASES = ("forward", "backward")
+_MOST_KERNELS = 400
+
+
+def close_ups(timeline: Timeline) -> list[CloseUp]:
+    """One block in the middle of the forward pass and one of the backward, where ranges that repeat show them."""
+    spans = [(name, start, end) for name, start, end in timeline.phases if name in _PHASES]
+    windows = (_block(timeline, name, start, end) for name, start, end in spans)
+    return [window for window in windows if window is not None]
+
+
+def _block(timeline: Timeline, phase: str, phase_start_ns: int, phase_end_ns: int) -> CloseUp | None:
+    """Ranges carry no layer numbers: a block begins where a range that each block enters once begins again."""
+    inside = [r for r in timeline.ranges if phase_start_ns <= r[1] < phase_end_ns and "*" in r[0]]
+    counts = Counter(name for name, *_ in inside)
+    repeated = Counter(count for count in counts.values() if count > 1)
+    if not repeated:
+        return None
+    once = max(repeated, key=lambda count: (repeated[count], -count))  # most ranges are entered once a block
+    first = next(name for name, *_ in inside if counts[name] == once)
+    starts = [start for name, start, *_ in inside if name == first]
+    middle = (len(starts) - 1) // 2
+    start_ns, end_ns = starts[middle], starts[middle + 1]
+    kernels = tuple(k for k, start in enumerate(timeline.start_ns) if start_ns <= start < end_ns)
+    if not kernels or end_ns <= start_ns or len(kernels) > _MOST_KERNELS:
+        return None
+    return CloseUp(
+        title=f"one block of {len(starts)}, {phase}",
+        start_ns=start_ns,
+        end_ns=end_ns,
+        ranges=tuple((name, start, end) for name, start, end, _ in timeline.ranges if start_ns <= start < end_ns),
+        kernels=kernels,
+    )

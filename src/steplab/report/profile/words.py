@@ -17,7 +17,7 @@ from steplab.report.profile.figures import (
     top_kernels,
     whole,
 )
-from steplab.report.profile.roofs import find_roofs
+from steplab.report.profile.roofline import find_roofs
 
 PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
 NO_FINDING = "No change is predicted to save a considerable share of the step."

@@ -7,7 +7,7 @@ from steplab import stats, units
 from steplab.records.failure import Failure
 from steplab.records.rows import Row
 from steplab.records.run import Run, Utilization
-from steplab.records.timing import Timing, find_phase, lead_s
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, Timing, find_phase, lead_s, waits_for_host
 from steplab.report.kit.document import (
     Block,
     Column,
@@ -22,7 +22,6 @@ from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import achieved_flops_per_s, phase_names, step_median, step_samples, warmup_study
 from steplab.report.run.gaps import doubts
-from steplab.report.run.host_lead import waiting_words
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
@@ -184,3 +183,21 @@ def memory_blocks(run: Run) -> Iterator[Block]:
         pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
     if pairs:
         yield Pairs(pairs=tuple(pairs))
+
+
+def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
+    """A sentence for a step that is nearly launch-bound; None for any other."""
+    if not waits_for_host(phases):
+        return None
+    step = find_phase(phases, "step")
+    assert step is not None
+    parts = [samples.phase for samples in phases if samples.phase != "step"]
+    leads = {name: found for name in parts if (found := lead_s(phases, name)) is not None}
+    late = [name for name, found in leads.items() if found < HARDLY_AHEAD * median(step.best_s)]
+    where = f" of {' and '.join(late)}" if late else ""
+    least = units.format_time(lead_s(phases) or 0.0)
+    return (
+        f"Nearly launch-bound: the host lead at the end{where} is {least}, under 1 % of the step, so the device waits "
+        "for the host at times. If launching kernels is slow, larger batches, compiling or CUDA graphs give the device "
+        "more work per launch; if the host waits for a result, that can be deferred. `steplab profile` shows which."
+    )
