@@ -109,6 +109,19 @@ def test_a_difference_within_the_noise_is_undecided() -> None:
     assert "The intervals overlap." in told
 
 
+def test_nothing_is_decided_on_a_machine_that_was_busy() -> None:
+    fast, slow = (0.010, 0.0101, 0.0099) * 3, (0.0125, 0.0126, 0.0124) * 3
+    busy = replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9)
+    pair = [
+        steps(make_run({"precision": "fp32"}), *slow),
+        replace(steps(make_run({"precision": "bf16"}), *fast), environment=busy),
+    ]
+    (told,) = answer(pair).sentences
+    assert "undecided" in told
+    assert "Other work disturbed the machine." in told
+    assert "as fast" in answer([pair[0], replace(pair[1], environment=ENVIRONMENT)]).sentences[0]
+
+
 def test_sizes_are_told_as_a_trend_and_not_as_the_fastest_step() -> None:
     sizes = ("small", "medium", "xl")
     runs = [steps(make_run({"model": model}), *(10.0**size,) * 6) for size, model in enumerate(sizes)]

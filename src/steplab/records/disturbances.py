@@ -26,6 +26,8 @@ class Disturbance:
     """Short name, for a column or a label."""
     text: str
     """Whole sentence with the figures."""
+    of_machine: bool = True
+    """Whether something beside the step is the reason, so that the same step would take another time elsewhere."""
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
@@ -52,6 +54,11 @@ def never_settles(run: Run) -> bool:
     return len(samples) >= stats.FEWEST_FOR_STEADY and stats.steady_from(samples) is None
 
 
+def disturbed_by_the_machine(run: Run) -> bool:
+    """Whether something beside the step makes its time doubtful."""
+    return any(disturbance.of_machine for disturbance in disturbances(run))
+
+
 def disturbance_words(run: Run) -> str | None:
     """The short names of all disturbances of a run, for a column; None without any."""
     return ", ".join(disturbance.word for disturbance in disturbances(run)) or None
@@ -62,14 +69,15 @@ def _outliers(samples: tuple[float, ...]) -> Disturbance | None:
     if not far:
         return None
     text = f"{far} of {counted(len(samples), 'step')} took more than twice the median."
-    return Disturbance(word="outliers", text=text)
+    return Disturbance(word="outliers", text=text, of_machine=False)
 
 
 def _unsettled(run: Run) -> Disturbance | None:
     if not never_settles(run):
         return None
     assert run.timing is not None
-    return Disturbance(word="unsteady", text=f"The step time did not settle in {len(curve(run.timing))} steps.")
+    text = f"The step time did not settle in {len(curve(run.timing))} steps."
+    return Disturbance(word="unsteady", text=text, of_machine=False)
 
 
 def _waiting(run: Run) -> Disturbance | None:
@@ -80,7 +88,7 @@ def _waiting(run: Run) -> Disturbance | None:
     text = (
         f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
     )
-    return Disturbance(word="waits for host", text=text)
+    return Disturbance(word="waits for host", text=text, of_machine=False)
 
 
 def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbance | None:

@@ -112,7 +112,10 @@ def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
 def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) -> Table:
     caption = "Median step times of runs that differ in nothing else; the speed-up is the first over the second."
     if any(row["certain"] for row in rows):
-        caption += " Undecided: the intervals of the medians overlap, or they differ by less than 2 %."
+        caption += (
+            " Undecided: the intervals of the medians overlap, they differ by less than 2 %, or other work on the "
+            "machine disturbed a run."
+        )
     return Table(name=name, columns=columns, rows=tuple(rows), caption=caption, first=MOST_ROWS)
 
 

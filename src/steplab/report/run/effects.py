@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from steplab import stats, units
-from steplab.records.disturbances import never_settles
+from steplab.records.disturbances import disturbed_by_the_machine, never_settles
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
@@ -34,8 +34,13 @@ class Pair:
 
     @property
     def is_certain(self) -> bool:
-        """Whether the intervals of the two medians do not overlap, and the change is not negligible."""
+        """Whether the step times certainly differ, and the change is not negligible."""
         return certainly_differ(self.before.run, self.after.run) and abs(self.ratio - 1) >= NEGLIGIBLE
+
+    @property
+    def is_disturbed(self) -> bool:
+        """Whether other work on the machine disturbed either run."""
+        return disturbed_by_the_machine(self.before.run) or disturbed_by_the_machine(self.after.run)
 
     @property
     def never_settles(self) -> bool:
@@ -71,7 +76,10 @@ class Effect:
 
 
 def certainly_differ(before: Run, after: Run) -> bool:
-    """Whether the intervals of the median step times of two timed runs do not overlap."""
+    """Whether the intervals of the median step times of two timed runs do not overlap, and no other work on the machine
+    disturbed either."""
+    if disturbed_by_the_machine(before) or disturbed_by_the_machine(after):
+        return False
     a, b = stats.summarize(step_samples(before)), stats.summarize(step_samples(after))
     return a.low > b.high or b.low > a.high
 
@@ -121,7 +129,9 @@ def _pays(effect: Effect) -> str:
         verb = "undecided" if not most.is_certain else speed_words(most.ratio)
         times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
         told = f"{effect.choice}: {verb} at {label(most.before, others)} ({times})."
-        return told + (" The intervals overlap." if not most.is_certain else "")
+        if most.is_certain:
+            return told
+        return told + (" Other work disturbed the machine." if most.is_disturbed else " The intervals overlap.")
     pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
     ends = f"{times_words(least.ratio)} at {label(least.before, others)}"
     ends += f" to {times_words(most.ratio)} at {label(most.before, others)}"
