@@ -23,14 +23,14 @@ _TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h
 
 
 def three_digits(value: float) -> str:
-    """A number with at least three significant digits and its whole integer part: 1234, 123, 12.3, 1.23, 0.123."""
+    """A number with at least three significant digits and its whole integer part: 1234, 123, 12.3, 1.23, 0.120."""
     if value == 0:
         return "0"
     magnitude = abs(value)
     for bound, decimals in ((100, 0), (10, 1), (1, 2)):
         if magnitude >= bound:
             return f"{value:.{decimals}f}"
-    return f"{value:.3g}"
+    return f"{value:#.3g}"
 
 
 def format_time(seconds: float) -> str:

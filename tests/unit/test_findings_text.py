@@ -165,7 +165,7 @@ def test_names_from_a_trace_steer_no_terminal_and_break_no_table(run: Run, found
         (12.0, "%", "12.0 %"),
         (5e14, "FLOP/s", "500 TFLOP/s"),
         (330.0, "", "330"),
-        (0.5, "", "0.5"),
+        (0.5, "", "0.500"),
     ],
 )
 def test_figures_carry_their_unit(run: Run, found: Findings, value: float, unit: str, text: str) -> None:

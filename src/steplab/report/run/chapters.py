@@ -31,6 +31,7 @@ from steplab.report.run.curves import relative, settling, warmup_curves, worth_a
 from steplab.report.run.figures import (
     WARMUP_COUNTS,
     achieved_flops_per_s,
+    steady_sentence,
     steady_words,
     step_median,
     step_samples,
@@ -131,7 +132,7 @@ def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
     if not timings:
         return None
     if len(cells) == 1:
-        told = Sentences(texts=(f"{steady_words(curve(timings[0]))}.",))
+        told = Sentences(texts=(steady_sentence(curve(timings[0])),))
         effects = warmup_effects(timings[0])
         return chapter("Warm-up", "warmup", told, later(warmup_curves, cells), effects, *_first_steps(cells))
     counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]

@@ -62,6 +62,14 @@ def steady_words(samples: Sequence[float]) -> str:
     return f"steady from step {first + 1} of {len(samples)}"
 
 
+def steady_sentence(samples: Sequence[float]) -> str:
+    """The same as a sentence."""
+    words = steady_words(samples)
+    if len(samples) < stats.FEWEST_FOR_STEADY:
+        return f"There are {words}."
+    return f"The step time {'is ' if words.startswith('steady') else ''}{words}."
+
+
 def phase_names(run: Run) -> list[str]:
     """The timed parts of the run's step in the order they run, or, for a user's own loop, as they were recorded."""
     timing = run.timing

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.charts import SERIES
 from steplab.report.kit.document import Bar, Bars, Segment
@@ -32,7 +31,7 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
             label=label(cell, fields),
             figure=units.format_time(step_median(cell.run) or 0.0),
             segments=tuple(_segments(cell.run, names)),
-            detail=_shares(cell.run) if cell.run.spec else "",
+            detail=_shares(cell.run) if cell.run.spec and len(shown) > 1 else "",
         )
         for cell in shown
     )
@@ -48,19 +47,20 @@ def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
 
     A forward_backward cell adds nothing to its training cell.
     """
-    trained = {_but_for_the_pass(cell) for cell in cells if "optimizer" in phase_names(cell.run)}
+    trained = [cell for cell in cells if "optimizer" in phase_names(cell.run)]
 
     def worth_a_bar(cell: RunCell) -> bool:
         names = phase_names(cell.run)
         if cell.run.spec is None:
             return len(names) > 0
-        return len(names) > 1 and ("optimizer" in names or _but_for_the_pass(cell) not in trained)
+        return len(names) > 1 and ("optimizer" in names or not any(_covers(other, cell) for other in trained))
 
     return [cell for cell in cells if worth_a_bar(cell)]
 
 
-def _but_for_the_pass(cell: RunCell) -> tuple[Scalar, ...]:
-    return tuple(value for field, value in cell.values.items() if field not in ("pass", "optimizer"))
+def _covers(training: RunCell, cell: RunCell) -> bool:
+    """Whether two cells differ in the pass alone, and in what only a training step has."""
+    return all(value in (None, training.values[field]) for field, value in cell.values.items() if field != "pass")
 
 
 def _covered(run: Run) -> float:
