@@ -19,6 +19,11 @@ NO_PEAK = "no fp32 peak is known for a CPU; `steplab doctor` measures one for la
 OVER = "MFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached"
 
 
+def read(page: str) -> str:
+    """A page's text as a terminal has it."""
+    return page.replace("\u00a0", " ").replace("<code>", "`").replace("</code>", "`")
+
+
 def without_a_peak() -> Run:
     run = make_run()
     used = tuple(replace(u, peak_flops_per_s=None, value=None, peak_source=NO_PEAK) for u in run.utilizations)
@@ -34,7 +39,9 @@ def factory_run() -> Run:
 def test_an_unknown_peak_is_why_there_is_no_mfu() -> None:
     assert f"MFU and HFU: {NO_PEAK}" in gaps(without_a_peak())
     page = render_page([without_a_peak()], title="t")
-    assert NO_PEAK in page[page.index('id="missing"') : page.index('id="environment"')].replace("\u00a0", " ")
+    assert NO_PEAK in page[page.index('id="missing"') : page.index('id="environment"')].replace("\u00a0", " ").replace(
+        "<code>", "`"
+    ).replace("</code>", "`")
     text = " ".join(run_text(without_a_peak(), width=100).split())
     assert f"- MFU and HFU: {NO_PEAK}" in text[text.index("Not measured") :]
 
@@ -59,7 +66,7 @@ def test_a_share_that_cannot_be_is_told_beside_the_shares_and_not_as_a_gap() -> 
     assert OVER not in gaps(run)
     text = run_text(run, width=200)
     assert text.index("Utilization") < text.rindex(OVER) < text.index("Environment")
-    page = render_page([run], title="t").replace("\u00a0", " ")
+    page = read(render_page([run], title="t"))
     assert page.index('id="utilization"') < page.index(OVER) < page.index('id="environment"')
     assert page.count(OVER) == 1
 
@@ -91,7 +98,7 @@ def test_a_small_hfu_is_shown_everywhere() -> None:
     run = factory_run()
     small = replace(run, utilizations=(replace(run.utilizations[0], value=0.00015),))
     for shown in (run_text(small, width=120), rows_text([run_row(small)], "md"), render_page([small], title="t")):
-        assert "0.015 %" in shown.replace("\u00a0", " ")
+        assert "0.015 %" in shown.replace("\u00a0", " ").replace("<code>", "`").replace("</code>", "`")
 
 
 def test_phases_that_were_never_timed_alone_have_no_such_columns() -> None:
