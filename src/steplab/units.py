@@ -9,7 +9,6 @@ from steplab.errors import UserError
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
 NS_PER_S = 1_000_000_000
-MS_PER_S = 1_000
 
 _BINARY = (("EiB", 1024**6), ("PiB", 1024**5), ("TiB", 1024**4), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB), ("B", 1))
 _DECIMAL = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))

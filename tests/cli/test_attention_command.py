@@ -104,11 +104,11 @@ def test_what_had_ended_before_an_interruption_is_kept(
         time.sleep(5)
 
     monkeypatch.setattr(benchmark, "measure_cells", interrupted)
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background job ignores it
+    before = signal.signal(number, signal.default_int_handler)  # as the program has it (cli.ending)
     try:
         code = main(["attention", *TINY, "--implementation", "plain,sdpa", "--store", str(tmp_path / "store.db")])
     finally:
-        signal.signal(signal.SIGINT, before)
+        signal.signal(number, before)
     assert code == 130
     with Store.open(tmp_path / "store.db", write=False) as store:
         (row,) = store.rows(kind="attention")

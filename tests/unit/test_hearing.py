@@ -12,7 +12,7 @@ import pytest
 
 from steplab.errors import UserError
 from steplab.measurement.jobs import JOBS
-from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, Torchrun, torchrun_around
+from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, Torchrun, torchrun_around
 from steplab.measurement.processes import channel, hearing
 from steplab.measurement.processes import hub as hub_module
 from steplab.measurement.processes.channel import Channel, connect, whereabouts
@@ -369,7 +369,7 @@ def test_ranks_of_one_machine_are_kept_to_loopback(monkeypatch: pytest.MonkeyPat
     names = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "NCCL_RAS_ENABLE")
     for name in names:
         monkeypatch.delenv(name, raising=False)
-    place = RankPlace(rank=1, size=2, local_rank=1, local_size=2)
+    place = ProcessPlace(rank=1, size=2, local_rank=1, local_size=2)
     here = environment_of(place)
     loopback = here["GLOO_SOCKET_IFNAME"]
     assert [name for _, name in socket.if_nameindex() if name == loopback] == [loopback]

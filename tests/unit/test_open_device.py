@@ -8,7 +8,7 @@ from steplab.errors import Unsupported, UserError  # noqa: E402
 from steplab.measurement.machine import device as opening  # noqa: E402
 from steplab.measurement.machine import world  # noqa: E402
 from steplab.measurement.machine.device import CudaDevice, HostClockDevice, open_device  # noqa: E402
-from steplab.measurement.machine.torchrun import RankPlace  # noqa: E402
+from steplab.measurement.machine.torchrun import ProcessPlace  # noqa: E402
 
 
 @pytest.fixture
@@ -67,6 +67,6 @@ def test_what_is_not_known_is_no_device(name: str) -> None:
 
 @pytest.mark.parametrize("name", ["zzz", "mps", "cuda:1", ""])
 def test_a_rank_has_no_share_of_what_is_not_known(name: str) -> None:
-    place = RankPlace(rank=0, size=2, local_rank=0, local_size=2)
+    place = ProcessPlace(rank=0, size=2, local_rank=0, local_size=2)
     with pytest.raises(UserError, match=f"device '{name}' cannot be shared by several processes"):
         world.join_world(place, name, lambda: pytest.fail("it met the others"))

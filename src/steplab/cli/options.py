@@ -8,7 +8,7 @@ import difflib
 import shlex
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
@@ -88,6 +88,20 @@ class GivenFields:
     def _given(self) -> dict[StepField, str]:
         values = {field: getattr(self, field.attribute, None) for field in FIELDS.values()}
         return {field: value for field, value in values.items() if value is not None}
+
+
+@dataclass(frozen=True, kw_only=True)
+class GivenLists:
+    """The fields of a benchmark's cells that were given; every combination of their values is a cell."""
+
+    def lists(self) -> dict[str, list[object]]:
+        """Each as a list."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {
+            name: [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
+            for name, value in given.items()
+            if value is not None
+        }
 
 
 def fields_in(text: str) -> dict[str, object]:

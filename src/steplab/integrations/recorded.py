@@ -6,7 +6,7 @@ length can be recorded.
 
 import warnings
 from contextlib import ExitStack
-from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -20,14 +20,11 @@ from steplab.records.run import Run
 class RecordedTraining:
     """The record of one training. A call that comes out of place, such as a phase outside of a step, does nothing."""
 
-    def __init__(
-        self, *, tokens_per_step: int | None, warmup: int, steps: int, profile: range | None, store: Path | str | None
-    ) -> None:
+    def __init__(self, **options: Any) -> None:
         """Take the options of `steplab.recorder`."""
         self.run: Run | None = None
         """The record, once it is stored; on the first rank alone."""
-        self._tokens_per_step, self._warmup, self._steps = tokens_per_step, warmup, steps
-        self._profile, self._store = profile, store
+        self._options = options
         self._recorder: Recorder | None = None
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
         self._inside = False
@@ -39,16 +36,7 @@ class RecordedTraining:
 
     def begin(self, name: str, *, device: torch.device, model: nn.Module | None) -> None:
         """Begin to record; `model` names the modules in a profile. Raises SteplabError as `steplab.recorder` does."""
-        opened = recorder(
-            name,
-            tokens_per_step=self._tokens_per_step,
-            warmup=self._warmup,
-            steps=self._steps,
-            profile=self._profile,
-            model=model,
-            device=device,
-            store=self._store,
-        )
+        opened = recorder(name, model=model, device=device, **self._options)
         self._inside = False
         self._open, self._step, self._phase = ExitStack(), ExitStack(), ExitStack()
         self._recorder = self._open.enter_context(opened)

@@ -9,8 +9,6 @@ from steplab.units import counted
 
 LAYOUT_PLAN_SCHEMA = "steplab.layout_plan/1"
 
-TimeBound = Literal["compute", "memory", "host", "communication", "pipeline"]
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AxisTraffic:

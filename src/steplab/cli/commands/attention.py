@@ -7,15 +7,12 @@ replace those of the grid.
 For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
 """
 
-import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import OutputOptions
+from steplab.cli.options import GivenLists, OutputOptions
 from steplab.specs.device import DEVICES_TOLD
 
 _CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
@@ -27,7 +24,7 @@ def _cell(help: str, name: str | None = None) -> Parameter:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class CellOptions:
+class CellOptions(GivenLists):
     """The shapes of attention and the implementations that compute them."""
 
     batch: Annotated[str | None, _cell("Sequences")] = None
@@ -46,29 +43,6 @@ class CellOptions:
         ),
     ] = None
     compile: Annotated[str | None, _cell("Modes of torch.compile, or off [default: off]")] = None
-
-    def lists(self) -> dict[str, list[object]]:
-        """The fields that were given, each as a list."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
-            for name, value in given.items()
-            if value is not None
-        }
-
-
-@contextmanager
-def _ended_as_interrupted() -> Iterator[None]:
-    """Treat SIGTERM, which a time limit sends, as Ctrl-C, so that what has been measured by then is stored."""
-
-    def interrupt(number: int, frame: object) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
 
 
 def attention(
@@ -128,7 +102,7 @@ def attention(
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
         raise UserError(f"--against '{against}' is not among the implementations; choose one of {'; '.join(columns)}")
-    with ProgressLine() as line, _ended_as_interrupted():
+    with ProgressLine() as line:
         run = measure_attention(
             study,
             name=name,

@@ -8,12 +8,12 @@ For example: steplab comm --processes 2 --collective all_reduce --size 100kB,1MB
 On several machines: torchrun --nproc-per-node 8 --nnodes 2 ... -m steplab comm
 """
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import OutputOptions, ProcessOptions
+from steplab.cli.options import GivenLists, OutputOptions, ProcessOptions
 
 _CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
 
@@ -24,7 +24,7 @@ def _cell(help: str) -> Parameter:
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-class CommOptions:
+class CommOptions(GivenLists):
     """The collectives, their message sizes, and the processes and backends that carry them out."""
 
     collective: Annotated[
@@ -46,11 +46,6 @@ class CommOptions:
         str | None, _cell("Devices of the tensors: cuda, cpu [default: the backend's native device, cuda for nccl]")
     ] = None
     dtype: Annotated[str | None, _cell("Number formats: fp32, bf16, fp16 [default: fp32]")] = None
-
-    def lists(self) -> dict[str, list[object]]:
-        """The fields that were given, each as a list."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {name: list(value.split(",")) for name, value in given.items() if value is not None}
 
 
 def comm(

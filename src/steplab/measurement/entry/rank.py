@@ -19,7 +19,7 @@ from typing import Any
 from steplab.errors import SteplabError
 from steplab.measurement.entry.child import answer, end_with_parent, order_of
 from steplab.measurement.jobs import JOBS
-from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, place_in, torchrun_around
+from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, place_in, torchrun_around
 from steplab.measurement.processes.channel import Channel, connect
 from steplab.measurement.processes.messages import BadMessage, JointOutcome, Order, hub_at
 from steplab.measurement.processes.started import named
@@ -128,7 +128,7 @@ def _heard_by_first(order: Order, descriptor: int) -> None:
 
 def _work(
     order: Order,
-    place: RankPlace,
+    place: ProcessPlace,
     channel: Channel,
     meet: Callable[[], Any],
     say: Callable[[str, Any], None] = lambda kind, value: None,

@@ -14,7 +14,7 @@ LOOPBACK = "127.0.0.1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankPlace:
+class ProcessPlace:
     """The place of a process among several."""
 
     rank: int
@@ -42,7 +42,7 @@ class RankPlace:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Torchrun(RankPlace):
+class Torchrun(ProcessPlace):
     """One of the processes started by torchrun, or by another launcher that sets the same variables."""
 
     address: str
@@ -83,9 +83,9 @@ def torchrun_around(environment: Mapping[str, str] = os.environ) -> Torchrun | N
     )
 
 
-def place_in(environment: Mapping[str, str] = os.environ) -> RankPlace:
+def place_in(environment: Mapping[str, str] = os.environ) -> ProcessPlace:
     """The place that the variables name, RANK and WORLD_SIZE included. Raises UserError if one is not a number."""
-    return RankPlace(
+    return ProcessPlace(
         rank=_number("RANK", environment),
         size=_number("WORLD_SIZE", environment),
         local_rank=_number("LOCAL_RANK", environment, 0),

@@ -13,7 +13,7 @@ from torch.distributed import FileStore, PrefixStore, Store, TCPStore  # type: i
 
 from steplab.errors import Unsupported, UserError
 from steplab.measurement.machine.device import Device, open_device
-from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, Torchrun
+from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, Torchrun
 from steplab.parallel.collectives import Collectives, GroupCollectives
 
 JOIN_TIMEOUT_S = 300.0
@@ -96,7 +96,7 @@ def _listening_at(port: int) -> int:
 
 
 def join_world(
-    place: RankPlace,
+    place: ProcessPlace,
     device: str,
     meet: Callable[[], Store],
     *,
@@ -135,7 +135,7 @@ def host_name() -> str:
     return socket.gethostname()
 
 
-def _open_share(place: RankPlace, device: str) -> Device:
+def _open_share(place: ProcessPlace, device: str) -> Device:
     if device not in ("auto", "cpu", "cuda"):
         raise UserError(f"device '{device}' cannot be shared by several processes; choose one of auto, cpu, cuda")
     if device == "cpu" or (device == "auto" and not torch.cuda.is_available()):

@@ -16,7 +16,7 @@ from contextlib import contextmanager, nullcontext
 import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import UserError
-from steplab.measurement.machine.torchrun import LOOPBACK, RankPlace, Torchrun
+from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, Torchrun
 from steplab.measurement.processes.hearing import Hearing
 from steplab.measurement.processes.hub import Hub
 from steplab.measurement.processes.listener import Listener
@@ -99,7 +99,7 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
         try:
             if around is None:
                 size, order.folder = request.processes, str(scratch.path)
-                places = [RankPlace(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
+                places = [ProcessPlace(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size)]
             else:
                 order.hub = (hub.listen(everywhere=not around.is_on_one_machine), hub.token)
                 places = [around]
@@ -115,7 +115,7 @@ def _started(request: Request, around: Torchrun | None) -> Iterator[tuple[Hub, d
                 process.end()
 
 
-def environment_of(place: RankPlace) -> dict[str, str]:
+def environment_of(place: ProcessPlace) -> dict[str, str]:
     """The environment variables of a rank's process: its place and, if all ranks are on this machine, loopback for its
     sockets.
 

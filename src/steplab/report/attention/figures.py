@@ -6,6 +6,7 @@ from statistics import median, quantiles
 from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.records.rows import Row
+from steplab.report.kit.document import row_of
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
@@ -56,15 +57,12 @@ def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> l
 
 
 def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, AttentionCell]) -> Row:
-    spec, memory = cell.spec, cell.memory
+    spec, memory, of_memory = cell.spec, cell.memory, ("saved_bytes", "forward_peak_bytes", "both_peak_bytes")
     row: Row = {
         "shape": spec.sizes_label,
-        **{name: getattr(spec, name) for name in ("batch", "heads", "kv_heads", "queries", "keys", "dim")},
+        **row_of(spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
         "causal": "yes" if spec.causal else "no",
-        "dtype": spec.dtype,
-        "implementation": spec.implementation,
-        "compile": spec.compile,
-        "column": spec.column,
+        **row_of(spec, "dtype", "implementation", "compile", "column"),
         "status": cell.status,
         "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
     }
@@ -73,9 +71,7 @@ def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, At
     row |= {"against": peer} | {f"{name}_speed": speed(cell, peers, name) for name in PASSES}
     row |= {
         "first_call_s": cell.first_call_s,
-        "saved_bytes": memory.saved_bytes if memory else None,
-        "forward_peak_bytes": memory.forward_peak_bytes if memory else None,
-        "both_peak_bytes": memory.both_peak_bytes if memory else None,
+        **(row_of(memory, *of_memory) if memory else dict.fromkeys(of_memory)),
         "checked_heads": cell.checked_heads,
     }
     errors = {error.tensor: error for error in cell.errors}

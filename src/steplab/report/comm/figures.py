@@ -6,6 +6,7 @@ from statistics import median
 from steplab import stats
 from steplab.records.comm import CommCell
 from steplab.records.rows import Row
+from steplab.report.kit.document import row_of
 
 
 def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
@@ -15,17 +16,11 @@ def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
 
 def _row(cell: CommCell) -> Row:
     spec, slowest = cell.spec, cell.slowest
-    row: Row = {
-        "collective": spec.collective,
-        "backend": spec.backend,
-        "device": spec.device,
+    return {
+        **row_of(spec, "collective", "backend", "device"),
         "way": spec.transport,
-        "world_size": spec.world_size,
-        "dtype": spec.dtype,
-        "size_bytes": spec.size_bytes,
-        "message_bytes": cell.message_bytes,
-        "wire_bytes": cell.wire_bytes,
-        "status": cell.status,
+        **row_of(spec, "world_size", "dtype", "size_bytes"),
+        **row_of(cell, "message_bytes", "wire_bytes", "status"),
         "samples": len(slowest.best_s) if slowest else None,
         "calls_per_sample": slowest.calls_per_sample if slowest else None,
         "time_s": slowest.median_s if slowest else None,
@@ -40,7 +35,6 @@ def _row(cell: CommCell) -> Row:
         "wrong_elements": cell.check.num_wrong if cell.check else None,
         "failure": cell.failure.message if cell.failure else None,
     }
-    return row
 
 
 def algorithm_bandwidth(cell: CommCell) -> float | None:

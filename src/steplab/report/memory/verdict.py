@@ -1,6 +1,6 @@
 """The answer of a memory profile: the peak, its greatest parts, which GPUs it fits, and what precision does to it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.memory_references import MemoryReferences
@@ -88,12 +88,3 @@ def _moved(cell: RunCell, field: str, baseline: str, after: int, before: int, ho
     if moved is None:
         return f"With {choice} the peak is the same as the {against}{how}."
     return f"With {choice} the peak is {moved} than the {against}{how}."
-
-
-def memories_verdict(cells: Sequence[RunCell], references: MemoryReferences | None = None) -> Verdict:
-    """The highest peak of several watched runs, and the range of what precision and checkpointing do to the peaks."""
-    watched = [cell for cell in cells if cell.run.memory_profile]
-    highest = max(watched, key=lambda cell: profile_of(cell).peak_bytes, default=None)
-    if highest is None:
-        return Verdict()
-    return Verdict(sentences=(_peak(highest.run), *_fits(highest.run, None)))

@@ -176,8 +176,3 @@ def _median_of_medians(parts: list[KernelStats]) -> float:
 def kernel_time_s(profile: Profile) -> float:
     """Durations of all kernels per step; above the busy time where kernels ran side by side."""
     return sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
-
-
-def has_phases(profile: Profile) -> bool:
-    """Whether the trace says which kernel belongs to which phase."""
-    return any(phase.phase != OUTSIDE for phase in profile.phases)
