@@ -86,7 +86,7 @@ def steps(runs: Sequence[Run]) -> Table:
             (
                 *(spec.model.name, str(spec.context), spec.precision, spec.attention, spec.loss, projections),
                 *(spec.compile, spec.cuda_graph, spec.optimizer, _ms(run.median_s), _ms(min(run.samples_s))),
-                *(_ms(median(phase.best_s)) if (phase := run.timing.phase(name)) else "–" for name in PHASES),
+                *(_phase_ms(run, name) for name in PHASES),
                 f"{run.mfu:.1%}" if run.mfu else "–",
                 *(f"{size / 2**30:.1f}" if size else "–" for size in _sizes(peak)),
                 run.id,
@@ -108,6 +108,15 @@ def steps(runs: Sequence[Run]) -> Table:
     return table_of_texts(
         "steps", headers, rows, numeric=[h not in (*STEP, "record") for h in headers], caption=caption
     )
+
+
+def _phase_ms(run: Run, name: str) -> str:
+    assert run.spec is not None
+    assert run.timing is not None
+    if name == "optimizer" and run.spec.updates_in_backward:
+        return "in backward"
+    phase = run.timing.phase(name)
+    return _ms(median(phase.best_s)) if phase else "–"
 
 
 def _sizes(peak: object) -> tuple[int | None, int | None]:
