@@ -4,6 +4,7 @@ import csv
 import gzip
 import io
 import itertools
+import os
 import re
 from functools import cache
 from pathlib import Path
@@ -22,6 +23,7 @@ from steplab import units
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
+from steplab.model.fused_block import FusedBlock
 from steplab.model.transformer import SelfAttention, Transformer, feed_forward_of, rotary_table
 from steplab.ops.attention.api import attention_named
 from steplab.plan.cards import OUTSIDE_BYTES
@@ -49,6 +51,8 @@ TINY: dict[str, object] = {
     "model": "tiny", "model.num_layers": L, "model.d_model": d, "model.d_ff": f, "model.num_heads": h,
     "model.vocab_size": V, "batch": B, "context": T,
 }  # fmt: skip
+FUSED: dict[str, object] = {"model.projections": "merged", "block_ops": "triton"}
+INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 SHAPE = TransformerShape(vocab_size=V, d_model=d, d_ff=f, num_layers=L, num_heads=h)
 N = num_parameters(SHAPE)
 ROTARY = 4 * T * d // h
@@ -400,13 +404,18 @@ def test_a_block_keeps_what_autograd_keeps(
     assert kept_by_torch(module, x, *table) == kept_in_the_dry_run(shape, part, precision, dry)
 
 
-@pytest.mark.parametrize("variant", [GPT_2 | {"model.num_kv_heads": 1}, {"model.projections": "merged"}], ids=named)
+@pytest.mark.parametrize(
+    "variant",
+    [GPT_2 | {"model.num_kv_heads": 1}, {"model.projections": "merged"}, pytest.param(FUSED, marks=INTERPRETED)],
+    ids=named,
+)
 def test_a_compiled_step_keeps_about_what_torchs_partitioner_chooses(variant: dict[str, object]) -> None:
     """The lists in dry_run/compiled.py are read off; scalars, and what a row has one number of, are not all in them."""
     fields = TINY | variant | {"pass": "forward_backward", "model.num_layers": 1}
     shape = resolve_step(fields).model.shape
     assert shape is not None
-    module = Transformer(shape, context=T, attention=attention_named("sdpa"))
+    block = FusedBlock if "block_ops" in variant else None
+    module = Transformer(shape, context=T, attention=attention_named("sdpa"), block=block)
     own = {t.untyped_storage().data_ptr() for t in (*module.parameters(), *module.buffers())}
     kept: dict[int, int] = {}
 

@@ -190,6 +190,15 @@ _FLOPS_AN_ELEMENT = {
     "_fused_rms_norm": 4,
     # forward's again for the gradient of the input, and a product and a sum for that of the weight
     "_fused_rms_norm_backward": 10,
+    # the same and the sum before it; a multiply and a sum more for the stream's gradient
+    "add_rms_norm": 5,
+    "add_rms_norm_backward": 11,
+    # of each pair four products and two sums, of queries and keys: two thirds of the elements
+    "rotary_heads": 2,
+    "rotary_heads_backward": 2,
+    # of a gate and an up: silu and a product; sigmoid, three for its derivative, and five products
+    "swiglu": 3,
+    "swiglu_backward": 6,
     # two sums, subtract, scale, weight, bias
     "native_layer_norm": 7,
     "native_layer_norm_backward": 11,

@@ -4,7 +4,7 @@ import importlib
 import inspect
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from steplab.ops.cross_entropy.implementations import implementation
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec
+
+if TYPE_CHECKING:
+    from steplab.model.transformer import Block
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
@@ -58,6 +61,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
             loss=cross_entropy if span is no_span else partial(_marked_loss, span),
             head_loss=partial(_head_loss, spec.loss, span) if implementation(spec.loss).in_chunks else None,
             call_block=block_caller(spec.checkpointing if spec.checkpoints_apply else "none"),
+            block=_kind_of_block(spec),
         )
     return Workload(
         module=module,
@@ -66,6 +70,14 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
         attention_width=shape.num_heads * shape.head_dim,
         notes=(f"attention auto: {choice.implementation}, {choice.reason}",) if choice else (),
     )
+
+
+def _kind_of_block(spec: StepSpec) -> "type[Block] | None":
+    if spec.block_ops == "plain":
+        return None
+    from steplab.model.fused_block import FusedBlock
+
+    return FusedBlock
 
 
 def _marked_loss(span: Span, logits_NV: Tensor, targets_N: Tensor) -> Tensor:

@@ -2,8 +2,8 @@
 
 Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, as many
 heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, linear layers of one input separate or merged,
-and an output head with its own weight or the embedding's. The functions that compute attention and loss and that call a
-block are passed in, so that the model stays the same while they are exchanged and compared.
+and an output head with its own weight or the embedding's. The kind of block and the functions that compute attention
+and loss and that call a block are passed in, so that the model stays the same while they are exchanged and compared.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.
@@ -53,17 +53,21 @@ class Transformer(nn.Module):
         loss: LossFn = cross_entropy,
         head_loss: HeadLossFn | None = None,
         call_block: BlockCaller = call_plainly,
+        block: "type[Block] | None" = None,
     ) -> None:
-        """`head_loss` computes the output head and the loss together, in place of the head and `loss`."""
+        """`head_loss` computes the output head and the loss together, in place of the head and `loss`; `block` is the
+        kind of the blocks, None: Block."""
         super().__init__()
         self.loss = loss
         self.head_loss = head_loss
         self.call_block = call_block
+        kind = block or Block
+        self.entered = kind.entered
         self.embedding = nn.Embedding(shape.vocab_size, shape.d_model)
         learned = shape.learned_positions
         self.positions = nn.Embedding(learned, shape.d_model) if learned else None
-        self.blocks = nn.ModuleList(Block(shape, attention) for _ in range(shape.num_layers))
-        self.norm = norm_of(shape)
+        self.blocks = nn.ModuleList(kind(shape, attention) for _ in range(shape.num_layers))
+        self.norm = kind.last_norm(shape)
         self.head = nn.Linear(shape.d_model, shape.vocab_size, bias=False)
         rotary_2TD = None if learned else rotary_table(context, shape.head_dim)
         self.register_buffer("rotary_2TD", rotary_2TD, persistent=False)
@@ -77,7 +81,7 @@ class Transformer(nn.Module):
 
     def forward(self, tokens_BT: Tensor, targets_BT: Tensor | None = None) -> Tensor:
         rotary_2TD = None if self.rotary_2TD is None else self.rotary_2TD[:, : tokens_BT.shape[1]]
-        x_BTC = embed(tokens_BT, self.embedding, self.positions)
+        x_BTC = self.entered(embed(tokens_BT, self.embedding, self.positions))
         for index, block in enumerate(self.blocks):
             x_BTC = self.call_block(index, block, x_BTC, rotary_2TD)
         if targets_BT is not None and self.head_loss is not None:
@@ -120,6 +124,16 @@ class Block(nn.Module):
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         x_BTC = x_BTC + self.attention(self.attention_norm(x_BTC), rotary_2TD)
         return x_BTC + self.feed_forward(self.feed_forward_norm(x_BTC))
+
+    @staticmethod
+    def entered(x_BTC: Tensor) -> Tensor:
+        """The residual stream as the first block takes it."""
+        return x_BTC
+
+    @staticmethod
+    def last_norm(shape: TransformerShape) -> nn.Module:
+        """The norm after the last block, of the stream as that gives it."""
+        return norm_of(shape)
 
 
 class SelfAttention(nn.Module):

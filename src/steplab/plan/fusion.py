@@ -15,7 +15,10 @@ from steplab.plan.dry_run.events import Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 """Parts of the names of operators that sum over a dimension."""
-_ALONE = ("_fused_adamw_", "adamw_kernel", "_foreach_", "embedding_dense_backward", "cross_entropy_softmax")
+_ALONE = (
+    *("_fused_adamw_", "adamw_kernel", "_foreach_", "embedding_dense_backward", "cross_entropy_softmax"),
+    *("add_rms_norm", "rotary_heads", "swiglu"),
+)
 """Beginnings of the names of operators that are not joined with others."""
 
 Version = tuple[int, int]

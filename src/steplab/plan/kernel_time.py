@@ -25,6 +25,8 @@ _UNALIGNED = 6.0
 
 _HEAD_COLUMNS = 32
 """Columns of a head are padded to a multiple of this (flash-attention's kernels are built for 32, 64, 96, 128, ...)."""
+_ONE_PASS = ("add_rms_norm", "rotary_heads", "swiglu")
+"""Operators in one kernel that reads and writes its tensors once, as a copy does."""
 USUAL_ATTENTION = "sdpa_flash"
 """Whose rates stand for those of an implementation that was not measured."""
 
@@ -51,6 +53,8 @@ def streaming_name(kernel: Kernel) -> str:
     if kernel.fused:
         return "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator
+    if op.name.removesuffix("_backward") in _ONE_PASS:
+        return "copy"
     if op.strided:
         return f"{op.name} strided"
     return "copy widening" if op.name == "copy" and op.written_bytes > op.read_bytes else op.name

@@ -173,6 +173,17 @@ CHANGES = (
         replaces=("separate",),
     ),
     Change(
+        field="block_ops",
+        value="triton",
+        code="from steplab.ops.rms_norm.api import add_rms_norm\n"
+        "from steplab.ops.rotary_heads.api import rotary_heads\n"
+        "from steplab.ops.swiglu.api import swiglu\n"
+        "q, k, v = rotary_heads(query_key_value(x), table, num_heads)\n"
+        "normed, x = add_rms_norm(x, branch, norm.weight, eps)\n"
+        "branch = down(swiglu(gate_up(normed)))",
+        devices=_CUDA,
+    ),
+    Change(
         field="optimizer",
         value="adamw_fused",
         code="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",

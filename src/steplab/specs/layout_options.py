@@ -43,6 +43,13 @@ def no_choice_of_loss(model: ModelSpec) -> str | None:
     return f"{model.name} computes its own loss; leave it out, or use a built-in model"
 
 
+def no_choice_of_block_ops(model: ModelSpec) -> str | None:
+    """Why steplab does not decide what runs within a block; None if it does."""
+    if model.kind == "transformer":
+        return None
+    return f"{model.name} has blocks of its own; leave it out, or use a built-in model"
+
+
 def no_shards(layout: Layout) -> str | None:
     """Why no parameters are sharded; None if they are."""
     return _no_axis(layout, "fsdp", "frees no parameters")

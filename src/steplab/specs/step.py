@@ -8,6 +8,7 @@ from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
 from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
 from steplab.specs import layout_options
+from steplab.specs.block_ops import refuse_unserved_block_ops
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN, refuse_unrecorded_step, refuse_unserved_graph
 from steplab.specs.device import DEVICES_TOLD, check_device
@@ -27,6 +28,7 @@ Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CudaGraph = Literal["off", "step"]
+BlockOps = Literal["plain", "triton"]
 Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
 Update = Literal["after", "overlapped"]
 DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
@@ -134,6 +136,24 @@ class StepSpec:
             applies=lambda spec: spec.model.kind != "factory",
             said="{} attention",
             panel=2,
+            baseline="plain",
+        ),
+    ] = "plain"
+    block_ops: Annotated[
+        BlockOps,
+        Declared(
+            help="What runs between the matrix products of a block",
+            meanings={
+                "plain": "torch's operators",
+                "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
+                "model.projections merged",
+            },
+            unused=lambda spec: layout_options.no_choice_of_block_ops(spec.model),
+            header="block operators",
+            said="{} block operators",
+            quiet=True,
+            rank=2,
+            panel=7,
             baseline="plain",
         ),
     ] = "plain"
@@ -366,6 +386,8 @@ class StepSpec:
             refuse_unserved_update(
                 layout=self.layout, data_parallel=self.data_parallel, precision=self.precision, compile=self.compile
             )
+        if self.block_ops == "triton":
+            refuse_unserved_block_ops(self.model, self.layout, self.device)
         if self.precision == "bf16_master":
             refuse_unserved_masters(
                 self.layout,

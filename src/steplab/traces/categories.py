@@ -64,7 +64,10 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("copy", (r"triton_poi_fused_(_to_copy|clone|copy|copy_|t|transpose|view|permute|cat|constant_pad_nd|_)+\d*$",)),
     (
         "elementwise",
-        (r"elementwise|triton_poi_|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu",),
+        (
+            r"elementwise|triton_poi_|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu",
+            r"^swiglu_|^rotary_heads_",
+        ),
     ),
     (
         "reduction",
@@ -125,7 +128,7 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
             r"::(sigmoid|silu|gelu|relu|tanh|mish|hardtanh|softplus|threshold|native_dropout)(_backward)?_?$",
             r"::(sin|cos|log1p|expm1|maximum|minimum|remainder|addcmul|addcdiv|lerp|isnan|isinf)(_scalar)?_?$",
             r"::(where|masked_fill|fill|zero|zeros|ones|full|zeros_like|ones_like|full_like|triu|tril|arange)_?$",
-            r"::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)$|^triton_poi_",
+            r"::(eq|ne|lt|le|gt|ge|logical_\w+|bitwise_\w+)$|^triton_poi_|^steplab::(swiglu|rotary_heads)",
         ),
     ),
     ("reduction", (r"^triton_(red|per)_",)),

@@ -7,6 +7,7 @@ attention in the frame as well, and hands them out in place of computing them ag
 """
 
 from collections.abc import Callable
+from typing import Any
 
 from steplab.plan.dry_run.tensors import Tensor
 
@@ -20,7 +21,7 @@ class Enough(Exception):
 class Frame:
     """One checkpointed call of a block."""
 
-    def __init__(self, run: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool) -> None:
+    def __init__(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> None:
         self._run, self._x, self._selective = run, x, selective
         self._num_nodes = 0
         self._found: list[Kept | None] = []
@@ -28,7 +29,7 @@ class Frame:
         self.recomputing = False
         """Whether the forward pass under way is the second."""
 
-    def run(self) -> Tensor:
+    def run(self) -> Any:
         """The block's forward pass, the first or the second."""
         return self._run(self._x)
 

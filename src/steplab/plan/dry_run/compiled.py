@@ -39,6 +39,7 @@ class CompiledTransformer:
         """head_loss: the output head and the loss together, which are operators of their own in compiled code too."""
         self._machine, self._spec, self._head_loss = m, spec, head_loss
         self._normed: Slot | None = None
+        self._fused = spec.block_ops == "triton"
         self.parameters = Parameters(m)
         """As in the eager model."""
         self._kept: list[list[Tensor]] = []
@@ -136,6 +137,8 @@ class CompiledTransformer:
         keys = sizes.residual if in_memory else sizes.keys
         if checkpointed:
             kept = [_Kind(sizes.stream, m.weight_dtype, "residual stream")]
+            if self._fused:
+                kept.append(_Kind(sizes.stream, compute, "branch of the block before"))
             if self._spec.checkpointing == "selective":
                 kept += [
                     *self._attended(sizes.keys, "outputs of the attention's matmuls", num_others=3),
@@ -168,7 +171,7 @@ class CompiledTransformer:
         """Columns of a merged projection beside the values, which a fused kernel keeps as a view of all of it. Queries
         and keys are needed no more once they are rotated."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
-        if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions:
+        if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions or self._fused:
             return []
         return [_Kind(count, compute, "queries and keys, not rotated") for count in (sizes.residual, sizes.keys)]
 
@@ -215,7 +218,8 @@ class CompiledTransformer:
         return kept
 
     def _of_fused_attention(self) -> list[_Kind]:
-        if self._machine.sizes.shape.learned_positions:  # queries are not rotated, and lie with their heads together
+        # Queries that are not rotated, or are by steplab's kernel, lie with their heads together.
+        if self._machine.sizes.shape.learned_positions or self._fused:
             return [self._row_sums()]
         copy = _Kind(self._machine.sizes.residual, self._machine.product_dtype, "attention output, heads together")
         return [copy, self._row_sums()]

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 from steplab.costs.operators import flops_of_elements
 from steplab.plan.dry_run.checkpoint import Enough, Frame
@@ -281,8 +282,8 @@ class Machine:
         self._weight_copies.clear()
         self._keep_since(started)
 
-    def checkpoint(self, run: Callable[[Tensor], Tensor], x: Tensor, *, selective: bool) -> Tensor:
-        """run(x), whose nodes keep nothing, to be recomputed in the backward pass."""
+    def checkpoint(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> Any:
+        """run(x) for a tensor or several, whose nodes keep nothing, to be recomputed in the backward pass."""
         if self.tape is None:
             return run(x)
         self._frame = Frame(run, x, selective=selective)

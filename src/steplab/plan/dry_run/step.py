@@ -9,6 +9,7 @@ from steplab.ops.cross_entropy.implementations import implementation
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.fused_attention import attention_of
+from steplab.plan.dry_run.fused_block import FusedBlock
 from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Gathering, Machine
 from steplab.plan.dry_run.memory import Ledger
@@ -105,7 +106,13 @@ class _Step:
         )
         m.begin("build")
         self._model = (
-            Transformer(m, attention_of(spec.attention), spec.checkpointing, _head_loss_of(spec))
+            Transformer(
+                m,
+                attention_of(spec.attention),
+                spec.checkpointing,
+                _head_loss_of(spec),
+                FusedBlock if spec.block_ops == "triton" else None,
+            )
             if spec.compile == "off"
             else CompiledTransformer(m, spec, _head_loss_of(spec))
         )

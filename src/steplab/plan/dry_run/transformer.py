@@ -1,6 +1,7 @@
 """model/transformer.py in the operators of the dry run, line by line."""
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -89,17 +90,25 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
 class Transformer:
     """The model on one machine."""
 
-    def __init__(self, m: Machine, attend: Attend, checkpointing: str, head_loss: HeadLoss | None) -> None:
-        """head_loss: the output head and the loss together; None: one after the other."""
+    def __init__(
+        self,
+        m: Machine,
+        attend: Attend,
+        checkpointing: str,
+        head_loss: HeadLoss | None,
+        block: "type[Block] | None" = None,
+    ) -> None:
+        """head_loss: the output head and the loss together; None: one after the other. block: its kind; None: Block."""
         self._machine, self._checkpointing, self._head_loss = m, checkpointing, head_loss
         self.parameters = Parameters(m)
-        self._blocks = [Block(m, attend, parameters) for parameters in self.parameters.of_blocks]
+        self._kind = block or Block
+        self._blocks = [self._kind(m, attend, parameters) for parameters in self.parameters.of_blocks]
 
     def forward(self) -> Tensor:
         """The loss of one batch."""
         m = self._machine
         m.where = "embedding"
-        x = self._embedded()
+        x = self._kind.entered(m, self._embedded())
         for index, block in enumerate(self._blocks):
             m.where = f"block {index}"
             if self._checkpointing == "selective" or is_recomputed(self._checkpointing, index):
@@ -109,8 +118,8 @@ class Transformer:
         m.where = "head and loss"
         norm, head = self.parameters.norm, self.parameters.head
         if self._head_loss is not None:
-            return self._head_loss(m, normalised(m, x, norm, "norm", "final norm"), head)
-        logits = linear(m, gather(m, normalised(m, x, norm, "norm", "final norm")), head, m.sizes.logits, "logits")
+            return self._head_loss(m, self._kind.last_norm(m, x, norm), head)
+        logits = linear(m, gather(m, self._kind.last_norm(m, x, norm)), head, m.sizes.logits, "logits")
         return cross_entropy(m, logits)
 
     def _embedded(self) -> Tensor:
@@ -144,13 +153,23 @@ class Block:
     def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:
         self._machine, self._attend, self._parameters = m, attend, parameters
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Any) -> Any:
         """The residual stream after the block."""
         m, parameters = self._machine, self._parameters
         x = add(m, x, self._attention(gather(m, normalised(m, x, parameters, "attention_norm", "attention norm"))))
         return add(
             m, x, self._feed_forward(gather(m, normalised(m, x, parameters, "feed_forward_norm", "feed-forward norm")))
         )
+
+    @staticmethod
+    def entered(m: Machine, x: Tensor) -> Any:
+        """The residual stream as the first block takes it."""
+        return x
+
+    @staticmethod
+    def last_norm(m: Machine, x: Any, norm: Named) -> Tensor:
+        """The norm after the last block, of the stream as that gives it."""
+        return normalised(m, x, norm, "norm", "final norm")
 
     def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:
         weight, bias = self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias")

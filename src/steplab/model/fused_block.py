@@ -1,0 +1,83 @@
+"""The block of the plain Transformer whose parts between matrix products are one kernel each.
+
+It serves merged projections, RMSNorm, rotary embedding and SwiGLU, and has the parameters of that block by their names.
+A block takes and gives the residual stream as two tensors, the stream and the branch that is still to be added to it:
+the next norm adds them, so that a sum has no kernel of its own, forward or backward.
+
+Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from steplab.model.transformer import NORM_EPS, Block, MergedSwiGLU, SelfAttention
+from steplab.ops.attention.api import AttentionFn
+from steplab.ops.attention.autocast import autocast_dtype
+from steplab.ops.rms_norm.api import add_rms_norm
+from steplab.ops.rotary_heads.api import rotary_heads
+from steplab.ops.swiglu.api import swiglu
+from steplab.specs.model import TransformerShape
+
+Stream = tuple[Tensor, Tensor]
+"""(x_BTC, branch_BTC): the residual stream is their sum."""
+
+
+class AddRMSNorm(nn.RMSNorm):
+    """The norm of a stream and a branch together, and their sum."""
+
+    def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> Stream:  # type: ignore[override]
+        """(normed, sum); normed is in the format of the product that reads it, to which autocast would cast it."""
+        return add_rms_norm(
+            x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=autocast_dtype(x_BTC.device.type) or x_BTC.dtype
+        )
+
+
+class LastNorm(AddRMSNorm):
+    """The norm after the last block, whose sum nothing reads."""
+
+    def forward(self, stream: Stream) -> Tensor:  # type: ignore[override]
+        return super().forward(*stream)[0]
+
+
+class FusedSelfAttention(SelfAttention):
+    """The same, where heads are taken apart and rotated in one kernel."""
+
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
+        assert rotary_2TD is not None
+        q_BHTD, k_BNTD, v_BNTD = rotary_heads(
+            self.query_key_value(x_BTC), rotary_2TD, num_heads=self.widths[0] // self.head_dim
+        )
+        o_BHTD = self.attend(q_BHTD, k_BNTD, v_BNTD, causal=True)
+        return self.output(o_BHTD.transpose(1, 2).flatten(2))
+
+
+class FusedSwiGLU(MergedSwiGLU):
+    """The same, where gate and up are joined in one kernel."""
+
+    def forward(self, x_BTC: Tensor) -> Tensor:
+        return self.down(swiglu(self.gate_up(x_BTC)))
+
+
+class FusedBlock(Block):
+    """Attention, then feed-forward, each on the norm of the stream with the branch before it."""
+
+    def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
+        nn.Module.__init__(self)
+        self.attention_norm = AddRMSNorm(shape.d_model)
+        self.attention = FusedSelfAttention(shape, attention)
+        self.feed_forward_norm = AddRMSNorm(shape.d_model)
+        self.feed_forward = FusedSwiGLU(shape.d_model, shape.d_ff, bias=shape.biases == "all")
+
+    def forward(self, stream: Stream, rotary_2TD: Tensor | None) -> Stream:  # type: ignore[override]
+        normed_BTC, x_BTC = self.attention_norm(*stream)
+        normed_BTC, x_BTC = self.feed_forward_norm(x_BTC, self.attention(normed_BTC, rotary_2TD))
+        return x_BTC, self.feed_forward(normed_BTC)
+
+    @staticmethod
+    def entered(x_BTC: Tensor) -> Stream:  # type: ignore[override]
+        """Nothing is added before the first block, which is the same code as the others for a branch of zeros."""
+        return x_BTC, torch.zeros_like(x_BTC, dtype=autocast_dtype(x_BTC.device.type))
+
+    @staticmethod
+    def last_norm(shape: TransformerShape) -> nn.Module:
+        return LastNorm(shape.d_model)

@@ -1,0 +1,141 @@
+"""RMSNorm of a residual stream with a branch added to it, and the stream with the branch.
+
+The backward pass goes over the rows once: it adds the gradient of the stream to that of the norm, and gives both
+inputs' gradients in their formats. Saved for it are the sum, the weight and one number for each row.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+from steplab.errors import UserError
+from steplab.ops.rms_norm.programs import NUM_PROGRAMS
+from steplab.ops.triton_device import on_device_of, refuse_unserved
+
+FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+SHARES, COLUMNS = 64, 16
+"""The tile in which shares are added up."""
+
+
+def add_rms_norm(
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor]:
+    """(normed, sum) for x and branch [..., C] and weight [C]: sum = x + branch, normed = its RMSNorm in `dtype`.
+
+    The sum is in the wider of both formats, as torch's own; dtype defaults to it. Computed in float32 and rounded once.
+    For float32, bfloat16 and float16 on CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for shapes that
+    differ, Unsupported for other formats and devices.
+    """
+    if x.shape != branch.shape or weight.shape != x.shape[-1:]:
+        shapes = f"{list(x.shape)}, {list(branch.shape)} and {list(weight.shape)}"
+        raise UserError(f"add_rms_norm takes two tensors [..., C] and a weight [C], not {shapes}")
+    for tensor in (x, branch, weight):
+        refuse_unserved("add_rms_norm", tensor, "use steplab.ops.rms_norm.reference.plain_add_rms_norm")
+    wide = torch.promote_types(x.dtype, branch.dtype)
+    normed, total, _ = torch.ops.steplab.add_rms_norm(x, branch, weight, eps, dtype or wide)
+    return normed, total
+
+
+def _forward(
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    from steplab.ops.rms_norm.kernels import add_rms_norm_kernel
+
+    x, branch = x.contiguous(), branch.contiguous()
+    normed, total, rstd = _fake_forward(x, branch, weight, eps, dtype)
+    if x.numel():
+        with on_device_of(x):
+            add_rms_norm_kernel[(rstd.numel(),)](
+                x, branch, weight.contiguous(), normed, total, rstd, x.shape[-1], eps, BLOCK=_block(x),
+                num_warps=FORWARD_WARPS,
+            )  # fmt: skip
+    return normed, total, rstd
+
+
+def _backward(
+    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtypes: list[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    from steplab.ops.rms_norm.kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
+
+    grad, total = grad.contiguous(), total.contiguous()
+    grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, dtypes)
+    width = total.shape[-1]
+    if not total.numel():
+        return grad_x, grad_branch, grad_weight.zero_()
+    num_programs = min(rstd.numel(), NUM_PROGRAMS)
+    shares = torch.empty(num_programs, width, dtype=torch.float32, device=total.device)
+    with on_device_of(total):
+        add_rms_norm_backward_kernel[(num_programs,)](
+            grad, total if grad_sum is None else grad_sum.contiguous(), total, weight.contiguous(), rstd, grad_x,
+            grad_branch, shares, rstd.numel(), width, HAS_SUM=grad_sum is not None,
+            HAS_BRANCH=grad_branch.numel() > 0, BLOCK=_block(total), num_warps=BACKWARD_WARPS,
+        )  # fmt: skip
+        rms_norm_weight_kernel[(-(-width // COLUMNS),)](
+            shares, grad_weight, num_programs, width, ROWS=SHARES, COLUMNS=COLUMNS, num_warps=4
+        )
+    return grad_x, grad_branch, grad_weight
+
+
+def _block(x: Tensor) -> int:
+    return 1 << max(x.shape[-1] - 1, 0).bit_length()
+
+
+def _fake_forward(
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor, Tensor]:
+    wide = torch.promote_types(x.dtype, branch.dtype)
+    normed, total = x.new_empty(x.shape, dtype=dtype), x.new_empty(x.shape, dtype=wide)
+    return normed, total, x.new_empty(x.shape[:-1], dtype=torch.float32)
+
+
+def _fake_backward(
+    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtypes: list[torch.dtype]
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The branch's gradient has no elements where it is that of x to the bit."""
+    of_x, of_branch = dtypes
+    grad_x = total.new_empty(total.shape, dtype=of_x)
+    grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)
+    return grad_x, grad_branch, weight.new_empty(weight.shape)
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+    x, branch, weight, _, _ = inputs
+    _, total, rstd = output
+    ctx.dtypes = [x.dtype, branch.dtype]
+    ctx.mark_non_differentiable(rstd)
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(total, weight, rstd)
+
+
+def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    total, weight, rstd = ctx.saved_tensors
+    if grad is None:
+        grad = torch.zeros_like(total)
+    of_x, of_branch, of_weight = torch.ops.steplab.add_rms_norm_backward(
+        grad, grad_sum, total, weight, rstd, ctx.dtypes
+    )
+    return of_x, of_branch if of_branch.numel() else of_x, of_weight, None, None
+
+
+_library = Library("steplab", "FRAGMENT")
+for _name, _schema, _real, _fake in (
+    (
+        "add_rms_norm",
+        "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+        _forward,
+        _fake_forward,
+    ),
+    (
+        "add_rms_norm_backward",
+        "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType[] dtypes)"
+        " -> (Tensor, Tensor, Tensor)",
+        _backward,
+        _fake_backward,
+    ),
+):
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"steplab::{_name}", _fake, lib=_library)
+register_autograd("steplab::add_rms_norm", _differentiate, setup_context=_save, lib=_library)

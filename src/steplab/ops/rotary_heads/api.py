@@ -1,0 +1,133 @@
+"""Queries, keys and values of one merged linear layer with rotary embedding, and one joined gradient of them.
+
+Each is contiguous as [B, T, heads, D], which the implementations of attention take as [B, heads, T, D] without a copy;
+their output is then laid out as the next linear layer reads it. Nothing but the table is saved for the backward pass.
+
+Shape suffixes: B batch, T tokens (context), H heads, N heads of keys and values, D head dimension, E (H + 2 N) D, 2
+cosine and sine.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+from steplab.errors import UserError
+from steplab.ops.triton_device import on_device_of, refuse_unserved
+
+ELEMENTS, NUM_WARPS = 2048, 4
+"""Pairs of a program's tile (rows x the power of two that holds D/2), and its warps."""
+
+
+def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
+
+    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4);
+    rotated are the pairs (x[i], x[i + D/2]). Computed in float32 and rounded once. For float32, bfloat16 and float16 on
+    CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes, Unsupported for other formats and
+    devices.
+    """
+    head_dim = 2 * table_2TD.shape[-1]
+    num_kv_heads, rest = divmod(merged_BTE.shape[-1] - num_heads * head_dim, 2 * head_dim)
+    if merged_BTE.dim() != 3 or rest or num_kv_heads < 1 or table_2TD.shape[1] < merged_BTE.shape[1]:
+        raise UserError(
+            f"rotary_heads takes [B, T, (H + 2 N) D] and a table [2, T, D/2], not {list(merged_BTE.shape)} and "
+            f"{list(table_2TD.shape)} with {num_heads} heads"
+        )
+    refuse_unserved("rotary_heads", merged_BTE, "use steplab.ops.rotary_heads.reference.plain_rotary_heads")
+    q_BTHD, k_BTND, v_BTND = torch.ops.steplab.rotary_heads(merged_BTE, table_2TD, num_heads)
+    return q_BTHD.transpose(1, 2), k_BTND.transpose(1, 2), v_BTND.transpose(1, 2)
+
+
+def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    from steplab.ops.rotary_heads.kernels import rotary_heads_kernel
+
+    merged, table = merged.contiguous(), _rows_together(table)
+    q, k, v = _fake_forward(merged, table, num_heads)
+    batch, context, _, head_dim = q.shape
+    if merged.numel():
+        with on_device_of(merged):
+            rotary_heads_kernel[_grid(q, k)](
+                merged, table, q, k, v, table.stride(0), batch * context, context, num_heads, k.shape[2], head_dim,
+                ROWS=_rows(head_dim), HALF=_half(head_dim), num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return q, k, v
+
+
+def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
+    from steplab.ops.rotary_heads.kernels import rotary_heads_backward_kernel
+
+    dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
+    table = _rows_together(table)
+    grad = _fake_backward(dq, dk, dv, table)
+    batch, context, num_heads, head_dim = dq.shape
+    if grad.numel():
+        strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
+        with on_device_of(dq):
+            rotary_heads_backward_kernel[_grid(dq, dk)](
+                dq, dk, dv, table, grad, table.stride(0), *strides,
+                batch * context, context, num_heads, dk.shape[2], head_dim,
+                ROWS=_rows(head_dim), HALF=_half(head_dim), num_warps=NUM_WARPS,
+            )  # fmt: skip
+    return grad
+
+
+def _rows_together(table: Tensor) -> Tensor:
+    """The table, whose positions may be the first of a longer one."""
+    return table if table.stride()[1:] == (table.shape[-1], 1) else table.contiguous()
+
+
+def _half(head_dim: int) -> int:
+    return 1 << max(head_dim // 2 - 1, 0).bit_length()
+
+
+def _rows(head_dim: int) -> int:
+    return max(ELEMENTS // _half(head_dim), 1)
+
+
+def _grid(q_BTHD: Tensor, k_BTND: Tensor) -> tuple[int]:
+    head_dim = q_BTHD.shape[-1]
+    of_queries, of_keys = (-(-(x.numel() // head_dim) // _rows(head_dim)) for x in (q_BTHD, k_BTND))
+    return (of_queries + 2 * of_keys,)
+
+
+def _fake_forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    head_dim = 2 * table.shape[-1]
+    num_kv_heads = (merged.shape[-1] // head_dim - num_heads) // 2
+    q, k, v = (merged.new_empty(*merged.shape[:2], n, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads))
+    return q, k, v
+
+
+def _fake_backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
+    return dq.new_empty(*dq.shape[:2], (dq.shape[2] + 2 * dk.shape[2]) * dq.shape[3])
+
+
+def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, ...]) -> None:
+    ctx.save_for_backward(inputs[1])
+
+
+def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:
+    (table,) = ctx.saved_tensors
+    return torch.ops.steplab.rotary_heads_backward(dq, dk, dv, table), None, None
+
+
+_library = Library("steplab", "FRAGMENT")
+for _name, _schema, _real, _fake in (
+    (
+        "rotary_heads",
+        "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)",
+        _forward,
+        _fake_forward,
+    ),
+    (
+        "rotary_heads_backward",
+        "(Tensor dq, Tensor dk, Tensor dv, Tensor table) -> Tensor",
+        _backward,
+        _fake_backward,
+    ),
+):
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"steplab::{_name}", _fake, lib=_library)
+register_autograd("steplab::rotary_heads", _differentiate, setup_context=_save, lib=_library)

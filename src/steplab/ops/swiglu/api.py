@@ -1,0 +1,93 @@
+"""silu(gate) * up of one joined tensor, whose gradient is written in one piece.
+
+What is saved for the backward pass is the joined tensor alone. As operators of torch (steplab::swiglu and its backward)
+torch.compile, FLOP counters, profilers and checkpointing see them, and do not look into them.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library, register_autograd, register_fake
+
+from steplab.errors import UserError
+from steplab.ops.triton_device import on_device_of, refuse_unserved
+
+ROWS, COLUMNS, NUM_WARPS = 4, 512, 4
+"""The tile of a program, and its warps."""
+
+
+def swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up for [..., 2F], the gate in the first half of the last dimension: [..., F], in the same format.
+
+    Computed in float32 and rounded once. For float32, bfloat16 and float16 on CUDA (or on a CPU under
+    TRITON_INTERPRET=1). Raises UserError for an odd last dimension, Unsupported for other formats and devices.
+    """
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise UserError(f"swiglu takes a gate and an up of equal widths side by side, not {list(gate_up.shape)}")
+    refuse_unserved("swiglu", gate_up, "use steplab.ops.swiglu.reference.plain_swiglu")
+    output: Tensor = torch.ops.steplab.swiglu(gate_up)
+    return output
+
+
+def _forward(gate_up: Tensor) -> Tensor:
+    from steplab.ops.swiglu.kernels import swiglu_kernel
+
+    gate_up = gate_up.contiguous()
+    out = _fake_forward(gate_up)
+    width = out.shape[-1]
+    num_rows = out.numel() // max(width, 1)
+    if out.numel():
+        with on_device_of(out):
+            swiglu_kernel[_grid(num_rows, width)](
+                gate_up, out, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+            )
+    return out
+
+
+def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    from steplab.ops.swiglu.kernels import swiglu_backward_kernel
+
+    grad, gate_up = grad.contiguous(), gate_up.contiguous()
+    grad_joined = torch.empty_like(gate_up)
+    width = grad.shape[-1]
+    num_rows = grad.numel() // max(width, 1)
+    if grad.numel():
+        with on_device_of(grad):
+            swiglu_backward_kernel[_grid(num_rows, width)](
+                grad, gate_up, grad_joined, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+            )
+    return grad_joined
+
+
+def _grid(num_rows: int, width: int) -> tuple[int, int]:
+    return -(-num_rows // ROWS), -(-width // COLUMNS)
+
+
+def _fake_forward(gate_up: Tensor) -> Tensor:
+    return gate_up.new_empty(*gate_up.shape[:-1], gate_up.shape[-1] // 2)
+
+
+def _fake_backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+    return torch.empty_like(gate_up, memory_format=torch.contiguous_format)
+
+
+def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+    ctx.save_for_backward(*inputs)
+
+
+def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    (gate_up,) = ctx.saved_tensors
+    gradient: Tensor = torch.ops.steplab.swiglu_backward(grad, gate_up)
+    return gradient
+
+
+_library = Library("steplab", "FRAGMENT")
+for _name, _schema, _real, _fake in (
+    ("swiglu", "(Tensor gate_up) -> Tensor", _forward, _fake_forward),
+    ("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor", _backward, _fake_backward),
+):
+    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
+    _library.impl(_name, _real, "CompositeExplicitAutograd")
+    register_fake(f"steplab::{_name}", _fake, lib=_library)
+register_autograd("steplab::swiglu", _differentiate, setup_context=_save, lib=_library)

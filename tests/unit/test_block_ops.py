@@ -1,0 +1,306 @@
+"""Kernels between the products of a block: against float64, as operators of torch, in the model, and in the plan."""
+
+import os
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import ProfilerActivity, profile
+
+from steplab.errors import Unsupported, UserError
+from steplab.model.build import build_workload
+from steplab.model.workload import call
+from steplab.ops.rms_norm import api as norm_api
+from steplab.ops.rms_norm import kernels as norm_kernels
+from steplab.ops.rms_norm.api import add_rms_norm
+from steplab.ops.rms_norm.reference import plain_add_rms_norm
+from steplab.ops.rotary_heads import kernels as heads_kernels
+from steplab.ops.rotary_heads.api import rotary_heads
+from steplab.ops.rotary_heads.reference import plain_rotary_heads
+from steplab.ops.swiglu import kernels as swiglu_kernels
+from steplab.ops.swiglu.api import swiglu
+from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
+from steplab.plan.dry_run.sizes import Count
+from steplab.plan.dry_run.step import dry_step, operators_of
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (where there is a GPU, tests/gpu)"
+)
+
+Function = Callable[..., Sequence[Tensor]]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+CPU = torch.device("cpu")
+CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
+TINY = {
+    "model": "tiny", "batch": 2, "context": 9, "device": "cpu", "attention": "sdpa", "model.projections": "merged",
+    "model.d_model": 48, "model.num_heads": 4, "model.d_ff": 70, "model.vocab_size": 60, "model.num_layers": 2,
+}  # fmt: skip
+
+
+# --- against float64 ------------------------------------------------------------------------------------------------
+
+
+def outputs_and_gradients(function: Function, inputs: Sequence[Tensor], weights: Sequence[Tensor]) -> list[Tensor]:
+    """What a function gives, and the gradients of its inputs for these of its outputs."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    outputs = function(*leaves)
+    given = [weight.to(output.dtype) for weight, output in zip(weights, outputs, strict=True)]
+    return [*outputs, *torch.autograd.grad(outputs, leaves, given)]
+
+
+def assert_near_float64(function: Function, reference: Function, inputs: Sequence[Tensor], *, like: Function) -> None:
+    """Each result is as near to float64 as its format allows: it is computed in float32, where it may be as far off as
+    the reference is in float32, or as far on the other side, and then rounded (cut off, by Triton's interpreter)."""
+    weights = [torch.randn_like(output) for output in like(*inputs)]
+    found = outputs_and_gradients(function, inputs, weights)
+    exact = outputs_and_gradients(reference, [x.double() for x in inputs], [x.double() for x in weights])
+    in_fp32 = outputs_and_gradients(reference, [x.float() for x in inputs], [x.float() for x in weights])
+    for number, (ours, wanted, wide) in enumerate(zip(found, exact, in_fp32, strict=True)):
+        numbers = torch.finfo(ours.dtype)
+        bound = numbers.eps * wanted.abs() + numbers.smallest_normal + 2 * (wide.double() - wanted).abs().max()
+        assert ((ours.double() - wanted).abs() <= bound).all(), f"result {number}"
+    again = outputs_and_gradients(function, inputs, weights)
+    assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(3, 14), (5, 2, 1030), (1, 2), (9, 512)], ids=str)
+def test_swiglu_is_as_near_to_float64_as_the_format_allows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    x = 3 * torch.randn(shape, dtype=dtype)
+    assert_near_float64(lambda x: [swiglu(x)], lambda x: [plain_swiglu(x)], [x], like=lambda x: [plain_swiglu(x)])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 1, 10), (1, 70, 4, 2, 16), (2, 3, 1, 1, 2), (3, 2, 5, 5, 80)], ids=str)
+def test_heads_are_as_near_to_float64_as_the_format_allows(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    torch.manual_seed(0)
+    batch, context, heads, kv_heads, head_dim = sizes
+    merged = torch.randn(batch, context, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
+    angles = 6 * torch.rand(context + 3, head_dim // 2)
+    table = torch.stack((angles.cos(), angles.sin()))[:, :context]  # the first positions of a longer table
+
+    def plain(x: Tensor) -> Sequence[Tensor]:
+        return plain_rotary_heads(x, table.to(x.dtype) if x.dtype == torch.float64 else table, heads)
+
+    assert_near_float64(lambda x: rotary_heads(x, table, heads), plain, [merged], like=plain)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stream", ["fp32", "the same"])
+@pytest.mark.parametrize("shape", [(3, 7), (2, 7, 130), (1, 1), (5, 1024)], ids=str)
+def test_norms_are_as_near_to_float64_as_the_format_allows(
+    shape: tuple[int, ...], stream: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(norm_api, "NUM_PROGRAMS", 4)  # fewer than rows, so that some have several
+    wide = torch.float32 if stream == "fp32" else dtype
+    inputs = [torch.randn(shape, dtype=wide), torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=wide)]
+    rounded = add_rms_norm(*inputs, 1e-5)[1].double()
+    exact = inputs[0].double() + inputs[1].double()
+    assert ((rounded - exact).abs() <= torch.finfo(wide).eps * exact.abs()).all()
+
+    def plain(x: Tensor, branch: Tensor, weight: Tensor) -> Sequence[Tensor]:
+        # The norm is that of the sum as it is in memory.
+        total = x + branch
+        total = total + (rounded.to(total.dtype) - total).detach()
+        return plain_add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
+
+    def like(*inputs: Tensor) -> Sequence[Tensor]:
+        normed, total = plain(*inputs)
+        return normed.to(dtype), total
+
+    assert_near_float64(lambda *inputs: add_rms_norm(*inputs, 1e-5, dtype=dtype), plain, inputs, like=like)
+
+
+def test_gradients_come_in_any_order_of_memory() -> None:
+    torch.manual_seed(0)
+    merged = torch.randn(2, 6, 5 * 4, requires_grad=True)
+    table = torch.stack((torch.rand(6, 2).cos(), torch.rand(6, 2).sin()))
+    gradients = [torch.randn(2, 4, 6, heads).permute(0, 3, 2, 1) for heads in (3, 1, 1)]  # no dimension as expected
+    (found,) = torch.autograd.grad(rotary_heads(merged, table, 3), merged, gradients)
+    (wanted,) = torch.autograd.grad(plain_rotary_heads(merged, table, 3), merged, gradients)
+    torch.testing.assert_close(found, wanted)
+    x = torch.randn(3, 8, requires_grad=True)
+    (found,) = torch.autograd.grad(swiglu(x), x, torch.ones(1, 1).expand(3, 4))
+    (wanted,) = torch.autograd.grad(plain_swiglu(x), x, torch.ones(3, 4))
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("used", [0, 1])
+def test_a_norm_or_a_sum_that_nothing_reads_has_no_gradient(used: int) -> None:
+    torch.manual_seed(0)
+    inputs = [torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.rand(6)]
+    found = torch.autograd.grad(add_rms_norm(*inputs, 1e-5)[used].square().sum(), inputs[:2])
+    wanted = torch.autograd.grad(plain_add_rms_norm(*inputs, 1e-5)[used].square().sum(), inputs[:2])
+    torch.testing.assert_close(found, wanted)
+
+
+def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(UserError, match=r"equal widths side by side, not \[2, 3\]"):
+        swiglu(torch.zeros(2, 3))
+    with pytest.raises(UserError, match=r"not \[1, 2, 12\] and \[2, 2, 2\] with 2 heads"):
+        rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2), 2)
+    with pytest.raises(UserError, match=r"not \[2, 3\], \[2, 4\] and \[3\]"):
+        add_rms_norm(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(3), 1e-5)
+    with pytest.raises(Unsupported, match="swiglu in float64"):
+        swiglu(torch.zeros(2, 4, dtype=torch.float64))
+    monkeypatch.delenv("TRITON_INTERPRET")
+    with pytest.raises(Unsupported, match="swiglu on cpu"):
+        swiglu(torch.zeros(2, 4))
+
+
+def test_they_are_operators_as_torch_expects_them() -> None:
+    """Schema, fake outputs, autograd, and tracing forward and backward: torch's own check."""
+    x, table = torch.randn(2, 3, 20, requires_grad=True), torch.rand(2, 3, 2)
+    norm = (x, torch.randn(2, 3, 20, dtype=torch.bfloat16, requires_grad=True), torch.rand(20, requires_grad=True))
+    for operator, arguments in (
+        (torch.ops.steplab.swiglu.default, (x,)),
+        (torch.ops.steplab.rotary_heads.default, (x, table, 3)),
+        (torch.ops.steplab.add_rms_norm.default, (*norm, 1e-5, torch.bfloat16)),
+    ):
+        torch.library.opcheck(operator, arguments, test_utils=CHECKS)
+
+
+# --- in the model ---------------------------------------------------------------------------------------------------
+
+
+def step(**fields: object) -> StepSpec:
+    return resolve_step(TINY | {"block_ops": "triton"} | fields)
+
+
+def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False) -> dict[str, Tensor]:
+    """The loss and the gradients of all parameters, for weights and tokens of the spec's seed."""
+    workload = build_workload(spec, CPU)
+    assert workload.module is not None
+    assert workload.make_batch is not None
+    module, batch = workload.module, workload.make_batch()
+    module = module.double() if double else module
+    if compiled:
+        torch._dynamo.reset()
+        for block in module.blocks:  # type: ignore[union-attr]
+            block.forward = torch.compile(block.forward, backend="aot_eager")
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
+        loss = call(module, batch)
+    loss.backward()
+    gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+    return {"loss": loss.detach()} | gradients
+
+
+def largest_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
+    assert found.keys() == exact.keys()
+    return max(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize(
+    "variant", [{}, {"model.num_kv_heads": 2, "model.biases": "all", "model.head": "tied", "loss": "fused"}], ids=str
+)
+def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object], precision: str) -> None:
+    fields = variant | {"precision": precision}
+    exact = gradients_of(step(**variant | {"block_ops": "plain", "loss": "plain"}), double=True)
+    plain = largest_error(gradients_of(step(**fields | {"block_ops": "plain"})), exact)
+    fused = largest_error(gradients_of(step(**fields)), exact)
+    # The interpreter cuts off where a GPU rounds, which doubles the error of a number.
+    assert fused <= 2 * plain
+
+
+def test_recomputed_and_compiled_blocks_give_the_same_bits() -> None:
+    eager = gradients_of(step(precision="bf16"))
+    others = [gradients_of(step(precision="bf16", checkpointing=how)) for how in ("full", "selective")]
+    for other in (*others, gradients_of(step(precision="bf16"), compiled=True)):
+        assert all(torch.equal(eager[name], other[name]) for name in eager)
+
+
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"model.projections": "separate"}, "separate projections.*use --model.projections merged"),
+        ({"model.norm": "layernorm"}, "for RMSNorm, SwiGLU and rotary embedding"),
+        ({"model.feed_forward": "gelu"}, "for RMSNorm, SwiGLU and rotary embedding"),
+        ({"model.learned_positions": 16}, "for RMSNorm, SwiGLU and rotary embedding"),
+        ({"layout": "fsdp=2"}, "layout fsdp=2.*use dp=2"),
+        ({"device": "mps"}, "device mps"),
+    ],
+)
+def test_steps_that_it_does_not_serve_are_refused(fields: dict[str, object], said: str) -> None:
+    with pytest.raises(Unsupported, match=f"(?s)block_ops triton with .*{said}"):
+        step(**fields)
+
+
+# --- in the plan ----------------------------------------------------------------------------------------------------
+
+
+SCALARS = 64
+"""Bytes below which a CPU's operators allocate for themselves."""
+
+
+class NothingMade:
+    """In place of a kernel, which writes into memory that is there."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
+        return lambda *arguments, **options: None
+
+
+def peaks(changes: Sequence[int]) -> tuple[int, int]:
+    """The most, and what is left at the end."""
+    sums = list(accumulate(change for change in changes if abs(change) >= SCALARS))
+    return max(sums), sums[-1]
+
+
+def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most bytes in each pass, and what the forward pass leaves for the other."""
+    for module in (norm_kernels, heads_kernels, swiglu_kernels):
+        for name in (name for name in vars(module) if name.endswith("_kernel")):
+            monkeypatch.setattr(module, name, NothingMade())
+    spec = step(**{"pass": "forward_backward", "attention": "plain"})
+    workload = build_workload(spec, CPU)
+    assert workload.module is not None
+    assert workload.make_batch is not None
+    model, batch = workload.module, workload.make_batch()
+    found: list[list[int]] = []
+    for _ in range(2):  # the first makes what is only made once
+        model.zero_grad()
+        found.clear()
+        loss: Tensor | None = None
+        for _ in range(2):
+            with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+                if loss is None:
+                    loss = call(model, batch)
+                else:
+                    loss.backward()  # type: ignore[no-untyped-call]
+            events = profiler.profiler.kineto_results.events()
+            found.append([event.nbytes() for event in events if event.name() == "[memory]"])
+
+    planned: dict[str, list[int]] = {}
+
+    def listen(event: Event) -> None:
+        if isinstance(event, Began):
+            planned[event.phase] = []
+        elif isinstance(event, Allocated | Freed):
+            change = event.piece.num_bytes if isinstance(event, Allocated) else -event.piece.num_bytes
+            planned[list(planned)[-1]].append(change)
+
+    with dry_step(spec, Count(0, ""), listen) as run_dry:
+        run_dry()
+    assert peaks(found[0]) == peaks(planned["forward"])
+    assert peaks(found[1])[0] == peaks(planned["backward"])[0]
+
+
+def test_the_plan_knows_the_kernels() -> None:
+    operators = operators_of(step(precision="bf16", compile="block", **{"model.num_layers": 3}))
+    counts = {name: sum(op.name == name for op in operators) for name in ("add_rms_norm", "rotary_heads", "swiglu")}
+    assert counts == {"add_rms_norm": 2 * 3 + 1, "rotary_heads": 3, "swiglu": 3}
+    tokens, width, inner = 2 * 9, 48, 70
+    moved = {op.name: op.read_bytes + op.written_bytes for op in operators}
+    assert moved["swiglu"] == 2 * 3 * tokens * inner
+    assert moved["swiglu_backward"] == 2 * 5 * tokens * inner
+    assert moved["rotary_heads"] == 2 * 6 * tokens * width + 4 * 9 * (width // 4)
+    assert moved["add_rms_norm"] == (4 + 2 + 2 + 4) * tokens * width + 4 * tokens + 4 * width
