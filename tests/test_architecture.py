@@ -61,6 +61,7 @@ FACTS_OF_OPS = (
     "steplab.ops.attention.choice_table",
     "steplab.ops.cross_entropy.implementations",
     "steplab.ops.adamw.block",
+    "steplab.ops.rms_norm.programs",
 )
 """Tables that import nothing but each other, so that they can be lifted with the code they are about, and read by
 whoever asks for facts of it. All may import them, as they may `errors`."""

@@ -165,6 +165,7 @@ def test_the_attention_choices_are_the_implementations_there_are() -> None:
 def test_every_choice_is_accepted(field: str, value: str) -> None:
     needs: dict[str, dict[str, object]] = {  # what fields that one process has no use for need, and one precision
         "bf16_master": {"optimizer": "adamw_triton"},
+        "triton": {"model.projections": "merged"},
         "data_parallel": {"layout": "dp=2"},
         "reshard_after_forward": {"layout": "fsdp=2"},
         "pipeline_schedule": {"layout": "pp=2", "model.num_layers": 4},

@@ -33,6 +33,7 @@ from steplab.specs.study import load_study
 from steplab.store.cells import cell_key
 
 AROUND: dict[str, dict[str, object]] = {
+    "block_ops": {"model.projections": "merged"},
     "data_parallel": {"layout": "dp=2"},
     "bucket_size_mb": {"layout": "dp=2"},
     "reshard_after_forward": {"layout": "fsdp=2"},
