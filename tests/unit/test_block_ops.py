@@ -103,7 +103,7 @@ def test_norms_are_as_near_to_float64_as_the_format_allows(
     monkeypatch.setattr(norm_api, "NUM_PROGRAMS", 4)  # fewer than rows, so that some have several
     wide = torch.float32 if stream == "fp32" else dtype
     inputs = [torch.randn(shape, dtype=wide), torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=wide)]
-    rounded = add_rms_norm(*inputs, 1e-5)[1].double()
+    rounded = add_rms_norm(inputs[0], inputs[1], inputs[2], 1e-5)[1].double()
     exact = inputs[0].double() + inputs[1].double()
     assert ((rounded - exact).abs() <= torch.finfo(wide).eps * exact.abs()).all()
 
@@ -117,7 +117,9 @@ def test_norms_are_as_near_to_float64_as_the_format_allows(
         normed, total = plain(*inputs)
         return normed.to(dtype), total
 
-    assert_near_float64(lambda *inputs: add_rms_norm(*inputs, 1e-5, dtype=dtype), plain, inputs, like=like)
+    assert_near_float64(
+        lambda x, branch, weight: add_rms_norm(x, branch, weight, 1e-5, dtype=dtype), plain, inputs, like=like
+    )
 
 
 def test_gradients_come_in_any_order_of_memory() -> None:
@@ -137,9 +139,9 @@ def test_gradients_come_in_any_order_of_memory() -> None:
 @pytest.mark.parametrize("used", [0, 1])
 def test_a_norm_or_a_sum_that_nothing_reads_has_no_gradient(used: int) -> None:
     torch.manual_seed(0)
-    inputs = [torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.rand(6)]
-    found = torch.autograd.grad(add_rms_norm(*inputs, 1e-5)[used].square().sum(), inputs[:2])
-    wanted = torch.autograd.grad(plain_add_rms_norm(*inputs, 1e-5)[used].square().sum(), inputs[:2])
+    x, branch, weight = torch.randn(4, 6, requires_grad=True), torch.randn(4, 6, requires_grad=True), torch.rand(6)
+    found = torch.autograd.grad(add_rms_norm(x, branch, weight, 1e-5)[used].square().sum(), (x, branch))
+    wanted = torch.autograd.grad(plain_add_rms_norm(x, branch, weight, 1e-5)[used].square().sum(), (x, branch))
     torch.testing.assert_close(found, wanted)
 
 
@@ -275,7 +277,7 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
                 if loss is None:
                     loss = call(model, batch)
                 else:
-                    loss.backward()  # type: ignore[no-untyped-call]
+                    loss.backward()
             events = profiler.profiler.kineto_results.events()
             found.append([event.nbytes() for event in events if event.name() == "[memory]"])
 
