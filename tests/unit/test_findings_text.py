@@ -51,7 +51,10 @@ def tried(found: Findings) -> Findings:
 
 def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, found: Findings) -> None:
     text = render_findings(run, found, "table", width=90)
-    assert "It saves about 3.00 ms of 30.0 ms per step (10.0 %)." in text
+    assert "--compile default saves about 3.00 ms of 30.0 ms per step, 10.0 %." in " ".join(
+        text.split("1. ")[0].split()
+    )
+    assert "The change saves about 3.00 ms of 30.0 ms per step (10.0 %)." in text
     assert "\n  steplab run --model small --precision bf16 --compile default\n" in text
     assert "In a chain of kernels every intermediate is written and read again" in " ".join(text.split())
     prose = [line for line in text.splitlines() if "  steplab run" not in line]

@@ -3,6 +3,8 @@
 For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,6 +29,17 @@ _OF_MEASURING = ("warmup", "steps", "seed")
 @step_options(without=_OF_MEASURING)
 class PlannedStepOptions(GivenFields):
     """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
+
+
+@contextmanager
+def _shown(stage: str) -> Iterator[None]:
+    """Shows at a terminal that something is under way, which may take seconds."""
+    from steplab.cli.progress import ProgressLine
+    from steplab.measurement.progress import Progress
+
+    with ProgressLine() as line:
+        line.alive(Progress(stage=stage))
+        yield
 
 
 def _chosen(out: PageOptions) -> str:
@@ -90,7 +103,8 @@ def memory(
     from steplab.specs.recipe import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
-    prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
+    with _shown("predicting"):
+        prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
     _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 
@@ -130,7 +144,8 @@ def time(
     from steplab.specs.recipe import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
-    prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
+    with _shown("predicting"):
+        prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
     _write(time_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 
@@ -189,16 +204,17 @@ def layout(
     from steplab.specs.resolve import resolve_step
 
     spec, chosen = resolve_step(step.fields()), _chosen(out)
-    found = plan_layout(
-        spec,
-        gpus=gpus,
-        global_batch=global_batch,
-        gpu=gpu,
-        gpus_per_node=gpus_per_node,
-        links=link,
-        profile=profile,
-        store=out.store,
-    )
+    with _shown("planning the layouts"):
+        found = plan_layout(
+            spec,
+            gpus=gpus,
+            global_batch=global_batch,
+            gpu=gpu,
+            gpus_per_node=gpus_per_node,
+            links=link,
+            profile=profile,
+            store=out.store,
+        )
     _write(layouts_document(found), chosen, out, found)
 
 
@@ -219,7 +235,9 @@ def steps(
 
     chosen = _chosen(out)
     cells = study_from_grids("plan", "", [step.grid()]).cells
-    _write(planned_document(plan_steps(cells, gpu=gpu)), chosen, out)
+    with _shown("predicting"):
+        planned = plan_steps(cells, gpu=gpu)
+    _write(planned_document(planned), chosen, out)
 
 
 @plan.command
@@ -251,7 +269,9 @@ def fit(
     from steplab.lab.rate_fitting import fitted_table
 
     chosen_format("rates", out, allowed=("rates",))
-    emit(fitted_table(gpu, hold_out, out.store, table), out, "rates")
+    with _shown("fitting"):
+        fitted = fitted_table(gpu, hold_out, out.store, table)
+    emit(fitted, out, "rates")
 
 
 @plan.command
@@ -280,7 +300,9 @@ def check(
     from steplab.report.plan.check import check_document
 
     chosen = _chosen(out)
-    _write(check_document(check_plan(out.store, table)), chosen, out)
+    with _shown("predicting"):
+        checked = check_plan(out.store, table)
+    _write(check_document(checked), chosen, out)
 
 
 _OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))

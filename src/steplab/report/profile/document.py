@@ -73,9 +73,7 @@ def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None
         else []
     )
     doubts = (f"Caution: {doubt}." for doubt in profile.doubts)
-    return Verdict(
-        sentences=(*finding_sentences(run, profile, findings), *timed), cautions=(*doubts, *run_cautions(run))
-    )
+    return Verdict(sentences=(*finding_sentences(run, findings), *timed), cautions=(*doubts, *run_cautions(run)))
 
 
 def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section | None:

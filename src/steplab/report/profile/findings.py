@@ -19,7 +19,7 @@ from steplab.report.kit.document import (
     row_of,
 )
 from steplab.report.kit.quantities import TIME, Quantity
-from steplab.report.profile.words import NO_FINDING, largest_categories, time_sentence
+from steplab.report.profile.verdict import finding_sentences
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import run_title
 
@@ -44,22 +44,10 @@ def findings_document(run: Run, findings: Findings) -> Document:
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
-        verdict=Verdict(sentences=tuple(_answer(run, findings)), cautions=tuple(run_cautions(run))),
+        verdict=Verdict(sentences=tuple(finding_sentences(run, findings)), cautions=tuple(run_cautions(run))),
         sections=(*sections, *notes_section(findings.not_looked_at, "Not looked at")),
         data=Table(name="findings", columns=(), rows=tuple(map(_row, found))),
     )
-
-
-def _answer(run: Run, findings: Findings) -> Iterator[str]:
-    """What would save most; without findings, where the time goes."""
-    if not findings.findings:
-        yield NO_FINDING
-        if run.profile:
-            yield time_sentence(run, run.profile)
-            yield largest_categories(run, run.profile)
-        return
-    first = findings.findings[0]
-    yield f"{first.title}. {_gain(first, findings.step_s)}"
 
 
 def _row(finding: Finding) -> Row:
@@ -86,12 +74,13 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
-        return "Its gain cannot be predicted from this record."
+        return "What the change saves cannot be predicted from this record."
     about = "at most" if finding.at_most else "about"
     if step_s is None:
-        return f"It saves {about} {units.format_time(finding.saves_s)} per step."
+        return f"The change saves {about} {units.format_time(finding.saves_s)} per step."
     share = units.format_percent(finding.saves_s / step_s)
-    return f"It saves {about} {units.format_time(finding.saves_s)} of {units.format_time(step_s)} per step ({share})."
+    saved = f"{units.format_time(finding.saves_s)} of {units.format_time(step_s)}"
+    return f"The change saves {about} {saved} per step ({share})."
 
 
 def _figure(evidence: Evidence) -> str:

@@ -4,11 +4,10 @@ from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.finding import Finding, Findings
-from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, named_section, table_of
 from steplab.report.kit.quantities import PERCENT
-from steplab.report.profile.words import NO_FINDING, time_sentence
+from steplab.report.profile.words import largest_categories, time_sentence
 from steplab.specs.step_fields import option_name
 
 _MOST_TOLD = 3
@@ -18,14 +17,14 @@ _NOTE = (
 _COLOR = 1
 
 
-def finding_sentences(run: Run, profile: Profile, findings: Findings | None) -> Iterator[str]:
-    """What would save most and what comes next; without findings, how busy the device is."""
-    if findings is None:
-        yield time_sentence(run, profile)
-        return
-    if not findings.findings:
-        yield NO_FINDING
-        yield time_sentence(run, profile)
+def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
+    """What would save most and what comes next; without findings, where the time goes."""
+    if findings is None or not findings.findings:
+        if findings is not None:
+            yield "No change is predicted to save a considerable share of the step."
+        if run.profile:
+            yield time_sentence(run, run.profile)
+            yield largest_categories(run, run.profile)
         return
     first, *others = findings.findings[:_MOST_TOLD]
     yield f"{first.title}: {_saving(first, findings.step_s)}."

@@ -20,7 +20,6 @@ from steplab.report.profile.figures import (
 from steplab.report.profile.roofline import find_roofs
 
 PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
-NO_FINDING = "No change is predicted to save a considerable share of the step."
 _MOST_CATEGORIES = 3
 _NO_MATMUL = 0.005  # a difference of shares below this is no drop
 
