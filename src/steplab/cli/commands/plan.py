@@ -38,7 +38,7 @@ def _shown(stage: str) -> Iterator[None]:
     from steplab.measurement.progress import Progress
 
     with ProgressLine() as line:
-        line.alive(Progress(stage=stage))
+        line.alive(Progress(stage=stage, done=0, total=0))
         yield
 
 
