@@ -262,12 +262,12 @@ def test_cell_keys_tell_specs_apart_and_are_stable() -> None:
 
 
 def test_a_study_is_found_by_its_cells_and_by_prefix(store: Store) -> None:
-    assert store.latest_study() is None
+    assert store.studies() == []
     assert store.find_study(STUDY) is None
     first, second = store.begin_study(STUDY), store.begin_study(STUDY)
     other = store.begin_study(dataclasses.replace(STUDY, name="one", cells=(TINY,)))
     assert store.find_study(STUDY) == second != first
-    assert store.latest_study() == other
+    assert store.study_id("last") == other
     assert store.study_id(first[:11]) == first
     with pytest.raises(UserError):
         store.study_id("not hexadecimal")
@@ -307,7 +307,7 @@ def test_readers_see_the_last_attempt_at_a_cell(store: Store) -> None:
 
 def test_a_study_known_by_imported_records_alone_is_listed(store: Store) -> None:
     store.import_lines([encode(make_run("a", second=7, study="beef", name="sizes"))])
-    assert store.study_id("be") == store.latest_study() == "beef"
+    assert store.study_id("be") == store.study_id("last") == "beef"
     row = store.studies()[0]
     assert (row["name"], row["num_cells"], row["num_ok"], row["num_failed"]) == ("sizes", None, 1, 0)
     assert store.finished_cells("beef") == {cell_key(TINY)}

@@ -61,40 +61,228 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
     return ForeignRecord(where=where, body=line.strip())
 
 
-def add(connection: Connection, record: Record, cell: str | None) -> None:
-    """Store one record, in a transaction of its own."""
-    with connection.transaction():
-        _insert(connection, record, encode(record), cell)
+class RecordTable:
+    """The records of an open store. Every method raises SteplabError, with one line that names the fix, if the file
+    cannot be used."""
 
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
 
-def import_records(connection: Connection, records: Sequence[ForeignRecord]) -> tuple[int, int]:
-    """Store them, all or none; returns how many were added and how many were there already."""
-    num_added = 0
-    with connection.transaction():
-        for foreign in records:
+    def add(self, record: Record, *, cell: str | None = None) -> None:
+        """Store a record; it is on disk when this returns. The same record again changes nothing.
+
+        `cell` is the key of the study's cell it measured; by default that of the record's own spec.
+        Raises SteplabError if another record has its id.
+        """
+        with self._connection.transaction():
+            _insert(self._connection, record, encode(record), cell)
+
+    def import_lines(self, lines: Iterable[bytes]) -> tuple[int, int]:
+        """Store the record in each line of JSON, all or none; blank lines are skipped.
+
+        Returns how many were added and how many were there already. Raises SteplabError with the number of
+        the line that is no record, or not one that steplab can have written, or whose id another record has.
+        """
+        numbered = enumerate(lines, start=1)
+        found = [read_foreign(f"line {number}", line) for number, line in numbered if line.strip()]
+        return self.import_records(found)
+
+    def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
+        """Store records that `read_foreign` returned, all or none.
+
+        Returns how many were added and how many were there already.
+        """
+        num_added = 0
+        with self._connection.transaction():
+            for foreign in records:
+                try:
+                    num_added += _insert(self._connection, foreign.record, foreign.body, None)
+                except SteplabError as error:
+                    raise SteplabError(f"{foreign.where}: {error}; nothing was imported") from error
+        return num_added, len(records) - num_added
+
+    def get(self, id_prefix: str) -> Record:
+        """The record whose id begins with `id_prefix`. Raises UserError if none does, or more than one."""
+        record_id = unique_id(self._connection, "record", id_prefix)
+        body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
+        return _decode(self._connection, record_id, body)
+
+    def find(self, record_id: str) -> Record | None:
+        """The record with this id; None, with a LeftOut warning, if it cannot be read."""
+        try:
+            return self.get(record_id)
+        except SteplabError as error:
+            _leave_out(error)
+            return None
+
+    def records(self, id_prefixes: Iterable[str]) -> list[Record]:
+        """The records with these ids, in this order. Raises as `get` does."""
+        return [self.get(prefix) for prefix in id_prefixes]
+
+    def rows(
+        self,
+        *,
+        kind: str | None = "run",
+        study: str | None = None,
+        name: str | None = None,
+        status: str | None = None,
+        limit: int | None = None,
+        all_attempts: bool = False,
+    ) -> list[Row]:
+        """One flat row of figures per record, newest first, without reading any record's body; None does not restrict.
+
+        The figures are those of the command line's JSON and CSV, in base units, an absent one None. A row has the
+        columns of the version that stored the record, so read it with `get`. A LeftOut warning reports a damaged row.
+
+        """
+        selection = Selection(kind=kind, study=study, name=name, status=status, all_attempts=all_attempts)
+        return list(_rows(self._connection, selection, limit))
+
+    def rows_in_part(
+        self, keys: Collection[str], *, study: str | None = None, name: str | None = None
+    ) -> Iterator[Row]:
+        """As `rows`, one at a time, but of each row only these fields, and `seq`, by which `rows_of` finds the row.
+
+        It is for choosing among many records: the rows of 100,000 take 620 MiB of memory, and so much of them 50.
+        """
+        selection = Selection(study=study, name=name)
+        # a number, because making texts of 100,000 ids takes as long as reading the figures
+        columns = ["seq", *(key for key in _BESIDE if key in keys)]
+        figures = [key for key in dict.fromkeys(keys) if key not in _SURE]
+        sql = f"SELECT {', '.join(columns)}, {'summary' if figures else 'NULL'} FROM record"
+        decode = msgspec.json.Decoder(_part_of_row(figures)).decode
+        for *values, summary in self._connection.stream(
+            f"{sql} WHERE {selection.condition()} {_NEWEST_FIRST}", *selection.values()
+        ):
+            row: Row = dict(zip(columns, values, strict=True))
+            if "kind" in row:
+                row["kind"] = _verb(text_of(row["kind"]))
+            if figures:
+                try:
+                    found = decode(summary)
+                except _DAMAGE as error:
+                    _leave_out_figures(
+                        _only(self._connection, "SELECT id FROM record WHERE seq = ?", row["seq"])[0], error
+                    )
+                else:
+                    for key, value in zip(figures, astuple(found), strict=True):
+                        if value is not msgspec.UNSET:
+                            row[key] = value
+            yield row
+
+    def rows_of(self, numbers: Sequence[int]) -> list[Row]:
+        """The rows of the records with these `seq`, in this order; a record that is gone has none."""
+        found = dict[int, Row]()
+        for first in range(0, len(numbers), _MOST_NUMBERS):
+            some = numbers[first : first + _MOST_NUMBERS]
+            marks = ", ".join("?" * len(some))
+            sql = f"SELECT seq, {_COLUMNS} FROM record WHERE seq IN ({marks})"
+            for number, *columns, summary in self._connection.stream(sql, *some):
+                found[number] = _row([text_of(value) for value in columns], summary)
+        return [found[number] for number in numbers if number in found]
+
+    def fields_of_rows(self, *, study: str | None = None, name: str | None = None) -> dict[str, dict[str, None]]:
+        """The fields that rows of each kind have, in their order, by the rows' field `kind`."""
+        fields = dict[str, dict[str, None]]()
+        for row in _rows(self._connection, Selection(study=study, name=name), None):
+            fields.setdefault(str(row["kind"]), {}).update(dict.fromkeys(row))
+        return fields
+
+    def iterate(
+        self,
+        *,
+        kind: str | None = None,
+        study: str | None = None,
+        name: str | None = None,
+        all_attempts: bool = False,
+        outside_studies: bool = False,
+        newest: int | None = None,
+    ) -> Iterator[Record]:
+        """Whole records, oldest first, one at a time; None does not restrict.
+
+        `newest` is how many of the newest are taken. One that cannot be read is left out, with a LeftOut warning.
+        """
+        selection = Selection(
+            kind=kind, study=study, name=name, all_attempts=all_attempts, outside_studies=outside_studies
+        )
+        sql = f"SELECT id, body FROM record WHERE {selection.condition()} ORDER BY created_utc, seq"
+        values: list[object] = [*selection.values()]
+        if newest is not None:
+            last = f"SELECT seq FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?"
+            sql = f"SELECT id, body FROM record WHERE seq IN ({last}) ORDER BY created_utc, seq"
+            values.append(newest)
+        for record_id, body in self._connection.stream(sql, *values):
             try:
-                num_added += _insert(connection, foreign.record, foreign.body, None)
+                record = _decode(self._connection, record_id, body)
             except SteplabError as error:
-                raise SteplabError(f"{foreign.where}: {error}; nothing was imported") from error
-    return num_added, len(records) - num_added
+                _leave_out(error)
+            else:
+                yield record
+
+    def of_unknown_kind(self) -> list[tuple[str, str]]:
+        """Id and kind of each record of a kind that this version does not know."""
+        # the kinds alone are read of an index, without a look at the records
+        if all(kind in KINDS for (kind,) in self._connection.query("SELECT DISTINCT kind FROM record")):
+            return []
+        marks = ", ".join("?" * len(KINDS))
+        found = self._connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
+        return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
+
+    def identify(self, id_prefixes: Iterable[str]) -> list[Row]:
+        """Id, kind, created_utc, name, status and study of each record, without reading the record.
+
+        Raises as `get` does.
+        """
+        columns = ("id", "kind", "created_utc", "name", "status", "study")
+        ids = dict.fromkeys(unique_id(self._connection, "record", prefix) for prefix in id_prefixes)
+        sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
+        found = [_only(self._connection, sql, record_id) for record_id in ids]
+        return [
+            dict(zip(columns, (None if value is None else text_of(value) for value in row), strict=True))
+            for row in found
+        ]
+
+    def annotate(self, record_id: str, *, tags: Sequence[str], comment: str) -> None:
+        """Give the record with this whole id these tags and this comment, in place of those it has.
+
+        Raises SteplabError if it cannot be read.
+        """
+        with self._connection.transaction():
+            body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
+            _decode(self._connection, record_id, body)  # a damaged one is refused
+            fields = msgspec.json.decode(body)  # with those that only a later version knows
+            changed = msgspec.json.encode(fields | {"tags": list(tags), "comment": comment})
+            row = encode(summary_row(_decode(self._connection, record_id, changed)))
+            self._connection.query("UPDATE record SET body = ?, summary = ? WHERE id = ?", changed, row, record_id)
+
+    def remove(self, ids: Iterable[str]) -> list[str]:
+        """Remove records by their whole ids, whether they can be read or not, all or none.
+
+        A study goes with its last record. Returns the ids of those that went.
+        """
+        emptied = dict[str, None]()
+        with self._connection.transaction():
+            for record_id in ids:
+                gone = self._connection.query("DELETE FROM record WHERE id = ? RETURNING study", record_id)
+                emptied |= {study: None for (study,) in gone if study is not None}
+            return [study for study in emptied if _remove_empty(self._connection, study)]
+
+    def latest_ceilings(self, device_name: str) -> Ceilings | None:
+        """The newest ceilings that were measured on a device of that name."""
+        return next(self._ceilings(device_name), None)
+
+    def ceilings(self, device_name: str) -> list[Ceilings]:
+        """All ceilings that were measured on a device of that name, newest first."""
+        return list(self._ceilings(device_name))
+
+    def _ceilings(self, device_name: str) -> Iterator[Ceilings]:
+        for row in self.rows(kind="ceilings"):
+            record = self.find(str(row["id"])) if row.get("device") == device_name else None
+            if isinstance(record, Ceilings):
+                yield record
 
 
-def get(connection: Connection, id_prefix: str) -> Record:
-    """The record whose id begins with the prefix."""
-    record_id = unique_id(connection, "record", id_prefix)
-    return _decode(connection, record_id, _only(connection, "SELECT body FROM record WHERE id = ?", record_id)[0])
-
-
-def find(connection: Connection, record_id: str) -> Record | None:
-    """The record with this id; None, with a warning, if it cannot be read."""
-    try:
-        return get(connection, record_id)
-    except SteplabError as error:
-        _leave_out(error)
-        return None
-
-
-def rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
+def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:
     """Flat rows of the records that match, newest first; for a damaged row, only the columns that the table has
     beside it."""
     found = connection.stream(
@@ -103,51 +291,6 @@ def rows(connection: Connection, selection: Selection, limit: int | None) -> Ite
         -1 if limit is None else max(0, limit),
     )
     return (_row([text_of(value) for value in columns], summary) for *columns, summary in found)
-
-
-def rows_in_part(connection: Connection, selection: Selection, keys: Collection[str]) -> Iterator[Row]:
-    """As `rows`, but of each row only these fields, and `seq`, by which `rows_of` finds it."""
-    # a number, because making texts of 100,000 ids takes as long as reading the figures
-    columns = ["seq", *(key for key in _BESIDE if key in keys)]
-    figures = [key for key in dict.fromkeys(keys) if key not in _SURE]
-    sql = f"SELECT {', '.join(columns)}, {'summary' if figures else 'NULL'} FROM record"
-    decode = msgspec.json.Decoder(_part_of_row(figures)).decode
-    for *values, summary in connection.stream(
-        f"{sql} WHERE {selection.condition()} {_NEWEST_FIRST}", *selection.values()
-    ):
-        row: Row = dict(zip(columns, values, strict=True))
-        if "kind" in row:
-            row["kind"] = _verb(text_of(row["kind"]))
-        if figures:
-            try:
-                found = decode(summary)
-            except _DAMAGE as error:
-                _leave_out_figures(_only(connection, "SELECT id FROM record WHERE seq = ?", row["seq"])[0], error)
-            else:
-                for key, value in zip(figures, astuple(found), strict=True):
-                    if value is not msgspec.UNSET:
-                        row[key] = value
-        yield row
-
-
-def rows_of(connection: Connection, numbers: Sequence[int]) -> list[Row]:
-    """Flat rows of the records with these `seq`, in this order; a record that is gone has none."""
-    found = dict[int, Row]()
-    for first in range(0, len(numbers), _MOST_NUMBERS):
-        some = numbers[first : first + _MOST_NUMBERS]
-        marks = ", ".join("?" * len(some))
-        sql = f"SELECT seq, {_COLUMNS} FROM record WHERE seq IN ({marks})"
-        for number, *columns, summary in connection.stream(sql, *some):
-            found[number] = _row([text_of(value) for value in columns], summary)
-    return [found[number] for number in numbers if number in found]
-
-
-def fields_of_rows(connection: Connection, selection: Selection) -> dict[str, dict[str, None]]:
-    """The fields that rows of each kind have, in their order, by the rows' field `kind`."""
-    fields = dict[str, dict[str, None]]()
-    for row in rows(connection, selection, None):
-        fields.setdefault(str(row["kind"]), {}).update(dict.fromkeys(row))
-    return fields
 
 
 def _part_of_row(keys: Sequence[str]) -> type[msgspec.Struct]:
@@ -177,60 +320,8 @@ def _leave_out_figures(record_id: str, error: Exception) -> None:
     _leave_out(SteplabError(f"the summary of record {record_id} is damaged, so its figures are missing: {error}"))
 
 
-def iterate(connection: Connection, selection: Selection, newest: int | None) -> Iterator[Record]:
-    """The newest records that match, oldest first; one that cannot be read is left out, with a warning."""
-    sql = f"SELECT id, body FROM record WHERE {selection.condition()} ORDER BY created_utc, seq"
-    values: list[object] = [*selection.values()]
-    if newest is not None:
-        last = f"SELECT seq FROM record WHERE {selection.condition()} ORDER BY created_utc DESC, seq DESC LIMIT ?"
-        sql = f"SELECT id, body FROM record WHERE seq IN ({last}) ORDER BY created_utc, seq"
-        values.append(newest)
-    for record_id, body in connection.stream(sql, *values):
-        try:
-            record = _decode(connection, record_id, body)
-        except SteplabError as error:
-            _leave_out(error)
-        else:
-            yield record
-
-
 def _leave_out(error: SteplabError) -> None:
     warnings.warn(LeftOut(f"left out: {error}", error), stacklevel=3)
-
-
-def latest_ceilings(connection: Connection, device_name: str) -> Ceilings | None:
-    """The newest ceilings measured on a device of that name."""
-    return next(ceilings(connection, device_name), None)
-
-
-def ceilings(connection: Connection, device_name: str) -> Iterator[Ceilings]:
-    """All ceilings measured on a device of that name, newest first."""
-    for row in list(rows(connection, Selection(kind="ceilings"), None)):
-        if row.get("device") == device_name:
-            record = find(connection, str(row["id"]))
-            if isinstance(record, Ceilings):
-                yield record
-
-
-def of_unknown_kind(connection: Connection) -> list[tuple[str, str]]:
-    """Id and kind of each record of a kind that this version does not know."""
-    # the kinds alone are read of an index, without a look at the records
-    if all(kind in KINDS for (kind,) in connection.query("SELECT DISTINCT kind FROM record")):
-        return []
-    marks = ", ".join("?" * len(KINDS))
-    found = connection.query(f"SELECT id, kind FROM record WHERE kind NOT IN ({marks}) ORDER BY seq", *KINDS)
-    return [(text_of(record_id), text_of(kind)) for record_id, kind in found]
-
-
-def identify(connection: Connection, id_prefixes: Iterable[str]) -> list[Row]:
-    """Id, kind, created_utc, name, status and study of each record, each once, without reading the record."""
-    columns = ("id", "kind", "created_utc", "name", "status", "study")
-    ids = dict.fromkeys(unique_id(connection, "record", prefix) for prefix in id_prefixes)
-    sql = f"SELECT {', '.join(columns)} FROM record WHERE id = ?"
-    found = [_only(connection, sql, record_id) for record_id in ids]
-    return [
-        dict(zip(columns, (None if value is None else text_of(value) for value in row), strict=True)) for row in found
-    ]
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
@@ -242,28 +333,6 @@ def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...
             "`steplab store repair` saves what can be read"
         )
     return found[0]
-
-
-def annotate(connection: Connection, record_id: str, *, tags: Sequence[str], comment: str) -> None:
-    """Set the tags and the comment of the record with this id; everything else in it is unchanged."""
-    with connection.transaction():
-        body = _only(connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
-        _decode(connection, record_id, body)  # a damaged one is refused
-        fields = msgspec.json.decode(body)  # with those that only a later version knows
-        changed = msgspec.json.encode(fields | {"tags": list(tags), "comment": comment})
-        row = encode(summary_row(_decode(connection, record_id, changed)))
-        connection.query("UPDATE record SET body = ?, summary = ? WHERE id = ?", changed, row, record_id)
-
-
-def remove(connection: Connection, ids: Iterable[str]) -> list[str]:
-    """Remove records by their complete ids, readable or not; returns the ids of the studies that became empty and
-    were removed."""
-    emptied = dict[str, None]()
-    with connection.transaction():
-        for record_id in ids:
-            gone = connection.query("DELETE FROM record WHERE id = ? RETURNING study", record_id)
-            emptied |= {study: None for (study,) in gone if study is not None}
-        return [study for study in emptied if _remove_empty(connection, study)]
 
 
 def _remove_empty(connection: Connection, study: str) -> bool:

@@ -7,83 +7,91 @@ from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
 from steplab.store.connection import Connection, text_of
+from steplab.store.prefix import unique_id
 from steplab.store.selection import FINISHED, NOT_SUPERSEDED
 
 
-def begin_study(connection: Connection, study: StudySpec) -> str:
-    """Store the cells that the study will measure; returns its new id."""
-    study_id = new_id()
-    cells = study_keys(study)
-    with connection.transaction():
-        connection.query(
-            "INSERT INTO study (id, name, description, created_utc, fingerprint, num_cells, cells)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?)",
-            study_id,
-            study.name,
-            study.description,
-            now_utc(),
+class StudyTable:
+    """The studies of an open store."""
+
+    _connection: Connection
+
+    def begin_study(self, study: StudySpec) -> str:
+        """Store what a sweep will measure; returns the id that its records carry as `study`."""
+        study_id = new_id()
+        cells = study_keys(study)
+        with self._connection.transaction():
+            self._connection.query(
+                "INSERT INTO study (id, name, description, created_utc, fingerprint, num_cells, cells)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?)",
+                study_id,
+                study.name,
+                study.description,
+                now_utc(),
+                study_fingerprint(study),
+                len(cells),
+                msgspec.json.encode(cells).decode(),
+            )
+        return study_id
+
+    def cells_in_order(self, study_id: str) -> dict[str, int]:
+        """The place of each of a study's records, by its id, in the order in which the study lists its measurements."""
+        listed = self._connection.query("SELECT cells FROM study WHERE id = ?", study_id)
+        try:
+            keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
+        except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # damaged: they stay in the order they were made
+            keys = []
+        places = {key: place for place, key in enumerate(keys)}
+        found = self._connection.query("SELECT id, cell FROM record WHERE study = ?", study_id)
+        return {str(record_id): places.get(cell, len(places)) for record_id, cell in found}
+
+    def describe_study(self, study_id: str, description: str) -> None:
+        """Give the study with this whole id another description."""
+        with self._connection.transaction():
+            self._connection.query("UPDATE study SET description = ? WHERE id = ?", description, study_id)
+
+    def find_study(self, study: StudySpec) -> str | None:
+        """Id of the newest study with the same cells; neither their order nor its name matters."""
+        found = self._connection.query(
+            "SELECT id FROM study WHERE fingerprint IN (?, ?) ORDER BY created_utc DESC, seq DESC LIMIT 1",
             study_fingerprint(study),
-            len(cells),
-            msgspec.json.encode(cells).decode(),
+            fingerprint_of_format_1(study),
         )
-    return study_id
+        return str(found[0][0]) if found else None
 
+    def study_id(self, id_prefix: str) -> str:
+        """The study's id that begins with `id_prefix`, or that of the newest study of this name, or of all for `last`.
 
-def find_study(connection: Connection, study: StudySpec) -> str | None:
-    """Id of the newest study with the same cells, also of one that was begun in a store of format 1."""
-    found = connection.query(
-        "SELECT id FROM study WHERE fingerprint IN (?, ?) ORDER BY created_utc DESC, seq DESC LIMIT 1",
-        study_fingerprint(study),
-        fingerprint_of_format_1(study),
-    )
-    return str(found[0][0]) if found else None
-
-
-def latest_study(connection: Connection) -> str | None:
-    """Id of the newest study."""
-    found = connection.query("SELECT id FROM study ORDER BY created_utc DESC, seq DESC LIMIT 1")
-    return str(found[0][0]) if found else None
-
-
-def finished_cells(connection: Connection, study_id: str) -> set[str]:
-    """Keys of the study's measurements that need no further attempt."""
-    found = connection.query(
-        "SELECT DISTINCT cell FROM record"
-        f" WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND status IN {FINISHED}",
-        study_id,
-    )
-    return {str(row[0]) for row in found if row[0] is not None}
-
-
-def cells_in_order(connection: Connection, study_id: str) -> dict[str, int]:
-    """The place of each record in the study's list of measurements, by its id; of others after all of them."""
-    listed = connection.query("SELECT cells FROM study WHERE id = ?", study_id)
-    try:
-        keys = msgspec.json.decode(listed[0][0], type=list[str]) if listed and listed[0][0] else []
-    except (msgspec.DecodeError, UnicodeDecodeError, TypeError):  # damaged: the order in which they were made is left
-        keys = []
-    places = {key: place for place, key in enumerate(keys)}
-    found = connection.query("SELECT id, cell FROM record WHERE study = ?", study_id)
-    return {str(record_id): places.get(cell, len(places)) for record_id, cell in found}
-
-
-def describe_study(connection: Connection, study_id: str, description: str) -> None:
-    """Give the study another description."""
-    with connection.transaction():
-        connection.query("UPDATE study SET description = ? WHERE id = ?", description, study_id)
-
-
-def study_rows(connection: Connection) -> list[Row]:
-    """Each study with how many cells succeeded and how many failed at the last attempt, newest first."""
-    columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
-    found = connection.query(
-        f"""
-        SELECT study.id, study.created_utc, study.name, study.description, study.num_cells,
-               COUNT(*) FILTER (WHERE record.status = 'ok'), COUNT(*) FILTER (WHERE record.status != 'ok')
-        FROM study LEFT JOIN record ON record.study = study.id
-            AND (record.kind = 'run' OR instr(record.cell, ':')) AND {NOT_SUPERSEDED}
-        GROUP BY study.seq ORDER BY study.created_utc DESC, study.seq DESC
+        Raises UserError if there is none, or if more than one id begins so.
         """
-    )
-    num_texts = columns.index("num_cells")
-    return [dict(zip(columns, (*map(text_of, row[:num_texts]), *row[num_texts:]), strict=True)) for row in found]
+        return unique_id(self._connection, "study", id_prefix)
+
+    def studies(self) -> list[Row]:
+        """One row per study, newest first: id, created_utc, name, description, num_cells, num_ok, num_failed.
+
+        num_cells is None for a study whose records were imported; num_failed counts only the last attempts.
+        """
+        columns = ("id", "created_utc", "name", "description", "num_cells", "num_ok", "num_failed")
+        found = self._connection.query(
+            f"""
+            SELECT study.id, study.created_utc, study.name, study.description, study.num_cells,
+                   COUNT(*) FILTER (WHERE record.status = 'ok'), COUNT(*) FILTER (WHERE record.status != 'ok')
+            FROM study LEFT JOIN record ON record.study = study.id
+                AND (record.kind = 'run' OR instr(record.cell, ':')) AND {NOT_SUPERSEDED}
+            GROUP BY study.seq ORDER BY study.created_utc DESC, study.seq DESC
+            """
+        )
+        num_texts = columns.index("num_cells")
+        return [dict(zip(columns, (*map(text_of, row[:num_texts]), *row[num_texts:]), strict=True)) for row in found]
+
+    def finished_cells(self, study_id: str) -> set[str]:
+        """Keys of the cells that need no further attempt: those that went well, ran out of memory or raised.
+
+        A cell whose process was killed or timed out is not among them.
+        """
+        found = self._connection.query(
+            "SELECT DISTINCT cell FROM record"
+            f" WHERE study = ? AND (kind = 'run' OR instr(cell, ':')) AND status IN {FINISHED}",
+            study_id,
+        )
+        return {str(row[0]) for row in found if row[0] is not None}
