@@ -22,6 +22,8 @@ from tests.attention_errors import (
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from steplab.errors import Unsupported
 from steplab.ops.attention import triton_backward, triton_forward, triton_repeats, triton_tuning
@@ -448,6 +450,25 @@ def test_a_call_on_the_memory_of_another_reads_what_is_there_now(variant: str) -
                 for x, y in zip(found, right, strict=True):
                     assert (x.double() - y).norm() <= 0.01 * y.norm(), (i, name, causal, scale)
     assert len(triton_repeats._known) >= 2 * 4 * 3, "calls were made again"
+
+
+def test_profilers_and_counters_see_the_operators_that_are_passed_by_without_them() -> None:
+    q, k, v = inputs(1, 2, 256, 64)
+
+    def run() -> tuple[Tensor, ...]:
+        out = FlashAttentionTriton.apply(q, k, v, True)
+        return out, *torch.autograd.grad(out, (q, k, v), torch.ones_like(out))
+
+    right = run()
+    with profile(activities=[ProfilerActivity.CPU]) as profiled:
+        under_a_profiler = run()
+    with FlopCounterMode(display=False) as counter:
+        under_a_counter = run()
+    seen = {event.key for event in profiled.key_averages()}
+    assert {"steplab::flash_triton_forward", "steplab::flash_triton_backward"} <= seen
+    assert counter.get_total_flops() > 0
+    for found in (under_a_profiler, under_a_counter):
+        assert all(map(torch.equal, found, right))
 
 
 def test_it_runs_on_the_stream_that_is_current() -> None:
