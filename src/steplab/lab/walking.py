@@ -33,7 +33,7 @@ _LAUNCHING = ("compile", "cuda_graph")
 """Fields that change how many kernels are launched, and how."""
 _FIRST_STEPS = 1
 """How often the first step is measured by itself, to see whether the device waits for the host."""
-_PLAIN = 0.1
+_PLAIN = 0.03
 """A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
@@ -254,13 +254,16 @@ class Walk:
             self._see_noise(attempt.ratio)
 
     def _measure(self, sides: Sequence[Any]) -> None:
-        """Measure two sides in turns until their difference is plain, at most as many steps as were asked for."""
+        """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
+        time; at most as many steps as were asked for."""
 
         def is_enough(rounds: int) -> bool:
             if rounds < FEWEST or any(side.run is None or side.failure for side in sides):
                 return False
             ratio = step_ratio(*(side.run for side in sides), threshold=_PLAIN)
-            return ratio is not None and ratio.decision in ("lower", "higher")
+            return ratio is not None and (
+                ratio.decision in ("lower", "higher") or (ratio.low is not None and ratio.low > 1 - IN_TURNS)
+            )
 
         self.taking.measure(sides, self.steps, is_enough=is_enough)
 
