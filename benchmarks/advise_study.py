@@ -28,8 +28,8 @@ CASES: dict[str, dict[str, Any]] = {
     "medium-512": {"model": "medium", "context": 512, "precision": "bf16", "steps": 30},
     "small-512": {"model": "small", "context": 512, "precision": "bf16", "steps": 30},
 }
-"""Name -> the step that the walk begins with; eager, with plain attention, fused AdamW and batch 4. That of 2.7b at 2,048
-positions begins with fp32 and has no room for it; the others begin with bf16 autocast."""
+"""Name -> the step that the walk begins with; eager, with plain attention, fused AdamW and batch 4. That of 2.7b at
+2,048 positions begins with fp32 and has no room for it; the others begin with bf16 autocast."""
 
 
 def walk(name: str, folder: Path, budget_s: float) -> Advice:
