@@ -170,7 +170,7 @@ def test_an_unknown_format_is_refused() -> None:
 
 def test_a_page_sets_what_stands_between_backticks_as_code() -> None:
     page = render(document(Sentences(texts=("Type `steplab run --name <b>`, or ` alone.",))), "html")
-    assert "<p>Type <code>steplab run --name &lt;b&gt;</code>, or ` alone.</p>" in page
+    assert '<p>Type <code>steplab run <span class="nb">--name</span> &lt;b&gt;</code>, or ` alone.</p>' in page
 
 
 def test_the_caption_explains_the_columns_that_a_table_has_and_no_other() -> None:

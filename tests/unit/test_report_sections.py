@@ -4,8 +4,10 @@ other's renderers, and the kit knows no section."""
 import ast
 import csv
 import dataclasses
+import html
 import io
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -180,3 +182,17 @@ def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> N
     (caution,) = ceilings_verdict(busy).cautions
     assert caution.startswith("Warning: Other processes kept 1.9 of 2 processors busy")
     assert "run `steplab doctor` again" in caution
+
+
+@pytest.mark.parametrize("kind", ["comm", "ddp", "attention", "numerics", "ceilings", "advice"])
+def test_the_answer_of_a_record_stands_once_on_a_page_of_it_and_whole_beside_others(kind: str) -> None:
+    record = EXAMPLES[kind]
+    told = SECTIONS[kind].verdict([record], Context())
+    lines = (*told.sentences, *told.cautions)
+
+    def counts(*records: Record) -> list[int]:
+        page = re.sub(r"</?(code|span)[^>]*>", "", render_page(records, title="t"))
+        return [html.unescape(page).replace("\u00a0", " ").count(line.replace("`", "")) for line in lines]
+
+    assert all(count == 1 for count in counts(record))
+    assert all(count >= 1 for count in counts(record, EXAMPLES["run"]))

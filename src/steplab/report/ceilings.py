@@ -38,12 +38,12 @@ def ceilings_document(ceilings: Ceilings) -> Document:
     )
 
 
-def ceilings_chapter(records: Sequence[Ceilings]) -> Section | None:
+def ceilings_chapter(records: Sequence[Ceilings], answered: bool = False) -> Section | None:
     """The machines on a page."""
     parts = [
         record_section(
             " · ".join((made.created_utc, f"record {made.id}")),
-            ceilings_verdict(made),
+            Verdict() if answered else ceilings_verdict(made),
             [named_section("", _table(made))],
             title=made.environment.device.name,
         )

@@ -69,6 +69,7 @@ def render_page(
         references=references,
         plans=plans or {},
         findings=findings or {},
+        answered=len(records) == 1,
     )
     of_kind: dict[str, Sequence[Any]] = {
         kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]

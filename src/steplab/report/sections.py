@@ -57,6 +57,8 @@ class Context:
     """Further runs that the runs' memory is compared with."""
     findings: Mapping[str, Findings] = field(default_factory=dict)
     """Findings on the profiled runs, by the runs' ids."""
+    answered: bool = False
+    """Whether the page is about one record, whose whole answer opens it, so that its chapter need not repeat it."""
 
     @property
     def runs(self) -> list[Run]:
@@ -203,7 +205,7 @@ SECTIONS: dict[str, Sections] = {
         document=lambda record, context: advice_document(record),
         together=None,
         verdict=_of_each(advice_verdict, lambda record: record.name or advice_title(record)),
-        chapters=(Chapter(name="advice", make=lambda records, context: advice_chapter(records)),),
+        chapters=(Chapter(name="advice", make=lambda records, context: advice_chapter(records, context.answered)),),
     ),
     "numerics": Sections(
         document=lambda record, context: precision_document([record]),
@@ -212,7 +214,7 @@ SECTIONS: dict[str, Sections] = {
         chapters=(
             Chapter(
                 name="precision",
-                make=lambda records, context: precision_chapter(context.runs, records),
+                make=lambda records, context: precision_chapter(context.runs, records, context.answered),
             ),
         ),
     ),
@@ -226,7 +228,7 @@ SECTIONS: dict[str, Sections] = {
             Chapter(
                 name="attention",
                 make=lambda records, context: attention_chapter(
-                    records, attention_steps([cell.run for cell in context.cells])
+                    records, attention_steps([cell.run for cell in context.cells]), context.answered
                 ),
             ),
         ),
@@ -236,7 +238,11 @@ SECTIONS: dict[str, Sections] = {
         together=None,
         verdict=_of_each(comm_verdict, lambda run: run.name or run.study.name),
         chapters=(
-            Chapter(name="communication", make=lambda records, context: comm.comm_chapter(records), terms=comm.TERMS),
+            Chapter(
+                name="communication",
+                make=lambda records, context: comm.comm_chapter(records, context.answered),
+                terms=comm.TERMS,
+            ),
         ),
     ),
     "ddp": Sections(
@@ -244,14 +250,18 @@ SECTIONS: dict[str, Sections] = {
         together=None,
         verdict=_of_each(ddp_verdict, lambda run: run.name or asked(run)),
         chapters=(
-            Chapter(name="data parallelism", make=lambda records, context: ddp.ddp_chapter(records), terms=ddp.TERMS),
+            Chapter(
+                name="data parallelism",
+                make=lambda records, context: ddp.ddp_chapter(records, context.answered),
+                terms=ddp.TERMS,
+            ),
         ),
     ),
     "ceilings": Sections(
         document=lambda record, context: ceilings_document(record),
         together=None,
         verdict=_of_each(ceilings_verdict, lambda record: record.environment.device.name),
-        chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records)),),
+        chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records, context.answered)),),
     ),
 }
 """The sections of each kind of record, by its name in the registry."""

@@ -44,12 +44,12 @@ def advice_document(advice: Advice) -> Document:
     )
 
 
-def advice_chapter(records: Sequence[Advice]) -> Section | None:
+def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section | None:
     """The walks on a page."""
     parts = [
         record_section(
             f"{advice.created_utc} · walk {advice.id}",
-            advice_verdict(advice),
+            Verdict() if answered else advice_verdict(advice),
             _sections(advice),
             title=advice.name or advice_title(advice),
         )

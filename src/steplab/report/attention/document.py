@@ -53,7 +53,7 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
     )
 
 
-def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Section | None:
+def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answered: bool = False) -> Section | None:
     """Attention on a page: `steps`, the training steps that differ only in their attention, then the benchmarks."""
     parts = [named_section("Training steps by attention implementation", steps)] if steps else []
     records = []
@@ -61,7 +61,7 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None) -> Sect
         made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
         heading, title = " · ".join(part for part in made if part), (run.name or run.study.name)
         peer = default_peer(run.cells)
-        answer = attention_verdict(run, peer) if len(runs) > 1 else Verdict()
+        answer = Verdict() if answered else attention_verdict(run, peer)
         records.append(
             record_section(
                 heading, answer, _sections(run, peer, alone=len(runs) == 1), title=title if len(runs) > 1 else ""

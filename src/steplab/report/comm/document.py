@@ -67,12 +67,12 @@ def comm_document(run: CommRun) -> Document:
     )
 
 
-def comm_chapter(runs: Sequence[CommRun]) -> Section | None:
+def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section | None:
     """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
     parts = [
         record_section(
             _page_heading(run),
-            comm_verdict(run) if len(runs) > 1 else Verdict(),
+            Verdict() if answered else comm_verdict(run),
             _sections(run),
             title=_name(run) if len(runs) > 1 else "",
         )

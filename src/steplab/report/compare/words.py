@@ -95,7 +95,8 @@ def value_words(value: float, unit: str) -> str:
 def _cautions(comparison: Comparison) -> Iterator[str]:
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
-        yield " ".join(comparison.doubts) + " Their times decide nothing; `steplab ab` measures A and B in turns."
+        yield from (f"Warning: {doubt}" for doubt in comparison.doubts)
+        yield "Such times decide nothing; `steplab ab` measures A and B in turns."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process, and processes of the same step differ by more than steps within one: "

@@ -73,13 +73,13 @@ def ddp_document(run: DdpRun) -> Document:
     )
 
 
-def ddp_chapter(runs: Sequence[DdpRun]) -> Section | None:
-    """The studies on a page, in their order."""
+def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section | None:
+    """The studies on a page, in their order; `answered`: without the answer, which opens the page."""
     parts = []
     for run in runs:
         heading = " · ".join((asked(run), ranks_words(run), run.created_utc, f"study {run.id}"))
         title = (run.name or asked(run)) if len(runs) > 1 else ""
-        answer = ddp_verdict(run) if len(runs) > 1 else Verdict()
+        answer = Verdict() if answered else ddp_verdict(run)
         parts.append(record_section(heading, answer, _sections(run), title=title))
     return Section(title="Data parallelism", anchor="ddp", blocks=tuple(parts)) if parts else None
 

@@ -85,7 +85,13 @@ def environment() -> "Environment":
         lstrip_blocks=True,
         undefined=jinja2.StrictUndefined,
     )
-    made.filters |= {"prose": _prose, "sheet": sheet, "first_rows": _first_rows, "look": _look}
+    made.filters |= {
+        "prose": _prose,
+        "options": _whole_options,
+        "sheet": sheet,
+        "first_rows": _first_rows,
+        "look": _look,
+    }
     kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
     kinds["bars"] = Bars
     kinds["equations"] = Equations
@@ -96,9 +102,16 @@ def environment() -> "Environment":
 
 def _prose(text: str) -> str:
     """A text with figures beside their units, and as code what stands between backticks."""
+    from markupsafe import Markup
+
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(_whole_options(unbroken(text)))))
+
+
+def _whole_options(text: str) -> str:
+    """A text in which no option of the command line is broken behind its dashes."""
     from markupsafe import Markup, escape
 
-    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(unbroken(text)))))
+    return Markup(re.sub(r"(?<![\w-])--[a-z][\w.-]*", r'<span class="nb">\g<0></span>', str(escape(text))))
 
 
 def _first_rows(table: Table) -> int:

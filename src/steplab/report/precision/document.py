@@ -57,7 +57,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     )
 
 
-def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics]) -> Section | None:
+def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics], answered: bool = False) -> Section | None:
     """Precision on a page: the timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in runs if run.study in studies]
@@ -65,7 +65,7 @@ def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics]) -> Sect
         "Precision",
         "precision",
         named_section("One step in each precision", timing_table(timed)) if timed else None,
-        *(_part(record) for record in numerics if record.spec),
+        *(_part(record, answered) for record in numerics if record.spec),
         *_sums(_accumulations(numerics)),
     )
 
@@ -74,8 +74,8 @@ def _accumulations(records: Sequence[Numerics]) -> tuple[Accumulation, ...]:
     return next((record.accumulations for record in records if record.accumulations), ())
 
 
-def _part(numerics: Numerics) -> Section:
-    answer = precision_verdict(numerics)
+def _part(numerics: Numerics, answered: bool = False) -> Section:
+    answer = Verdict() if answered else precision_verdict(numerics)
     return record_section(words.heading(numerics), answer, _sections(numerics), title=words.title(numerics))
 
 
