@@ -213,11 +213,11 @@ IN_BLOCKS = ("query, key, value and output", "gate, up and their product", "atte
         ("adamw_fused", "fp32", 8 * N + 4 * (9 * L + 3), 0),
         ("adamw_foreach", "fp32", 8 * N, 4 * N),
         ("adamw_loop", "fp32", 8 * N, 4 * 2 * d * V),
-        # Addresses, sizes and first blocks of each weight, and of each 1024 elements whose they are.
+        # Addresses, sizes and first blocks of each weight, and of each 512 elements whose they are.
         (
             "adamw_triton",
             "fp32",
-            8 * N + (4 + 40 + 8 + 8 + 12) * (9 * L + 3) + 32 + 4 * (2 * 157 + L * (4 + 3 * 3 + 2) + 1),
+            8 * N + (4 + 40 + 8 + 8 + 12) * (9 * L + 3) + 32 + 4 * (2 * 313 + L * (4 * 2 + 3 * 5 + 2) + 1),
             0,
         ),
         ("sgd", "fp32", 0, 0),
@@ -247,7 +247,9 @@ def test_what_weights_in_bf16_with_masters_hold_by_hand() -> None:
     masters: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
     found, others, layers = predict(**masters), N - MATRICES, 7 * L + 1
     each = 4 + 8 + 8 + 12  # the number of its steps, and rows of tables
-    tables = each * (9 * L + 3) + 40 * (2 * L + 2) + 48 * layers + 2 * 32 + 4 * (2 * 157 + 2 * L + 1 + L * (4 + 3 * 3))
+    tables = (
+        each * (9 * L + 3) + 40 * (2 * L + 2) + 48 * layers + 2 * 32 + 4 * (2 * 313 + 2 * L + 1 + L * (4 * 2 + 3 * 5))
+    )
     state = 4 * MATRICES + 8 * N + tables
     assert found.phase_peaks["optimizer"] >= 4 * others + 2 * MATRICES + 4 * d // h + state + 2 * MATRICES + 4 * others
     assert found.at_peak["optimizer_state"] == state

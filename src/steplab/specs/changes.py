@@ -222,7 +222,7 @@ CHANGES = (
     Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
     Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
     Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA, fast={"cuda": ("transformer",)}),
-    Change(field="update", value="overlapped", code=_UPDATE, devices=_CUDA),
+    Change(field="update", value="overlapped", code=_UPDATE, devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(
         field="compile",
         value="reduce-overhead",
