@@ -22,6 +22,8 @@ from steplab.stats import summarize
 
 _EVEN = 0.02
 """Relative difference of two times below which neither implementation counts as faster."""
+_WIDE = 0.1
+"""Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
 
 
@@ -110,9 +112,10 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 
 def _with_error(one: _Comparison) -> str:
-    if len(one.speeds) == 1:
+    off = max(one.high - one.mean, one.mean - one.low, 0.01)
+    if len(one.speeds) == 1 or off > _WIDE * one.mean:
         return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
-    return f"{_times(one.mean)} ± {max(one.high - one.mean, one.mean - one.low, 0.01):.2f}"
+    return f"{_times(one.mean)} ± {off:.2f}"
 
 
 def _with_range(one: _Comparison) -> str:

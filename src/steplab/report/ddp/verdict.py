@@ -51,9 +51,10 @@ def _saves(cell: DdpCell) -> bool:
 
 def _saved(cell: DdpCell) -> str:
     without_s, shorter_s = figures.baseline_s(cell) or 0.0, -(figures.exposed_s(cell) or 0.0)
+    why = ", because each rank updates only a part of the parameters" if cell.contender.kind == "sharded" else ""
     return (
         f"A step with {cell.contender.label} takes {units.format_time(without_s - shorter_s)}, "
-        f"{units.format_time(shorter_s)} less than one without communication."
+        f"{units.format_time(shorter_s)} less than one without communication{why}."
     )
 
 
