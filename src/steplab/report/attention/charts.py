@@ -13,7 +13,7 @@ from steplab.records.attention import AttentionCell
 from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.charts import AXES_HEIGHT, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
 from steplab.specs.hardware import Peak, find_hardware
@@ -122,10 +122,7 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
             for index, column in enumerate(series):
                 _paint(picture, axes, panel, place, plot, index, column)
             pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
-    legend = tuple(
-        (index % len(SERIES) + 1, GLYPHS[index % len(GLYPHS)], column) for index, column in enumerate(series)
-    )
-    return Chart(pictures=tuple(pictures), legend=legend, note=note)
+    return Chart(pictures=tuple(pictures), legend=series_legend(series), note=note)
 
 
 def _paint(
@@ -135,15 +132,12 @@ def _paint(
 
     Failures are marked where a slow or a large cell would be: at the bottom for rates, at the top for memory.
     """
-    color, points = SERIES[index % len(SERIES)], []
+    points = []
     for position, cell in sorted((mark for mark in panel.marks if mark[1].spec.column == column), key=lambda m: m[0]):
         value, name = plot.figure(cell), f"{cell.spec.label} {column}"
         if value is not None:
             x = place.centers[position] if panel.ordered else place.x(position, index)
-            (mark,) = axes.plot(
-                [x], [value], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
-            )
-            picture.tip(mark, f"{name}: {plot.show(value)}")
+            picture.tip(put_mark(axes, x, value, index), f"{name}: {plot.show(value)}")
             points.append((x, value))
         elif cell.failure:
             x = _beside_others(panel, place, plot, position, cell) if panel.ordered else place.x(position, index)
@@ -151,8 +145,8 @@ def _paint(
                 axes, x, kit.failure_word(cell.failure.kind), top=plot.limit is None and plot.scale.log
             )
             picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
-    if panel.ordered and points:
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+    if panel.ordered:
+        put_line(axes, points, index)
 
 
 def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, cell: AttentionCell) -> float:

@@ -12,7 +12,7 @@ from steplab import units
 from steplab.records.comm import CommCell, CommFit
 from steplab.report.comm.figures import bus_bandwidth
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, put_mark, series_color, series_legend
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.quantities import GB_PER_S
 from steplab.report.kit.text import reason
@@ -154,7 +154,7 @@ def _chart(
         },
     )
     width = _WIDTH if len(panels) == 1 else _BESIDE_OTHERS
-    legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], series) for i, series in enumerate(plot.series))
+    legend = series_legend(plot.series)
     return Chart(pictures=tuple(_picture(panel, plot, width) for panel in panels), legend=legend, note=note.strip())
 
 
@@ -204,7 +204,7 @@ def _apart(places: Sequence[int], width: float) -> list[int]:
 def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]) -> None:
     """The marks of one series with a line through them; a failure is a word at its place."""
     index = plot.series.index(series)
-    color, points = SERIES[index % len(SERIES)], []
+    points = []
     for cell in sorted(cells, key=plot.x):
         y = plot.y(cell)
         if cell.slowest is None or y is None:
@@ -213,16 +213,12 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
                 picture.tip(word, f"{cell.spec.label}: {reason(cell.failure.kind, cell.failure.message)}")
             continue
         x = plot.x(cell)
-        (mark,) = axes.plot(
-            [x], [y], color=color, marker=MARKERS[index % len(MARKERS)], markersize=7, markeredgewidth=0
-        )
         picture.tip(
-            mark,
+            put_mark(axes, x, y, index),
             f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s",
         )
         points.append((x, y))
-    if points:
-        axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+    put_line(axes, points, index)
 
 
 def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell], fit: CommFit) -> None:
@@ -232,7 +228,7 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
     factor = timed[-1].wire_bytes / timed[-1].message_bytes if timed[-1].wire_bytes else 0.0
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
     ys = [fit.alpha_s + fit.beta_s_per_byte * factor * x for x in xs]
-    color = SERIES[plot.series.index(series) % len(SERIES)]
+    color = series_color(plot.series.index(series))
     axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
 
 

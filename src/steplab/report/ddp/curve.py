@@ -12,7 +12,7 @@ from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
 from steplab.report.ddp import figures
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GLYPHS, INK, MARKERS, MUTED, SERIES, Drawing, drawing
+from steplab.report.kit.charts import INK, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart, Picture
 
 if TYPE_CHECKING:
@@ -50,8 +50,9 @@ def bucket_curve(run: DdpRun) -> Chart | None:
         for index, (family, points) in enumerate(lines.items()):
             _measured(picture, axes, index, family, points)
         svg = picture.to_svg()
-    legend = tuple((index % len(SERIES) + 1, GLYPHS[index % len(GLYPHS)], name) for index, name in enumerate(lines))
-    return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=_note(run.model))
+    return Chart(
+        pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=series_legend(lines), note=_note(run.model)
+    )
 
 
 def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, float]]:
@@ -87,11 +88,9 @@ def _model_curves(
 
 
 def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]) -> None:
-    color, marker = SERIES[index % len(SERIES)], MARKERS[index % len(MARKERS)]
-    axes.plot(*zip(*points, strict=True), color=color, linewidth=1, alpha=0.55, zorder=1)
+    put_line(axes, points, index)
     for size_mb, seconds in points:
-        (mark,) = axes.plot([size_mb], [seconds], color=color, marker=marker, markersize=7, markeredgewidth=0)
-        picture.tip(mark, f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
+        picture.tip(put_mark(axes, size_mb, seconds, index), f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
 
 
 def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axes":

@@ -245,6 +245,30 @@ def tidy(text: str) -> str:
     return re.sub(r"\.0+(?= )|(\.\d*?[1-9])0+(?= )", r"\1", text)
 
 
+def series_color(index: int) -> str:
+    """The stand-in for the colour of a series, by its number; the colours repeat."""
+    return SERIES[index % len(SERIES)]
+
+
+def series_legend(names: Iterable[str], glyphs: Sequence[str] = GLYPHS) -> tuple[tuple[int, str, str], ...]:
+    """The legend of series, each with its colour and its glyph."""
+    return tuple((i % len(SERIES) + 1, glyphs[i % len(glyphs)], name) for i, name in enumerate(names))
+
+
+def put_mark(axes: "Axes", x: float, y: float, index: int, *, size: float = 7, **look: Any) -> "Artist":
+    """The mark of one value of a series."""
+    marker = MARKERS[index % len(MARKERS)]
+    look = {"markeredgewidth": 0} | look
+    (mark,) = axes.plot([x], [y], color=series_color(index), marker=marker, markersize=size, **look)
+    return mark
+
+
+def put_line(axes: "Axes", points: Sequence[tuple[float, float]], index: int) -> None:
+    """A pale line through the marks of a series."""
+    if points:
+        axes.plot(*zip(*points, strict=True), color=series_color(index), linewidth=1, alpha=0.55, zorder=1)
+
+
 def failure_word(status: str) -> str:
     """What stands in a chart where a cell has no figure."""
     return _FAILURES.get(status, "failed")

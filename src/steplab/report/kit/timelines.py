@@ -189,9 +189,9 @@ def words_at(x: float, y: float, text: str, color: str, anchor: str = "start") -
     return f"<text {place}>{html.escape(text)}</text>"
 
 
-def svg(title: str, height: float, body: str) -> str:
-    """One <svg> of `WIDTH` by `height` pixels around the elements in `body`."""
+def svg(title: str, height: float, body: str, *, width: float = WIDTH) -> str:
+    """One responsive, labelled <svg> of these pixels around the elements in `body`."""
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" width="100%" role="img" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
         f'aria-label="{html.escape(title)}">{body}</svg>'
     )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import GLYPHS, MARKERS, MUTED, SERIES, drawing
+from steplab.report.kit.charts import MUTED, drawing, put_mark, series_legend
 from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
 from steplab.report.memory.categories import category_word, color_number, legend_of
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
@@ -97,10 +97,7 @@ def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
         return None
     return Chart(
         pictures=pictures,
-        legend=tuple(
-            (index % len(SERIES) + 1, GLYPHS[index % len(GLYPHS)], said(_FIELD, setting))
-            for index, setting in enumerate(settings)
-        ),
+        legend=series_legend(said(_FIELD, setting) for setting in settings),
         note="Peak of allocated memory against median step time, one mark per setting; lower and further left is "
         "better. The bytes start at zero, the times do not.",
     )
@@ -146,11 +143,7 @@ def _panel(points: Sequence[_Point], settings: Sequence[str], name: str) -> str:
         best = [p for p in points if not any(q.time_s <= p.time_s and q.peak_bytes < p.peak_bytes for q in points)]
         axes.plot([p.time_s for p in best], [p.peak_bytes for p in best], color=MUTED, linewidth=1, zorder=1)
         for point in points:
-            index = settings.index(point.setting)
-            (mark,) = axes.plot(
-                [point.time_s], [point.peak_bytes], color=SERIES[index % len(SERIES)],
-                marker=MARKERS[index % len(MARKERS)], markersize=9, markeredgewidth=0,
-            )  # fmt: skip
+            mark = put_mark(axes, point.time_s, point.peak_bytes, settings.index(point.setting), size=9)
             tip = f"{said(_FIELD, point.setting)}: {units.format_bytes(point.peak_bytes)}, "
             tip += units.format_time(point.time_s)
             picture.tip(mark, tip + (f" ({_against(point, plain)})" if plain and point is not plain else ""))

@@ -16,6 +16,7 @@ from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
+from steplab.report.kit.timelines import svg
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
@@ -170,7 +171,7 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
             break
     body += [areas, *_borders(phases, frame), *_phase_names(phases, frame), *_marks(one.profile, frame, capacity)]
     name = f"memory over time{f', {one.title}' if one.title else ''}"
-    return picture(name, width, frame.bottom + BOTTOM, "".join(body))
+    return svg(name, frame.bottom + BOTTOM, "".join(body), width=width)
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
@@ -344,15 +345,7 @@ def titled(tip: str, body: str) -> str:
     return f"<g><title>{html.escape(tip)}</title>{body}</g>"
 
 
-def dot(x: float, y: float, color: str, radius: float = 4) -> str:
+def dot(x: float, y: float, color: str) -> str:
     """A dot with a rim in the page's background colour."""
     fill, rim = css_color(color), css_color(PAPER)
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="{radius:g}" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'
-
-
-def picture(title: str, width: float, height: float, body: str) -> str:
-    """The responsive, labelled <svg> element around `body`."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
-        f'aria-label="{html.escape(title)}">{body}</svg>'
-    )
+    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'

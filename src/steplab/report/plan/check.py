@@ -11,7 +11,7 @@ from steplab import units
 from steplab.records.rows import Row, Scalar
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GLYPHS, MARKERS, SERIES, Drawing, drawing
+from steplab.report.kit.charts import Drawing, drawing, put_mark, series_legend
 from steplab.report.kit.document import (
     Chart,
     Column,
@@ -283,9 +283,8 @@ def _chart(scored: Sequence[TimeCheck]) -> Chart | None:
                 if check.source == source and check.measured_step_time_s and check.predicted_step_time_s:
                     _paint(picture, axes, index, check)
         picture_ = Picture(title="", svg=picture.to_svg(), width=_WIDTH)
-    legend = tuple((i % len(SERIES) + 1, GLYPHS[i % len(GLYPHS)], source) for i, source in enumerate(sources))
     note = "Both axes are logarithmic; on the line, predicted and measured are the same; dashed, 10 % apart."
-    return Chart(pictures=(picture_,), legend=legend, note=note)
+    return Chart(pictures=(picture_,), legend=series_legend(sources), note=note)
 
 
 def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
@@ -313,19 +312,10 @@ def _paint(picture: Drawing, axes: "Axes", index: int, check: TimeCheck) -> None
     measured, predicted = check.measured_step_time_s, check.predicted_step_time_s
     assert measured
     assert predicted
-    (mark,) = axes.plot(
-        [measured],
-        [predicted],
-        color=SERIES[index % len(SERIES)],
-        marker=MARKERS[index % len(MARKERS)],
-        markersize=5,
-        markeredgewidth=0,
-        alpha=0.8,
-    )
     error = predicted / measured - 1
     sign = "+" if math.copysign(1, error) > 0 else "−"
     picture.tip(
-        mark,
+        put_mark(axes, measured, predicted, index, size=5, alpha=0.8),
         f"{check.cell}: predicted {units.format_time(predicted)}, measured {units.format_time(measured)}, "
         f"{sign}{_percent(abs(error))}",
     )

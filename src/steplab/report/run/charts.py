@@ -6,14 +6,26 @@ an empty place would read as 'not measured'.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from steplab import stats, units
 from steplab.records.disturbances import disturbance_words
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.axes import Layout
-from steplab.report.kit.charts import AXES_HEIGHT, GLYPHS, INK, MARKERS, MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.charts import (
+    AXES_HEIGHT,
+    GLYPHS,
+    INK,
+    MUTED,
+    PAPER,
+    Drawing,
+    drawing,
+    put_line,
+    put_mark,
+    series_color,
+    series_legend,
+)
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
@@ -50,14 +62,11 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
                 continue
             group = (series, layout.positions[position][0] if layout.inner else "")
             lines.setdefault(group, []).append((x, summary.median))
-            color, show = SERIES[series % len(SERIES)], units.format_time
+            color, show = series_color(series), units.format_time
             axes.plot([x, x], [summary.low, summary.high], color=color, linewidth=2)
-            marker = MARKERS[series % len(MARKERS)]
             warnings = disturbance_words(cell.run)
-            fill = {"markerfacecolor": PAPER, "markeredgewidth": 1.5} if warnings else {"markeredgewidth": 0}
-            (mark,) = axes.plot(
-                [x], [summary.median], color=color, marker=marker, markersize=7, linestyle="none", **fill
-            )
+            hollow: dict[str, Any] = {"markerfacecolor": PAPER, "markeredgewidth": 1.5} if warnings else {}
+            mark = put_mark(axes, x, summary.median, series, linestyle="none", **hollow)
             told = f"{label(cell, fields)}: {show(summary.median)}, {interval_words(summary)}"
             picture.tip(mark, told + (f"; warning: {warnings}" if warnings else ""))
             if place.mark_px >= _LABEL_PX:
@@ -65,13 +74,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
         if layout.ordered:
             for (series, _), points in lines.items():
-                axes.plot(
-                    *zip(*points, strict=True),
-                    color=SERIES[series % len(SERIES)],
-                    linewidth=1,
-                    alpha=0.55,
-                    zorder=1,
-                )
+                put_line(axes, points, series)
 
     note = (
         "Median step time; whiskers are the 95 % interval of the median, or the range of fewer than six steps, often "
@@ -104,7 +107,7 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
             axes.text(1, total, f"device memory, {units.format_bytes(total)}", ha="right", va="bottom",
                       transform=axes.get_yaxis_transform(), fontsize=10, color=MUTED)  # fmt: skip
         for position, series, cell in panel.marks:
-            x, peak, color = place.x(position, series), peaks.get(cell.run.id), SERIES[series % len(SERIES)]
+            x, peak, color = place.x(position, series), peaks.get(cell.run.id), series_color(series)
             if peak is None:
                 _failed(picture, axes, x, cell, fields)
                 continue
@@ -157,7 +160,7 @@ def _bars(
             if value is None:
                 _failed(picture, axes, x, cell, fields)
                 continue
-            (bar,) = axes.bar(x, value, 0.86 * place.step, color=SERIES[series % len(SERIES)])
+            (bar,) = axes.bar(x, value, 0.86 * place.step, color=series_color(series))
             picture.tip(bar, f"{label(cell, fields)}: {scale.show(value)}")
             if place.mark_px >= _LABEL_PX:
                 axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
@@ -194,11 +197,7 @@ def _chart(
 
 
 def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int, str, str], ...]:
-    if len(layout.series) < 2:
-        return ()
-    return tuple(
-        (index % len(SERIES) + 1, glyphs[index % len(glyphs)], name) for index, name in enumerate(layout.series)
-    )
+    return series_legend(layout.series, glyphs) if len(layout.series) > 1 else ()
 
 
 def _failed(

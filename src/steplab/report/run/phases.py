@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.run import Run
-from steplab.report.kit.charts import SERIES
+from steplab.report.kit.charts import SERIES, series_legend
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import phase_median, phase_names, spread, step_median
@@ -38,8 +38,7 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
     note = f"Share of each part, by median time back to back; at the right, the median step.{note}"
     if any(_covered(cell.run) < _SEEN for cell in shown):
         note += " The empty part of a bar is time outside all parts."
-    legend = tuple((index % len(SERIES) + 1, "■", name) for index, name in enumerate(names))
-    return Bars(bars=bars, legend=legend, note=note, full=1.0, first=_FIRST)
+    return Bars(bars=bars, legend=series_legend(names, "■"), note=note, full=1.0, first=_FIRST)
 
 
 def _parted(cells: Sequence[RunCell]) -> list[RunCell]:
