@@ -150,6 +150,7 @@ class StepSpec:
             },
             unused=lambda spec: layout_options.no_choice_of_block_ops(spec.model),
             header="block operators",
+            axis_name="block ops",
             said="{} block operators",
             quiet=True,
             rank=2,
