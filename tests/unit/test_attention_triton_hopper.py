@@ -19,7 +19,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from steplab.ops.attention import triton_hopper_backward, triton_hopper_forward
-from steplab.ops.attention.triton_schedule import dealt, heads_a_group, lengths_of_tasks, task_table
+from steplab.ops.attention.triton_schedule import dealt, heads_a_group, task_table, tasks_in_order
 
 KEYS = 128
 WIDTHS = [(64, 128), (128, 64)]
@@ -169,26 +169,45 @@ def _pieces(first_query: int, num_queries: int, columns: int) -> range:
 @pytest.mark.parametrize("rows", [128, 192])
 @pytest.mark.parametrize("causal", [False, True])
 def test_tasks_are_all_queries_with_the_keys_that_they_see(causal: bool, rows: int, together: int) -> None:
-    batch, num_heads, num_queries, num_keys, tile = 2, 3, 600, 500, 64
-    tasks_a_head = -(-num_queries // rows)
-    num_tasks = batch * num_heads * tasks_a_head
-    with as_python(triton_hopper_forward):
-        found = [
-            triton_hopper_forward._task.fn(
-                task, num_tasks, together, num_heads, num_queries, num_keys, causal, tile, rows
-            )
-            for task in range(num_tasks)
-        ]
+    num_heads, num_queries, num_keys, tile = 6, 600, 500, 64
+    tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
     right = seen(num_queries, num_keys, causal=causal)
     expected = []
-    for b, head, first in itertools.product(range(batch), range(num_heads), range(0, num_queries, rows)):
+    for head, first in itertools.product(range(num_heads), range(0, num_queries, rows)):
         keys = int(right[first : first + rows].any(0).sum())
-        expected.append((b, head, first, -(-keys // tile)))
-    assert sorted(found) == sorted(expected)
-    lengths = lengths_of_tasks(
-        batch * num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal
-    )
-    assert lengths == [num_tiles for _, _, _, num_tiles in found], "what the host takes them to be"
+        expected.append((head, first, -(-keys // tile)))
+    assert sorted(tasks) == sorted(expected)
+    groups = [task.head // together for task in tasks]
+    assert groups == sorted(groups), "heads that share the cache are done together"
+    assert all(
+        earlier.num_tiles >= later.num_tiles
+        for earlier, later in itertools.pairwise(tasks)
+        if earlier.head // together == later.head // together
+    ), "the longest first"
+    with as_python(triton_hopper_forward):
+        found = [triton_hopper_forward._num_tiles.fn(x.first_query, num_keys, causal, tile, rows) for x in tasks]
+    assert found == [task.num_tiles for task in tasks], "what the kernel takes them to be"
+
+
+@pytest.mark.parametrize("tile", [64, 128])
+@pytest.mark.parametrize("rows", [128, 192])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_consumer_passes_hidden_tiles_over_and_masks_the_first_that_it_sees_alone(
+    causal: bool, rows: int, tile: int
+) -> None:
+    for num_queries, num_keys in itertools.product(LENGTHS, LENGTHS):
+        right = seen(num_queries, num_keys, causal=causal)
+        for first_query in range(0, num_queries, 64):
+            of_task = first_query // rows * rows
+            with as_python(triton_hopper_forward):
+                num_tiles = triton_hopper_forward._num_tiles.fn(of_task, num_keys, causal, tile, rows)
+                hidden = triton_hopper_forward._num_hidden.fn(first_query, num_tiles, num_keys, causal, tile)
+            queries = slice(first_query, min(first_query + 64, num_queries))
+            # From the last tile of keys to the first, as the consumer takes them.
+            tiles = [right[queries, t * tile : (t + 1) * tile] for t in range(num_tiles)][::-1]
+            assert not any(x.any() for x in tiles[:hidden])
+            assert hidden < num_tiles
+            assert all(x.all() for x in tiles[hidden + 1 :]), (num_queries, num_keys, first_query)
 
 
 @pytest.mark.parametrize("num_programs", [1, 3, 7, 132])
@@ -208,9 +227,9 @@ def test_the_table_says_how_many_tasks_a_program_has_and_leaves_room_to_read_one
     )
     assert table.dtype == torch.int32
     assert table.shape[0] == 3
-    found = [task for count, *row in table.tolist() for task in row[:count]]
-    assert sorted(found) == list(range(20))
-    assert all(count + 2 <= table.shape[1] for count in table[:, 0].tolist())
+    found = [(row[2 * i], row[2 * i + 1]) for count, *row in table.tolist() for i in range(count)]
+    assert sorted(found) == list(itertools.product(range(4), range(0, 600, 128)))
+    assert all(2 * count + 3 <= table.shape[1] for count in table[:, 0].tolist())
 
 
 def test_groups_of_heads_fit_the_cache_and_are_never_empty() -> None:

@@ -94,7 +94,7 @@ def _start(
         more = (tasks,)
         num_programs, row_length = tasks.shape
         rows = ROWS_OF_A_CONSUMER
-        numbers = [row_length, num_tasks, together, *numbers]
+        numbers = [row_length, *numbers]
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:

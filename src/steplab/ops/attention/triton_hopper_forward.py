@@ -1,8 +1,9 @@
 """The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for how the work is divided.
 
 A task is the queries of a head that the consumers have rows for, 64 each. Its tiles of keys come from the last that
-they see to the first, so that the masked ones are done with first. A program takes one task after another, by a list
-that the host made (see schedule.py): the tiles of the next are on their way while this one ends.
+they see to the first. A consumer gives back those that its rows do not see at all; of the rest the first alone is
+masked, since tiles have a multiple of 64 keys. A program takes one task after another, by a list that the host made
+(see triton_schedule.py): the tiles of the next are on their way while this one ends.
 
 Consumers take turns at the tensor cores: each gives them both its products, lets the next consumer do so, and takes its
 exponentials meanwhile. Without that they fall into step, and the tensor cores rest while all take exponentials.
@@ -15,9 +16,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
 from steplab.ops.attention.triton_hopper_tiles import (
+    NUM_NAMES,
     ROWS,
     let_pass,
     meet,
+    named_ring,
     pack,
     put,
     ring,
@@ -29,33 +32,32 @@ from steplab.ops.attention.triton_hopper_tiles import (
 
 
 @gluon.jit
-def _task(task, num_tasks, heads_a_group, num_heads, num_queries, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr,
-          TASK: gl.constexpr):  # fmt: skip
-    """Batch, head, first query and number of tiles of keys of a task.
-
-    Heads go in groups whose keys and values the L2 cache holds together; in a group the longest tasks are first.
-    """
-    tasks_a_head = gl.cdiv(num_queries, TASK)
-    tasks_a_group = heads_a_group * tasks_a_head
-    first_head = task // tasks_a_group * heads_a_group
-    heads = gl.minimum(heads_a_group, num_tasks // tasks_a_head - first_head)  # the last group may have fewer
-    b_head = first_head + task % tasks_a_group % heads
-    first_query = (tasks_a_head - 1 - task % tasks_a_group // heads) * TASK
+def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TASK: gl.constexpr):
+    """Tiles of keys that so many queries see."""
     end = num_keys
     if CAUSAL:
         end = gl.minimum(num_keys, first_query + TASK)
-    return b_head // num_heads, b_head % num_heads, first_query, gl.cdiv(end, N)
+    return gl.cdiv(end, N)
 
 
 @gluon.jit
-def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing, num_queries,
-          num_keys, q_ring, k_ring, v_ring, CAUSAL: gl.constexpr, N: gl.constexpr,
-          NUM_CONSUMERS: gl.constexpr):  # fmt: skip
+def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
+    """How many of a task's tiles, those of its last keys, the queries of a consumer do not see."""
+    hidden = 0
+    if CAUSAL:
+        hidden = num_tiles - gl.cdiv(gl.minimum(first_query + ROWS, num_keys), N)
+    return hidden
+
+
+@gluon.jit
+def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring, v_ring,
+          CAUSAL: gl.constexpr, N: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     i = 0  # tiles of keys so far
     row = tasks_ptr + gl.program_id(0) * row_length
     for number in range(gl.load(row)):
-        b, head, first_query, num_tiles = _task(gl.load(row + 1 + number), num_tasks, heads_a_group, num_heads,
-                                                num_queries, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)  # fmt: skip
+        b_head, first_query = gl.load(row + 1 + 2 * number), gl.load(row + 2 + 2 * number)
+        b, head = b_head // num_heads, b_head % num_heads
+        num_tiles = _num_tiles(first_query, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)
         for c in gl.static_range(NUM_CONSUMERS):
             n = number * NUM_CONSUMERS + c
             q_arrived = q_ring.room(n, q_tiles.block_type.nbytes)
@@ -67,6 +69,9 @@ def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_g
             v_arrived = v_ring.room(i, v_tiles.block_type.nbytes)
             tma.async_copy_global_to_shared(v_tiles, [b, head // sharing, first_key, 0], v_arrived, v_ring.slot(i))
             i += 1
+    for slot in range(gl.minimum(i, k_ring.num_slots)):  # no barrier is left with some of its arrivals
+        k_ring.wait(slot)
+        v_ring.wait(slot)
 
 
 @gluon.jit
@@ -91,8 +96,13 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
 
 
 @gluon.jit
+def _scaled(x_RD, by_R):
+    return x_RD * gl.convert_layout(by_R, gl.SliceLayout(1, x_RD.type.layout))[:, None]
+
+
+@gluon.jit
 def _round(i, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
-           MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+           CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
@@ -108,67 +118,65 @@ def _round(i, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_lo
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
     k_ring.release(i)
     e_RN, largest_R, sum_R, shrink_R = _softmax(
-        s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_keys, MASKED, CAUSAL, N
+        s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_keys, False, CAUSAL, N
     )
     if REST > 0:
         o_RD, rest_RD, p = warpgroup_mma_wait(0, [o_RD, rest_RD, p])
-        rest_RD = rest_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, rest_RD.type.layout))[:, None]
+        rest_RD = _scaled(rest_RD, shrink_R)
     else:
         o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
     v_ring.release(i - 1)
-    o_RD = o_RD * gl.convert_layout(shrink_R, gl.SliceLayout(1, O))[:, None]
-    return o_RD, rest_RD, pack(e_RN, q_RD.dtype), largest_R, sum_R
+    return _scaled(o_RD, shrink_R), rest_RD, pack(e_RN, q_RD.dtype), largest_R, sum_R
 
 
 @gluon.jit
-def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries, num_keys,
-            scale_log2, q_ring, k_ring, v_ring, o_own, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr,
-            MAIN: gl.constexpr, REST: gl.constexpr, APART: gl.constexpr,
-            NUM_CONSUMERS: gl.constexpr):  # fmt: skip
+def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring, k_ring,
+            v_ring, o_own, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr,
+            REST: gl.constexpr, APART: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
     LAST: gl.constexpr = NUM_CONSUMERS - 1
     FIRST: gl.constexpr = 0
+    NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     if CONSUMER == LAST:
         let_pass(FIRST)
     first_tile = 0
     row = tasks_ptr + gl.program_id(0) * row_length
-    next_task = gl.load(row + 1)
+    next_head, next_query = gl.load(row + 1), gl.load(row + 2)
     for number in range(gl.load(row)):
-        task = next_task
-        next_task = gl.load(row + 2 + number)  # ahead of its use: it comes from memory
-        b, head, first_query, num_tiles = _task(task, num_tasks, heads_a_group, num_heads, num_queries, num_keys,
-                                                CAUSAL, N, NUM_CONSUMERS * ROWS)  # fmt: skip
+        b_head, first_query = next_head, next_query
+        next_head, next_query = gl.load(row + 3 + 2 * number), gl.load(row + 4 + 2 * number)  # they come from memory
+        num_tiles = _num_tiles(first_query, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)
         first_query += CONSUMER * ROWS
         own = number * NUM_CONSUMERS + CONSUMER
         q_RD = q_ring.take(own)
+        hidden = _num_hidden(first_query, num_tiles, num_keys, CAUSAL, N)
+        for t in range(hidden):
+            k_ring.take(first_tile + t)
+            k_ring.release(first_tile + t)
+        s_RN = scores(q_RD, k_ring.take(first_tile + hidden), S, MAIN, REST)
+        s_RN = warpgroup_mma_wait(0, [s_RN])
+        k_ring.release(first_tile + hidden)
         largest_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
         sum_R = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
-        rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
-        s_RN = scores(q_RD, k_ring.take(first_tile), S, MAIN, REST)
-        s_RN = warpgroup_mma_wait(0, [s_RN])
-        k_ring.release(first_tile)
+        # The only tile in which a query that sees some keys does not see all.
         e_RN, largest_R, sum_R, _ = _softmax(
-            s_RN, largest_R, sum_R, scale_log2, first_query, (num_tiles - 1) * N, num_keys, True, CAUSAL, N
+            s_RN, largest_R, sum_R, scale_log2, first_query, (num_tiles - 1 - hidden) * N, num_keys, True, CAUSAL, N
         )
         p = pack(e_RN, q_RD.dtype)
-        num_masked = 1  # which was that one
-        if CAUSAL:
-            num_masked = gl.maximum(1, num_tiles - gl.minimum(first_query + 1, num_keys) // N)
-        for t in range(1, num_masked):
+        o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
+        rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
+        for t in range(hidden):
+            v_ring.take(first_tile + t)
+            v_ring.release(first_tile + t)
+            meet(CONSUMER)  # a turn that it does not need
+            let_pass(NEXT)
+        for t in range(hidden + 1, num_tiles):
             o_RD, rest_RD, p, largest_R, sum_R = _round(
                 first_tile + t, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
-                (num_tiles - 1 - t) * N, num_keys, True, CAUSAL, N, MAIN, REST, CONSUMER,
-                NUM_CONSUMERS,
-            )  # fmt: skip
-        for t in range(num_masked, num_tiles):
-            o_RD, rest_RD, p, largest_R, sum_R = _round(
-                first_tile + t, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
-                (num_tiles - 1 - t) * N, num_keys, False, CAUSAL, N, MAIN, REST, CONSUMER,
-                NUM_CONSUMERS,
+                (num_tiles - 1 - t) * N, num_keys, CAUSAL, N, MAIN, REST, CONSUMER, NUM_CONSUMERS,
             )  # fmt: skip
         if APART:
             q_ring.release(own)
@@ -178,20 +186,20 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, n
         part_R = 1 / gl.where(sum_R == 0, 1.0, sum_R)
         if REST > 0:
             rest_RD = warpgroup_mma_wait(0, [rest_RD])
-            rest_RD = rest_RD * gl.convert_layout(part_R, gl.SliceLayout(1, REST_O))[:, None]
+            rest_RD = _scaled(rest_RD, part_R)
         o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
         v_ring.release(first_tile - 1)
-        o_RD = o_RD * gl.convert_layout(part_R, gl.SliceLayout(1, O))[:, None]
         if APART:
             o_tile = o_own.index(CONSUMER)
             tma.store_wait(0)  # of the task before
         else:
             o_tile = q_RD  # the consumer's queries are done with
-        put(o_tile, o_RD, rest_RD, MAIN, REST)
-        tma.async_copy_shared_to_global(o_tiles, [b, head, first_query, 0], o_tile)
+        put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
+        at = [b_head // num_heads, b_head % num_heads, first_query, 0]
+        tma.async_copy_shared_to_global(o_tiles, at, o_tile)
         queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_R = (largest_R + gl.log2(sum_R)) * 0.6931471805599453  # log 2
-        lse_ptrs = lse_ptr + (b * num_heads + head).to(gl.int64) * num_queries + queries
+        lse_ptrs = lse_ptr + b_head.to(gl.int64) * num_queries + queries
         gl.store(lse_ptrs, lse_R, mask=queries < num_queries)
         if not APART:
             tma.store_wait(0)
@@ -201,15 +209,12 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, n
         meet(FIRST)  # which the last consumer let it pass once more
 
 
-@gluon.jit(
-    do_not_specialize=["row_length", "num_tasks", "heads_a_group", "num_heads", "sharing", "num_queries", "num_keys"]
-)
-def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group,
-                   num_heads, sharing, num_queries, num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
-                   NUM_CONSUMERS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
-                   NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                   LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """A program per row of tasks_ptr [programs, row_length], each row the number of its tasks and then these."""
+@gluon.jit(do_not_specialize=["row_length", "num_heads", "sharing", "num_queries", "num_keys"])
+def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, sharing, num_queries,
+                   num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
+                   MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
+                   CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
+    """A program per row of tasks_ptr [programs, row_length], as task_table makes them."""
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
@@ -217,8 +222,12 @@ def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_l
     APART: gl.constexpr = BOX <= 128
     ONE: gl.constexpr = 1
     q_ring = ring(q_tiles.dtype, ROWS, BOX, NUM_CONSUMERS, ONE)  # a slot for each consumer
-    k_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS)
-    v_ring = ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS)
+    gl.static_assert(N % ROWS == 0, "a consumer would have more than one masked tile")
+    # Named barriers: first the consumers' turns, then the slots of keys, then those of values.
+    V_NAME: gl.constexpr = NUM_CONSUMERS + NUM_SLOTS
+    gl.static_assert(V_NAME + NUM_SLOTS <= NUM_NAMES, "more slots than there are barriers")
+    k_ring = named_ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS, NUM_CONSUMERS)
+    v_ring = named_ring(q_tiles.dtype, N, BOX, NUM_SLOTS, V_NAME, NUM_CONSUMERS)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BOX], q_tiles.dtype)
     if APART:
         o_own = gl.allocate_shared_memory(q_tiles.dtype, [NUM_CONSUMERS, ROWS, BOX], layout)
@@ -227,26 +236,21 @@ def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_l
     fence_async_shared()
     if NUM_CONSUMERS == 2:
         gl.warp_specialize([
-            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
-                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART,
-                       NUM_CONSUMERS)),
-            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
-                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART,
-                       NUM_CONSUMERS)),
-            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing,
-                     num_queries, num_keys, q_ring, k_ring, v_ring, CAUSAL, N, NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
+                       k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
+                       k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring,
+                     v_ring, CAUSAL, N, NUM_CONSUMERS)),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
-                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART,
-                       NUM_CONSUMERS)),
-            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
-                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART,
-                       NUM_CONSUMERS)),
-            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, num_queries,
-                       num_keys, scale_log2, q_ring, k_ring, v_ring, o_own, C2, CAUSAL, N, MAIN, REST, APART,
-                       NUM_CONSUMERS)),
-            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_tasks, heads_a_group, num_heads, sharing,
-                     num_queries, num_keys, q_ring, k_ring, v_ring, CAUSAL, N, NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
+                       k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
+                       k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
+            (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
+                       k_ring, v_ring, o_own, C2, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring,
+                     v_ring, CAUSAL, N, NUM_CONSUMERS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -66,6 +66,77 @@ class Ring:
         return arrived
 
 
+@aggregate
+class NamedRing:
+    """A ring whose slots are given back at named barriers, the first of so many from a name on.
+
+    To arrive at one costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as Ring has) one of
+    its threads arrives for all, for which its four warps wait for each other first.
+    """
+
+    tiles: gl.shared_memory_descriptor
+    full: gl.shared_memory_descriptor
+    num_slots: gl.constexpr
+    first_name: gl.constexpr
+    num_readers: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, tiles, full, num_slots, first_name, num_readers):
+        self.tiles = tiles
+        self.full = full
+        self.num_slots = gl.constexpr(num_slots)
+        self.first_name = gl.constexpr(first_name)
+        self.num_readers = gl.constexpr(num_readers)
+
+    @gluon.jit
+    def slot(self, i):
+        """Where the i-th tile is."""
+        return self.tiles.index(i % self.num_slots)
+
+    @gluon.jit
+    def take(self, i):
+        """The i-th tile, once it has come."""
+        mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
+        return self.tiles.index(i % self.num_slots)
+
+    @gluon.jit
+    def release(self, i):
+        """A consumer has done with the i-th tile, which it has taken."""
+        let_pass(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
+
+    @gluon.jit
+    def room(self, i, num_bytes):
+        """The barrier that tells that the i-th tile has come, once there is room for its bytes."""
+        if i >= self.num_slots:
+            self.wait(i)
+        arrived = self.full.index(i % self.num_slots)
+        mbarrier.expect(arrived, num_bytes)
+        return arrived
+
+    @gluon.jit
+    def wait(self, i):
+        """The loading warp waits until all consumers have done with what is in the slot of the i-th tile."""
+        meet(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
+
+
+@gluon.jit
+def named_ring(
+    dtype: gl.constexpr,
+    rows: gl.constexpr,
+    box: gl.constexpr,
+    num_slots: gl.constexpr,
+    first_name: gl.constexpr,
+    num_readers: gl.constexpr,
+):
+    """A ring for tiles [rows, box] which so many consumers give back at named barriers."""
+    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, box], dtype)
+    tiles = gl.allocate_shared_memory(dtype, [num_slots, rows, box], layout)
+    full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(num_slots):
+        mbarrier.init(full.index(i), count=1)
+    return NamedRing(tiles, full, num_slots, first_name, num_readers)
+
+
 @gluon.jit
 def ring(
     dtype: gl.constexpr,
@@ -176,17 +247,26 @@ def _instruction(text: gl.constexpr, operand):
     gl.inline_asm_elementwise(asm, "=r,r", [operand], dtype=gl.int32, is_pure=False, pack=1)
 
 
-FIRST_NAME = gl.constexpr(8)
-"""Named barriers from here on are free: Triton numbers its own from zero, and has fewer."""
+FIRST_NAME = gl.constexpr(5)
+"""Named barriers from here on are free: Triton has one for each of at most four roles, and one for all."""
+NUM_NAMES = gl.constexpr(11)
+"""How many are free: a program has 16."""
+
+
+@gluon.constexpr_function
+def _at_barrier(what, num_threads):
+    return f"bar.{what} $1, {num_threads};"
 
 
 @gluon.jit
-def meet(name: gl.constexpr):
-    """Wait at a named barrier for another group of four warps, which meets or passes it."""
-    _instruction("bar.sync $1, 256;", gl.to_tensor(FIRST_NAME + name))
+def meet(name, num_threads: gl.constexpr = 256):
+    """Wait at a named barrier for another group of four warps, or for so many threads in all, own ones among them."""
+    text: gl.constexpr = _at_barrier("sync", num_threads)
+    _instruction(text, gl.to_tensor(FIRST_NAME + name))
 
 
 @gluon.jit
-def let_pass(name: gl.constexpr):
-    """Let the group that waits at a named barrier go on."""
-    _instruction("bar.arrive $1, 256;", gl.to_tensor(FIRST_NAME + name))
+def let_pass(name, num_threads: gl.constexpr = 256):
+    """Let those that wait at a named barrier go on, without a wait."""
+    text: gl.constexpr = _at_barrier("arrive", num_threads)
+    _instruction(text, gl.to_tensor(FIRST_NAME + name))

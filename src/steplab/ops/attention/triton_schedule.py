@@ -6,6 +6,7 @@ Heads are done in groups whose tensors the L2 cache holds together: what one pro
 import heapq
 from collections.abc import Sequence
 from functools import lru_cache
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,18 +43,25 @@ def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
     return rows
 
 
-def lengths_of_tasks(
+class Task(NamedTuple):
+    """What a program of the forward kernel does at a time: some queries of a head."""
+
+    head: int
+    """Number of the head, of those of all batches."""
+    first_query: int
+    """The first of `rows` queries."""
+    num_tiles: int
+    """Tiles of keys that they see, by which tasks are dealt."""
+
+
+def tasks_in_order(
     num_heads: int, num_queries: int, num_keys: int, *, rows: int, tile: int, together: int, causal: bool
-) -> list[int]:
-    """Tiles of keys of each task of the forward kernel, `rows` queries of a head, in the order of `_task` there."""
-    tasks_a_head = -(-num_queries // rows)
-    ends = [min(num_keys, first + rows) if causal else num_keys for first in range(0, num_queries, rows)]
-    of_head = [-(-end // tile) for end in ends]
-    found: list[int] = []
-    for first_head in range(0, num_heads, together):
-        heads = min(together, num_heads - first_head)
-        found += [of_head[tasks_a_head - 1 - i // heads] for i in range(tasks_a_head * heads)]
-    return found
+) -> list[Task]:
+    """Every `rows` queries of every head: heads in groups of so many together, in a group the longest tasks first."""
+    first_queries = range(0, num_queries, rows)[::-1]
+    of_head = [(first, -(-(min(num_keys, first + rows) if causal else num_keys) // tile)) for first in first_queries]
+    groups = [range(first, min(first + together, num_heads)) for first in range(0, num_heads, together)]
+    return [Task(head, *queries) for group in groups for queries in of_head for head in group]
 
 
 @lru_cache(maxsize=64)
@@ -69,11 +77,12 @@ def task_table(
     num_programs: int,
     device: torch.device,
 ) -> Tensor:
-    """int32 [programs, 2 + most tasks]: a program's number of tasks, these, and room to read one too many."""
+    """int32 [programs, 3 + 2 most tasks]: a program's number of tasks, the head and the first query of each, and room
+    to read one more."""
     refuse_while_capturing(device)
-    lengths = lengths_of_tasks(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
-    lists = dealt(lengths, num_programs)
-    width = max(map(len, lists)) + 2
-    return torch.tensor(
-        [[len(tasks), *tasks, *[0] * (width - 1 - len(tasks))] for tasks in lists], dtype=torch.int32, device=device
-    )
+    tasks = tasks_in_order(num_heads, num_queries, num_keys, rows=rows, tile=tile, together=together, causal=causal)
+    lists = dealt([task.num_tiles for task in tasks], num_programs)
+    width = 2 * max(map(len, lists)) + 3
+    table = [[len(row), *(number for task in row for number in tasks[task][:2])] for row in lists]
+    filled = [[*row, *[0] * (width - len(row))] for row in table]
+    return torch.tensor(filled, dtype=torch.int32, device=device)
