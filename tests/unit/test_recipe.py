@@ -27,7 +27,7 @@ def resolved(kind: str, **fields: object) -> tuple[StepSpec, str]:
 def test_on_a_gpu_the_spec_is_that_of_the_options_that_it_names() -> None:
     spec, said = resolved("cuda", model="small")
     fields = {"precision": "bf16_master", "attention": "auto", "compile": "block", "cuda_graph": "step"}
-    fields |= {"optimizer": "adamw_triton", "update": "overlapped"}
+    fields |= {"optimizer": "adamw_triton", "update": "overlapped", "model.projections": "merged"}
     assert spec == resolve_step({"model": "small"} | fields)
     assert said.startswith("recipe fast on cuda sets --precision bf16_master --attention auto --compile block ")
     assert said.endswith("which made steps faster on an H200; --precision bf16_master changes the numbers")
@@ -43,7 +43,7 @@ def test_on_a_cpu_it_sets_what_serves_there() -> None:
 def test_what_is_given_wins_even_if_it_is_a_default() -> None:
     spec, said = resolved("cuda", compile="off", precision="fp32", optimizer="sgd")
     assert (spec.compile, spec.precision, spec.optimizer, spec.cuda_graph) == ("off", "fp32", "sgd", "step")
-    sets = "--attention auto --cuda-graph step --update overlapped"
+    sets = "--attention auto --model.projections merged --cuda-graph step --update overlapped"
     assert said == f"recipe fast on cuda sets {sets}, which made steps faster on an H200"
 
 

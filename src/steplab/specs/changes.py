@@ -171,6 +171,7 @@ CHANGES = (
         code="qkv = torch.nn.Linear(d_model, 3 * d_model, bias=False)  # and one layer for gate and up\n"
         "q, k, v = qkv(x).chunk(3, dim=-1)",
         replaces=("separate",),
+        fast={"cuda": ("transformer",)},
     ),
     Change(
         field="block_ops",
