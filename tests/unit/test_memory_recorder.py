@@ -629,7 +629,8 @@ BEFORE_WATCHING = 1 + 2 + 1
 """Warm-up, measured steps, and the one whose FLOPs are counted."""
 
 
-def test_what_vmap_wrapped_and_left_is_passed_over() -> None:
+@pytest.mark.parametrize("wrap", [torch.func.vmap, torch.func.functionalize])
+def test_what_was_wrapped_and_left_is_passed_over(wrap: Callable[..., Any]) -> None:
     wrapped: list[Tensor] = []
 
     def keep(row: Tensor) -> Tensor:
@@ -637,7 +638,8 @@ def test_what_vmap_wrapped_and_left_is_passed_over() -> None:
         return row
 
     rows = torch.ones(3, 4)
-    torch.func.vmap(keep)(rows)
+    wrap(keep)(rows)
+    assert {type(each) for each in wrapped} == {Tensor}
     assert storages_in_sight()[rows.untyped_storage().data_ptr()] == 3 * 4 * 4
 
 

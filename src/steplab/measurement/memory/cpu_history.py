@@ -18,16 +18,17 @@ from steplab.measurement.memory.python_lines import Frame
 def storages_in_sight() -> dict[int, int]:
     """Address and bytes of every CPU storage that belongs to a tensor known to Python."""
     tensors: list[Tensor] = [found for found in gc.get_objects() if type(found) in (Tensor, nn.Parameter)]
-    storages = [_storage_of(each) for each in tensors if each.device.type == "cpu" and each.layout is torch.strided]
-    return {storage.data_ptr(): storage.nbytes() for storage in storages if storage is not None and storage.data_ptr()}
+    cpu = (found for found in tensors if found.device.type == "cpu" and found.layout is torch.strided)
+    return {address: size for address, size in map(_memory_of, cpu) if address}
 
 
-def _storage_of(tensor: Tensor) -> torch.UntypedStorage | None:
-    """Its memory; None for a wrapper, such as vmap's, whose memory is that of the tensor within."""
+def _memory_of(tensor: Tensor) -> tuple[int, int]:
+    """Address and bytes of its storage; zeros for what has none, such as a wrapper of vmap or a fake tensor."""
     try:
-        return tensor.untyped_storage()
-    except NotImplementedError:
-        return None
+        storage = tensor.untyped_storage()
+        return storage.data_ptr(), storage.nbytes()
+    except RuntimeError:
+        return 0, 0
 
 
 def left_behind(events: Sequence[MemoryEvent]) -> dict[int, int]:
