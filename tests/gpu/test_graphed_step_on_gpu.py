@@ -123,6 +123,8 @@ def test_updates_in_the_backward_pass_give_the_state_of_those_after_it_to_the_bi
         {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton"},
         {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "update": "overlapped"},
         {"pass": "forward_backward", "compile": "block"},
+        {"block_ops": "triton", "model.projections": "merged", "precision": "bf16_master", "optimizer": "adamw_triton"},
+        {"block_ops": "triton", "model.projections": "merged", "compile": "block", "attention": "flash_triton"},
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )

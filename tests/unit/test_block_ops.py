@@ -37,7 +37,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 TINY = {
-    "model": "tiny", "batch": 2, "context": 9, "device": "cpu", "attention": "sdpa", "model.projections": "merged",
+    "model": "tiny", "batch": 2, "context": 5, "device": "cpu", "attention": "sdpa", "model.projections": "merged",
     "model.d_model": 48, "model.num_heads": 4, "model.d_ff": 70, "model.vocab_size": 60, "model.num_layers": 2,
 }  # fmt: skip
 
@@ -55,36 +55,45 @@ def outputs_and_gradients(function: Function, inputs: Sequence[Tensor], weights:
 
 def assert_near_float64(function: Function, reference: Function, inputs: Sequence[Tensor], *, like: Function) -> None:
     """Each result is as near to float64 as its format allows: it is computed in float32, where it may be as far off as
-    the reference is in float32, or as far on the other side, and then rounded (cut off, by Triton's interpreter)."""
+    the reference is in float32, or as far on the other side, and then rounded: cut off, by Triton's interpreter."""
     weights = [torch.randn_like(output) for output in like(*inputs)]
     found = outputs_and_gradients(function, inputs, weights)
     exact = outputs_and_gradients(reference, [x.double() for x in inputs], [x.double() for x in weights])
     in_fp32 = outputs_and_gradients(reference, [x.float() for x in inputs], [x.float() for x in weights])
     for number, (ours, wanted, wide) in enumerate(zip(found, exact, in_fp32, strict=True)):
         numbers = torch.finfo(ours.dtype)
-        bound = numbers.eps * wanted.abs() + numbers.smallest_normal + 2 * (wide.double() - wanted).abs().max()
+        rounding = numbers.eps if ours.is_cpu else numbers.eps / 2
+        bound = rounding * wanted.abs() + numbers.smallest_normal + 2 * (wide.double() - wanted).abs().max()
         assert ((ours.double() - wanted).abs() <= bound).all(), f"result {number}"
     again = outputs_and_gradients(function, inputs, weights)
     assert all(torch.equal(first, second) for first, second in zip(found, again, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", [(3, 14), (5, 2, 1030), (1, 2), (9, 512)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 14), (5, 1, 1030), (1, 2)], ids=str)
 def test_swiglu_is_as_near_to_float64_as_the_format_allows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_swiglu(shape, dtype)
+
+
+def check_swiglu(shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> None:
     torch.manual_seed(0)
-    x = 3 * torch.randn(shape, dtype=dtype)
+    x = 3 * torch.randn(shape, dtype=dtype, device=device)
     assert_near_float64(lambda x: [swiglu(x)], lambda x: [plain_swiglu(x)], [x], like=lambda x: [plain_swiglu(x)])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("sizes", [(2, 5, 3, 1, 10), (1, 70, 4, 2, 16), (2, 3, 1, 1, 2), (3, 2, 5, 5, 80)], ids=str)
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 1, 10), (1, 40, 4, 2, 16), (2, 3, 1, 1, 2)], ids=str)
 def test_heads_are_as_near_to_float64_as_the_format_allows(
     sizes: tuple[int, int, int, int, int], dtype: torch.dtype
 ) -> None:
+    check_heads(sizes, dtype)
+
+
+def check_heads(sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str = "cpu") -> None:
     torch.manual_seed(0)
     batch, context, heads, kv_heads, head_dim = sizes
-    merged = torch.randn(batch, context, (heads + 2 * kv_heads) * head_dim, dtype=dtype)
-    angles = 6 * torch.rand(context + 3, head_dim // 2)
+    merged = torch.randn(batch, context, (heads + 2 * kv_heads) * head_dim, dtype=dtype, device=device)
+    angles = 6 * torch.rand(context + 3, head_dim // 2, device=device)
     table = torch.stack((angles.cos(), angles.sin()))[:, :context]  # the first positions of a longer table
 
     def plain(x: Tensor) -> Sequence[Tensor]:
@@ -95,14 +104,22 @@ def test_heads_are_as_near_to_float64_as_the_format_allows(
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("stream", ["fp32", "the same"])
-@pytest.mark.parametrize("shape", [(3, 7), (2, 7, 130), (1, 1), (5, 1024)], ids=str)
+@pytest.mark.parametrize("shape", [(3, 7), (2, 5, 130), (1, 1)], ids=str)
 def test_norms_are_as_near_to_float64_as_the_format_allows(
     shape: tuple[int, ...], stream: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    torch.manual_seed(0)
     monkeypatch.setattr(norm_api, "NUM_PROGRAMS", 4)  # fewer than rows, so that some have several
-    wide = torch.float32 if stream == "fp32" else dtype
-    inputs = [torch.randn(shape, dtype=wide), torch.randn(shape, dtype=dtype), torch.randn(shape[-1], dtype=wide)]
+    check_norms(shape, torch.float32 if stream == "fp32" else dtype, dtype)
+
+
+def check_norms(shape: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, device: str = "cpu") -> None:
+    """wide: the format of the stream; dtype: that of the branch and of the norm."""
+    torch.manual_seed(0)
+    inputs = [
+        torch.randn(shape, dtype=wide, device=device),
+        torch.randn(shape, dtype=dtype, device=device),
+        torch.randn(shape[-1], dtype=wide, device=device),
+    ]
     rounded = add_rms_norm(inputs[0], inputs[1], inputs[2], 1e-5)[1].double()
     exact = inputs[0].double() + inputs[1].double()
     assert ((rounded - exact).abs() <= torch.finfo(wide).eps * exact.abs()).all()
@@ -180,7 +197,7 @@ def step(**fields: object) -> StepSpec:
 
 def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False) -> dict[str, Tensor]:
     """The loss and the gradients of all parameters, for weights and tokens of the spec's seed."""
-    workload = build_workload(spec, CPU)
+    workload = build_workload(spec, torch.device(spec.device))
     assert workload.module is not None
     assert workload.make_batch is not None
     module, batch = workload.module, workload.make_batch()
@@ -189,7 +206,8 @@ def gradients_of(spec: StepSpec, *, double: bool = False, compiled: bool = False
         torch._dynamo.reset()
         for block in module.blocks:  # type: ignore[union-attr]
             block.forward = torch.compile(block.forward, backend="aot_eager")
-    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=spec.precision == "bf16"):
+    low = {"bf16": torch.bfloat16, "fp16": torch.float16}
+    with torch.autocast(spec.device, dtype=low.get(spec.precision), enabled=spec.precision in low):
         loss = call(module, batch)
     loss.backward()
     gradients = {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
@@ -201,16 +219,21 @@ def largest_error(found: dict[str, Tensor], exact: dict[str, Tensor]) -> float:
     return max(float((found[name] - exact[name]).norm() / exact[name].norm()) for name in exact)
 
 
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
 @pytest.mark.parametrize(
     "variant", [{}, {"model.num_kv_heads": 2, "model.biases": "all", "model.head": "tied", "loss": "fused"}], ids=str
 )
 def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object], precision: str) -> None:
-    fields = variant | {"precision": precision}
-    exact = gradients_of(step(**variant | {"block_ops": "plain", "loss": "plain"}), double=True)
+    check_model(variant | {"precision": precision})
+
+
+def check_model(fields: dict[str, object], device: str = "cpu") -> None:
+    """The loss and all gradients are as near to float64 as the plain model's, up to the order of additions."""
+    fields = fields | {"device": device}
+    plainest = {"block_ops": "plain", "loss": "plain", "attention": "plain", "precision": "fp32"}
+    exact = gradients_of(step(**fields | plainest), double=True)
     plain = largest_error(gradients_of(step(**fields | {"block_ops": "plain"})), exact)
     fused = largest_error(gradients_of(step(**fields)), exact)
-    # The interpreter cuts off where a GPU rounds, which doubles the error of a number.
     assert fused <= 2 * plain
 
 
@@ -300,9 +323,9 @@ def test_the_plan_knows_the_kernels() -> None:
     operators = operators_of(step(precision="bf16", compile="block", **{"model.num_layers": 3}))
     counts = {name: sum(op.name == name for op in operators) for name in ("add_rms_norm", "rotary_heads", "swiglu")}
     assert counts == {"add_rms_norm": 2 * 3 + 1, "rotary_heads": 3, "swiglu": 3}
-    tokens, width, inner = 2 * 9, 48, 70
+    tokens, width, inner = 2 * 5, 48, 70
     moved = {op.name: op.read_bytes + op.written_bytes for op in operators}
     assert moved["swiglu"] == 2 * 3 * tokens * inner
     assert moved["swiglu_backward"] == 2 * 5 * tokens * inner
-    assert moved["rotary_heads"] == 2 * 6 * tokens * width + 4 * 9 * (width // 4)
+    assert moved["rotary_heads"] == 2 * 6 * tokens * width + 4 * 5 * (width // 4)
     assert moved["add_rms_norm"] == (4 + 2 + 2 + 4) * tokens * width + 4 * tokens + 4 * width

@@ -14,7 +14,7 @@ from steplab.errors import UserError
 from steplab.ops.rms_norm.programs import NUM_PROGRAMS
 from steplab.ops.triton_device import on_device_of, refuse_unserved
 
-FORWARD_WARPS, BACKWARD_WARPS = 4, 8
+FORWARD_WARPS, BACKWARD_WARPS = 8, 8
 SHARES, COLUMNS = 64, 16
 """The tile in which shares are added up."""
 
@@ -55,12 +55,18 @@ def _forward(
 
 
 def _backward(
-    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtypes: list[torch.dtype]
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    of_x: torch.dtype,
+    of_branch: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     from steplab.ops.rms_norm.kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
 
     grad, total = grad.contiguous(), total.contiguous()
-    grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, dtypes)
+    grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, of_x, of_branch)
     width = total.shape[-1]
     if not total.numel():
         return grad_x, grad_branch, grad_weight.zero_()
@@ -91,10 +97,15 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, dtypes: list[torch.dtype]
+    grad: Tensor,
+    grad_sum: Tensor | None,
+    total: Tensor,
+    weight: Tensor,
+    rstd: Tensor,
+    of_x: torch.dtype,
+    of_branch: torch.dtype,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The branch's gradient has no elements where it is that of x to the bit."""
-    of_x, of_branch = dtypes
     grad_x = total.new_empty(total.shape, dtype=of_x)
     grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)
     return grad_x, grad_branch, weight.new_empty(weight.shape)
@@ -103,7 +114,7 @@ def _fake_backward(
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
     x, branch, weight, _, _ = inputs
     _, total, rstd = output
-    ctx.dtypes = [x.dtype, branch.dtype]
+    ctx.dtypes = x.dtype, branch.dtype
     ctx.mark_non_differentiable(rstd)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(total, weight, rstd)
@@ -114,7 +125,7 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: No
     if grad is None:
         grad = torch.zeros_like(total)
     of_x, of_branch, of_weight = torch.ops.steplab.add_rms_norm_backward(
-        grad, grad_sum, total, weight, rstd, ctx.dtypes
+        grad, grad_sum, total, weight, rstd, *ctx.dtypes
     )
     return of_x, of_branch if of_branch.numel() else of_x, of_weight, None, None
 
@@ -129,8 +140,8 @@ for _name, _schema, _real, _fake in (
     ),
     (
         "add_rms_norm_backward",
-        "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType[] dtypes)"
-        " -> (Tensor, Tensor, Tensor)",
+        "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType of_x, "
+        "ScalarType of_branch) -> (Tensor, Tensor, Tensor)",
         _backward,
         _fake_backward,
     ),

@@ -16,7 +16,7 @@ from torch.library import Library, register_autograd, register_fake
 from steplab.errors import UserError
 from steplab.ops.triton_device import on_device_of, refuse_unserved
 
-ELEMENTS, NUM_WARPS = 2048, 4
+ELEMENTS, NUM_WARPS = 1024, 4
 """Pairs of a program's tile (rows x the power of two that holds D/2), and its warps."""
 
 

@@ -13,7 +13,7 @@ from torch.library import Library, register_autograd, register_fake
 from steplab.errors import UserError
 from steplab.ops.triton_device import on_device_of, refuse_unserved
 
-ROWS, COLUMNS, NUM_WARPS = 4, 512, 4
+ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
 """The tile of a program, and its warps."""
 
 

@@ -1,0 +1,118 @@
+"""The kernels between the products of a block on a GPU: errors against float64, large tensors, and whole steps."""
+
+import gc
+
+import pytest
+import torch
+from tests.unit.test_block_ops import check_heads, check_model, check_norms, check_swiglu
+
+from steplab.measurement.observer import Observer
+from steplab.measurement.step.session import measure_here
+from steplab.ops.rms_norm.api import add_rms_norm
+from steplab.ops.rms_norm.reference import plain_add_rms_norm
+from steplab.ops.rotary_heads.api import rotary_heads
+from steplab.ops.rotary_heads.reference import plain_rotary_heads
+from steplab.ops.swiglu.api import swiglu
+from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.plan.memory import predict_memory
+from steplab.records.run import Run
+from steplab.specs.resolve import resolve_step
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA GPU"),
+]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(2048, 12_800), (3, 14), (257, 1, 2050), (1, 2)], ids=str)
+def test_swiglu_is_as_near_to_float64_as_the_format_allows(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    check_swiglu(shape, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "sizes",
+    [(4, 512, 25, 25, 64), (1, 1024, 32, 32, 80), (2, 300, 8, 2, 128), (2, 5, 3, 1, 10), (2, 3, 1, 1, 2)],
+    ids=str,
+)
+def test_heads_are_as_near_to_float64_as_the_format_allows(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_heads(sizes, dtype, "cuda")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("stream", ["fp32", "the same"])
+@pytest.mark.parametrize("shape", [(2048, 1600), (8192, 2560), (3, 7), (600, 4097), (1, 1)], ids=str)
+def test_norms_are_as_near_to_float64_as_the_format_allows(
+    shape: tuple[int, ...], stream: str, dtype: torch.dtype
+) -> None:
+    check_norms(shape, torch.float32 if stream == "fp32" else dtype, dtype, "cuda")
+
+
+@pytest.mark.parametrize("attention", ["flash_triton", "sdpa_cudnn", "sdpa"])
+@pytest.mark.parametrize("variant", [{}, {"model.num_kv_heads": 2, "model.biases": "all"}], ids=str)
+def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object], attention: str) -> None:
+    sizes = {"context": 96, "model.d_model": 256, "model.d_ff": 344, "precision": "bf16"}  # heads of 64 columns
+    check_model(variant | sizes | {"attention": attention}, "cuda")
+
+
+def test_tensors_of_more_than_two_to_the_31_elements() -> None:
+    """The last rows are computed, forward and backward, from where they are."""
+    if torch.cuda.mem_get_info()[0] < 60e9:
+        pytest.skip("needs 60 GB of GPU memory")
+    rows, width = 2**19 + 5, 4104
+    joined = torch.randn(rows, width, dtype=BF16, device="cuda", requires_grad=True)
+    assert joined.numel() > 2**31
+    last = joined.detach()[-2:].clone().requires_grad_()
+    swiglu(joined).backward(torch.ones(rows, width // 2, dtype=BF16, device="cuda"))
+    plain_swiglu(last).backward(torch.ones(2, width // 2, dtype=BF16, device="cuda"))
+    assert joined.grad is not None
+    torch.testing.assert_close(joined.grad[-2:], last.grad)
+
+    angles = torch.rand(rows, 4, device="cuda")
+    table = torch.stack((angles.cos(), angles.sin()))
+    merged = joined.detach().unsqueeze(0)
+    del joined, last
+    q = rotary_heads(merged, table, 511)[0]
+    wanted = plain_rotary_heads(merged[:, -2:], table[:, -2:], 511)[0]
+    torch.testing.assert_close(q[:, :, -2:], wanted, rtol=0.01, atol=0.01)
+    del q, wanted
+
+    x = merged[0]
+    weight = torch.rand(width, dtype=BF16, device="cuda")
+    normed = add_rms_norm(x, x, weight, 1e-5)[0]
+    plain = plain_add_rms_norm(x[-2:].float(), x[-2:].float(), weight.float(), 1e-5)[0]
+    torch.testing.assert_close(normed[-2:].float(), plain, rtol=0.01, atol=0.01)
+
+
+def measured(**fields: object) -> Run:
+    gc.collect()
+    torch._C._cuda_clearCublasWorkspaces()
+    torch.cuda.empty_cache()
+    spec = resolve_step(
+        {"model": "small", "context": 256, "model.projections": "merged", "warmup": 3, "steps": 5} | fields
+    )
+    return measure_here(spec, Observer())
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"precision": "bf16", "attention": "sdpa_flash"},
+        {"precision": "bf16", "attention": "sdpa_flash", "checkpointing": "full"},
+        {"precision": "fp32", "attention": "plain"},
+    ],
+    ids=lambda fields: " ".join(map(str, fields.values())),
+)
+def test_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, object]) -> None:
+    run = measured(block_ops="triton", **fields)
+    assert run.memory is not None
+    assert run.spec is not None
+    peak = run.memory.peak("step")
+    assert peak is not None
+    predicted = predict_memory(run.spec, device=torch.cuda.get_device_name())
+    assert predicted.peak_bytes == pytest.approx(peak.peak_allocated_bytes, rel=0.002)
