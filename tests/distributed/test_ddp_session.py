@@ -35,6 +35,7 @@ from steplab.traces.reading import read_trace
 cases = Cases()
 SHAPE = {"model.num_layers": "2", "model.d_model": "32", "model.d_ff": "64", "model.vocab_size": "50"}
 BUCKET_MB = 0.02
+CPU = torch.device("cpu")
 
 
 def test_a_study_on_ranks(subtests: pytest.Subtests) -> None:
@@ -197,7 +198,12 @@ def parts_updated_as_they_arrive_make_the_same_step() -> None:
             step.run()
             step.run()
             found.append(weights(step))
-        assert all(torch.equal(own, expected) for own, expected in zip(*found, strict=True))
+        spec = replace(study.step, layout=Layout(dp=world.size), data_parallel=kind, bucket_size_mb=BUCKET_MB)
+        of_run = ModelStep(build_workload(spec, CPU), replace(spec, update="overlapped"), CPU, world)
+        of_run.run()
+        of_run.run()
+        found.append([parameter.detach() for parameter in of_run.module.parameters()])
+        assert all(torch.equal(own, expected) for own, *others in zip(*found, strict=True) for expected in others)
     cells, _ = told(replace(study, contenders=variants_of(("overlap",), (), updates=("overlapped",))), (1,), None)
     (of_rank, _) = cells[1].ranks
     assert {samples.phase for samples in of_rank.phases} == {"forward", "backward", "optimizer", "step"}
