@@ -49,7 +49,8 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
     parts = parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu))
     parts = throttled(parts, gpu)
     if spec.updates_in_backward:
-        parts = [_in_backward(part, gpu.rates.step) for part in parts]
+        hidden = hidden_update(spec, gpu)
+        parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
     phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
     phases = [phase for phase in phases if phase.device_s > 0]
@@ -75,11 +76,16 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
     )
 
 
-def _in_backward(part: TimePart, rates: StepRates) -> TimePart:
+def hidden_update(spec: StepSpec, gpu: Gpu) -> float:
+    """The share of an overlapped update that the backward pass hides; 0 for optimizers of which no record says it."""
+    return gpu.rates.step.hidden_update if spec.optimizer == "adamw_triton" else 0.0
+
+
+def _in_backward(part: TimePart, hidden: float) -> TimePart:
     """A part of a step whose update is overlapped: of the update, time and bytes that are not hidden."""
     if part.phase != "optimizer":
         return part
-    left = 1 - rates.hidden_update
+    left = 1 - hidden
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
@@ -373,7 +379,7 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
     if spec.updates_in_backward:
-        hidden = gpu.rates.step.hidden_update
+        hidden = hidden_update(spec, gpu)
         share = (
             f"{hidden:.0%} of it is hidden, as in the fitted records" if hidden else "no record says how much it hides"
         )
