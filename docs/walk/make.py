@@ -56,6 +56,8 @@ WHY = {
     "attention auto": "The scores are never written to memory; which kernel does it is chosen by a table of "
     "measurements ([attention.md](attention.md)).",
     "attention sdpa_cudnn": "The scores are never written to memory ([attention.md](attention.md)).",
+    "attention flash_triton": "The scores are never written to memory; the kernels are Triton's, made for such GPUs "
+    "([attention.md](attention.md)).",
     "optimizer adamw_triton": "AdamW is bound by its 28 bytes per parameter; one kernel over all tensors reaches "
     "more of the memory's bandwidth than torch's fused one (ops/adamw).",
     "precision bf16_master": "Linear layers hold bf16 weights, and the optimizer their fp32 masters, so that no step "
@@ -64,7 +66,12 @@ WHY = {
     "decide the step ([measure.md](measure.md)).",
     "compile reduce-overhead": "Each pass is one CUDA graph, launched by one call "
     "([explain.md](explain.md#launch_bound)).",
-    "projections merged": "Queries, keys and values come from one product, gate and up from another.",
+    "projections merged": "Queries, keys and values come from one product, gate and up from another: larger products "
+    "fill the multiprocessors better.",
+    "block_ops triton": "What lies between two products of a block is one kernel of this repository each "
+    "([block_ops.md](block_ops.md)).",
+    "update overlapped": "A block's parameters are updated, which memory bounds, while the backward pass of others "
+    "computes ([cross_entropy.md](cross_entropy.md)).",
     "loss fused": "Logits are made in chunks that are never all in memory ([cross_entropy.md](cross_entropy.md)).",
 }
 """Why a change saves time, for those that may be kept."""
