@@ -14,7 +14,7 @@ from pathlib import Path
 
 from memory_cells import records
 
-from steplab.lab.memory_reading import read_memory
+from steplab.lab.memory import read_memory
 from steplab.records.codec import encode
 from steplab.records.run import Run
 

@@ -36,8 +36,7 @@ if TYPE_CHECKING:
     from steplab.lab.listing import list_records
     from steplab.lab.machine import doctor
     from steplab.lab.measuring import measure
-    from steplab.lab.memory import memory
-    from steplab.lab.memory_import import import_snapshot
+    from steplab.lab.memory import import_snapshot, memory
     from steplab.lab.planning import plan, plan_memory, plan_steps, plan_time
     from steplab.lab.precision import precision
     from steplab.lab.profiling import import_trace, profile
@@ -65,7 +64,7 @@ _HOMES = {
     "explain": "steplab.lab.explaining",
     "history": "steplab.lab.history",
     "import_files": "steplab.lab.importing",
-    "import_snapshot": "steplab.lab.memory_import",
+    "import_snapshot": "steplab.lab.memory",
     "import_trace": "steplab.lab.profiling",
     "list_records": "steplab.lab.listing",
     "load": "steplab.lab.keeping",

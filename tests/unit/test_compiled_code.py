@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from steplab.measurement.machine.compiled_code import keep_compiled_code_private
+from steplab.measurement.entry.child import keep_compiled_code_private
 
 
 @pytest.mark.parametrize(

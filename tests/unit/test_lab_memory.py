@@ -15,9 +15,7 @@ from tests.unit.memory_records import watched_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
-from steplab.lab.memory import memory, predicted_memory
-from steplab.lab.memory_import import import_snapshot
-from steplab.lab.memory_reading import marks_beside, read_memory
+from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
 from steplab.lab.memory_references import memory_references
 from steplab.measurement.memory.recorder import MemoryWatch
 from steplab.measurement.observer import Observer

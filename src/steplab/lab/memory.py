@@ -1,22 +1,25 @@
-"""Measure the memory of a step by category, and predict it."""
+"""Measure the memory of a step by category, predict it, and import the snapshot of another program."""
 
 import dataclasses
 import functools
+import os.path
 import shutil
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import Place, checked_name, keep, open_store
+from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
-from steplab.lab.memory_reading import marks_beside, read_memory
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
+from steplab.limits import Limits
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
+from steplab.records.memory_marks import Marks
+from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
@@ -137,3 +140,67 @@ def _rescue(snapshot: Path, marks: Path, run_id: str) -> Path | None:
     if kept and marks.exists():
         shutil.move(marks, marks_beside(kept))
     return kept
+
+
+def marks_beside(snapshot: Path) -> Path:
+    """Path of a snapshot's marks: step.pickle, step.pickle.gz, step.pickle.xz -> step.marks.json."""
+    return snapshot.with_name(f"{Path(snapshot.name.removesuffix('.gz').removesuffix('.xz')).stem}.marks.json")
+
+
+def read_memory(
+    snapshot: Path,
+    on_progress: OnProgress,
+    *,
+    file: str | None = None,
+    unwatched_peak_bytes: int | None = None,
+    limits: Limits | None = None,
+) -> MemoryProfile:
+    """The profile of a snapshot, by owner if its marks exist; the other arguments are those of `digest`
+    and of `read_snapshot`.
+
+    Raises UserError for a file that cannot be read or is invalid, and for marks of another snapshot; SteplabError for a
+    snapshot without any allocation.
+    """
+    from steplab.snapshots.digest import digest
+    from steplab.snapshots.marks import check_same_history, read_marks
+    from steplab.snapshots.reading import read_snapshot
+
+    def tell(done_bytes: int, total_bytes: int) -> None:
+        on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
+
+    beside = marks_beside(snapshot)
+    marks: Marks | None = read_marks(beside) if os.path.exists(beside) else None  # first: it is read in no time
+    history = read_snapshot(snapshot, on_progress=tell, limits=limits)
+    if marks:
+        check_same_history(marks, history, beside)
+    try:
+        return digest(history, marks, file=file, unwatched_peak_bytes=unwatched_peak_bytes)
+    except SteplabError as error:
+        raise SteplabError(f"{snapshot}: {error}") from error
+
+
+def import_snapshot(
+    path: Path | str,
+    *,
+    name: str | None = None,
+    store: Path | str | None = None,
+    limits: Limits | None = None,
+    on_progress: OnProgress = lambda progress: None,
+) -> Run:
+    """Store the memory profile of a snapshot: a pickle by torch.cuda.memory._dump_snapshot, plain or compressed by gzip
+    or xz.
+
+    Nothing in the file is executed: only containers, texts and numbers are admitted. `name` is the file's by default.
+    The record has a memory profile and nothing else. If the marks that `memory` writes are in the same folder
+    (step.pickle, step.marks.json), its categories are owners, as in the measured record; otherwise they are memory from
+    before the history begins and memory allocated since. Raises UserError for a file that cannot be read or is not a
+    snapshot or has more than the limits allow (None: the usual ones), SteplabError for one without any allocation.
+    """
+    path = Path(path)
+    with open_store(store, write=True) as opened:
+        run = dataclasses.replace(
+            imported_run(path, name),
+            memory_profile=read_memory(path, on_progress, file=path.name, limits=limits),
+            notes=("timing: an imported snapshot has no timing",),
+        )
+        return keep(opened, checked_import(path, run))

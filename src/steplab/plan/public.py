@@ -106,7 +106,6 @@ class PublicRow(msgspec.Struct, frozen=True):
     compile: Any = None
     attention: str | None = None
     derived: dict[str, Any] | None = None
-    caveats: list[Any] = []
 
     @property
     def card(self) -> str | None:

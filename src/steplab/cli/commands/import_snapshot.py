@@ -29,8 +29,8 @@ def import_snapshot(
     from steplab.cli.commands.memory import next_step, show_memory
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.memory_import import import_snapshot as take
-    from steplab.lab.memory_reading import marks_beside
+    from steplab.lab.memory import import_snapshot as take
+    from steplab.lab.memory import marks_beside
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:

@@ -38,9 +38,8 @@ def memory(
 ) -> int:
     from steplab.cli.output import chosen_format, say
     from steplab.cli.progress import ProgressLine
+    from steplab.lab.memory import marks_beside, predicted_memory
     from steplab.lab.memory import memory as measure_and_watch
-    from steplab.lab.memory import predicted_memory
-    from steplab.lab.memory_reading import marks_beside
     from steplab.lab.memory_references import memory_references
     from steplab.specs.model import refuse_planning_only
 

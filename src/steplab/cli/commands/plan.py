@@ -266,7 +266,7 @@ def fit(
     For example: steplab plan fit --hold-out "model=xl,medium context=128" --output rates.toml
     """
     from steplab.cli.output import chosen_format, emit
-    from steplab.lab.rate_fitting import fitted_table
+    from steplab.lab.plan_checking import fitted_table
 
     chosen_format("rates", out, allowed=("rates",))
     with _shown("fitting"):

@@ -9,13 +9,13 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
+from pathlib import Path
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, cast
 
 from steplab.errors import SteplabError
 from steplab.measurement.jobs import JOBS
-from steplab.measurement.machine.compiled_code import keep_compiled_code_private
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.messages import MOST_BYTES, BadMessage, Request, decoded, lines_of
 from steplab.records.codec import encode
@@ -109,3 +109,21 @@ def end_with_parent(on_line: Callable[[bytes], None] = lambda line: None) -> Non
 
 if __name__ == "__main__":
     main()
+
+
+_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
+
+
+def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> None:
+    """Have torch.compile keep its code in the user's cache folder, unless its variable names another one.
+
+    Its default is /tmp/torchinductor_USER: anyone on the machine may make that folder first, and torch then runs what
+    they put there. Without a home folder the default stays.
+    """
+    cache = Path(environment.get("XDG_CACHE_HOME", ""))
+    if not cache.is_absolute():
+        try:
+            cache = Path.home() / ".cache"
+        except RuntimeError:
+            return
+    environment.setdefault(_VARIABLE, str(cache / "steplab" / "torchinductor"))

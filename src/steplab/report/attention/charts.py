@@ -57,8 +57,6 @@ class _Plot:
     """Text of a value, for hovering."""
     limit: float | None = None
     """A value that the device cannot exceed."""
-    fails_on_top: bool = False
-    """Whether a failed cell is marked at the top, where a large one would be."""
 
 
 def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
@@ -100,7 +98,7 @@ def memory_chart(cells: Sequence[AttentionCell], saved: bool) -> Chart | None:
     factors = any(panel.ordered for panel in _panels(cells))
     note = f"{what}, beyond the inputs, on a logarithmic axis{_FACTORS if factors else ''}."
     scale = kit.log_bytes_scale(values)
-    return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes, fails_on_top=True), note)
+    return _chart(cells, _Plot(figure, scale, what.lower(), units.format_bytes), note)
 
 
 def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
