@@ -27,7 +27,8 @@ def resolved(kind: str, **fields: object) -> tuple[StepSpec, str]:
 def test_on_a_gpu_the_spec_is_that_of_the_options_that_it_names() -> None:
     spec, said = resolved("cuda", model="small")
     fields = {"precision": "bf16_master", "attention": "auto", "compile": "block", "cuda_graph": "step"}
-    fields |= {"optimizer": "adamw_triton", "update": "overlapped", "model.projections": "merged"}
+    fields |= {"optimizer": "adamw_triton", "update": "overlapped"}
+    fields |= {"model.projections": "merged", "block_ops": "triton"}
     assert spec == resolve_step({"model": "small"} | fields)
     assert said.startswith("recipe fast on cuda sets --precision bf16_master --attention auto --compile block ")
     assert said.endswith("which made steps faster on an H200; --precision bf16_master changes the numbers")
@@ -43,7 +44,7 @@ def test_on_a_cpu_it_sets_what_serves_there() -> None:
 def test_what_is_given_wins_even_if_it_is_a_default() -> None:
     spec, said = resolved("cuda", compile="off", precision="fp32", optimizer="sgd")
     assert (spec.compile, spec.precision, spec.optimizer, spec.cuda_graph) == ("off", "fp32", "sgd", "step")
-    sets = "--attention auto --model.projections merged --cuda-graph step --update overlapped"
+    sets = "--attention auto --model.projections merged --block-ops triton --cuda-graph step --update overlapped"
     assert said == f"recipe fast on cuda sets {sets}, which made steps faster on an H200"
 
 
@@ -68,7 +69,10 @@ def test_precision_is_bf16_where_weights_cannot_have_masters(fields: dict[str, o
     [
         ({"precision": "fp16"}, ["--cuda-graph step is left out: its gradient scaler waits"]),
         ({"compile": "reduce-overhead"}, ["--cuda-graph step is left out: that mode records CUDA graphs of its own"]),
-        ({"layout": "fsdp=2"}, ["--optimizer adamw_triton is left out:", "--cuda-graph step is left out:"]),
+        (
+            {"layout": "fsdp=2"},
+            [f"--{field} is left out:" for field in ("block-ops triton", "optimizer adamw_triton", "cuda-graph step")],
+        ),
     ],
 )
 def test_what_a_step_does_not_support_is_left_out_and_said(fields: dict[str, object], left_out: list[str]) -> None:

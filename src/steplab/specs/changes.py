@@ -183,6 +183,7 @@ CHANGES = (
         "normed, x = add_rms_norm(x, branch, norm.weight, eps)\n"
         "branch = down(swiglu(gate_up(normed)))",
         devices=_CUDA,
+        fast={"cuda": ("transformer",)},
     ),
     Change(
         field="optimizer",
