@@ -62,7 +62,8 @@ class UpdateInBackward:
 
     To accumulate gradients over several batches, run all but the last backward pass within `paused()`. Any that comes
     after an update and before `finish` raises UserError: a second backward pass, or a second use of a parameter under
-    reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`.
+    reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`. It is for one process:
+    averages over ranks come later, and steplab.parallel.DataParallel gives them in parts.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
