@@ -1,7 +1,9 @@
 """Parameters that are updated in the backward pass: bit for bit those of an update after it."""
 
 import dataclasses
+import gzip
 import os
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -20,12 +22,14 @@ from steplab.plan.kernel_fit import with_rates
 from steplab.plan.memory import predict_memory
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
+from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 H200 = gpu_named("H200 SXM")
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 SMALL = {
     "model": "tiny",
     "model.num_layers": 2,
@@ -187,3 +191,10 @@ def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone()
     assert fit_hidden_update(pair) == pytest.approx(0.3)
     assert fit_hidden_update([*pair, run(0.05, "overlapped", context=64)]) == pytest.approx(0.3)
     assert fit_hidden_update(pair[:1]) == 0
+
+
+def test_the_share_in_the_table_is_what_steps_in_turns_show() -> None:
+    """Of xl on an H200: records that the share, which other steps gave, was not taken from."""
+    content = gzip.decompress((RESULTS / "overlapped_update_h200_202611.jsonl.gz").read_bytes())
+    recorded = [decode(line) for line in content.splitlines()]
+    assert fit_hidden_update(recorded) == pytest.approx(H200.rates.step.hidden_update, abs=0.02)
