@@ -8,8 +8,9 @@ from cyclopts import CycloptsError
 from tests.cli.program import REPOSITORY
 
 from steplab.cli.app import app
+from steplab.specs.presets import STUDIES, preset_names
 from steplab.specs.resolve import resolve_grid
-from steplab.specs.study import load_study, preset_names
+from steplab.specs.study import load_study
 
 TEXT = (REPOSITORY / "docs" / "studies.md").read_text(encoding="utf-8")
 COMMANDS = sorted(
@@ -34,7 +35,7 @@ def test_a_command_is_understood(command: str) -> None:
 
 def test_each_study_is_described() -> None:
     rows = [line for line in TEXT.splitlines() if line.startswith("| `")]
-    assert set(preset_names()) <= set(re.findall(r"`([\w-]+)`", " ".join(row.split("|")[1] for row in rows)))
+    assert set(preset_names(STUDIES)) <= set(re.findall(r"`([\w-]+)`", " ".join(row.split("|")[1] for row in rows)))
 
 
 def test_the_study_in_the_page_is_one(tmp_path: object) -> None:

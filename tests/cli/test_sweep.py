@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.cli.program import Program, Result, keep_result, kept_result, made_once, tiny
 
-from steplab.specs.study import preset_names
+from steplab.specs.presets import STUDIES, preset_names
 
 ODD_MODELS = """
 import os
@@ -177,7 +177,7 @@ def test_options_replace_the_fields_of_a_study(steplab: Program) -> None:
     assert all("layers" in line or "tiny" in line for line in replaced)
 
 
-@pytest.mark.parametrize("preset", preset_names())
+@pytest.mark.parametrize("preset", preset_names(STUDIES))
 def test_the_presets_that_the_help_names_exist(steplab: Program, preset: str) -> None:
     result = steplab("study", preset, "--dry-run")
     assert result.code == 0

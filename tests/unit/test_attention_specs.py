@@ -14,7 +14,8 @@ from steplab.ops.attention.plain import plain_attention
 from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, plain_account, smallest_that_does_not_fit
 from steplab.report.attention.document import account_document
 from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, grid_names, resolve_attention
+from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, resolve_attention
+from steplab.specs.presets import GRIDS, preset_names
 
 GIB = 1024**3
 PEER_ROWS = {
@@ -75,7 +76,7 @@ def test_the_studies_have_the_cells_that_conventions_ask_for() -> None:
     assert {c.dtype for c in long} == {"bf16", "fp32"}
 
 
-@pytest.mark.parametrize("name", grid_names())
+@pytest.mark.parametrize("name", preset_names(GRIDS))
 def test_every_grid_that_comes_along_is_one(name: str) -> None:
     _, description, cells = cells_of_grid(name, {})
     assert description

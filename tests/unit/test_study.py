@@ -15,8 +15,9 @@ from steplab.errors import UserError
 from steplab.lab.study_parts import jobs_of, options_of
 from steplab.specs.ddp import DdpStudy
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
+from steplab.specs.presets import STUDIES, preset_names
 from steplab.specs.resolve import resolve_step
-from steplab.specs.study import BENCHMARKS, STEP_PARTS, Grid, fitted, load_study, preset_names, study_from_grids
+from steplab.specs.study import BENCHMARKS, STEP_PARTS, Grid, fitted, load_study, study_from_grids
 from steplab.store.cells import part_key, study_fingerprint
 
 
@@ -78,7 +79,7 @@ PARTS = {
 
 
 def test_the_presets_are_those_expected() -> None:
-    assert preset_names() == tuple(sorted(CELLS))
+    assert preset_names(STUDIES) == tuple(sorted(CELLS))
 
 
 @pytest.mark.parametrize("name", sorted(CELLS))
@@ -294,7 +295,7 @@ def test_overrides_reach_a_preset() -> None:
 def test_a_study_that_is_not_there_is_answered_with_the_presets() -> None:
     message = refusal("no-such-study")
     assert "'no-such-study'" in message
-    assert all(name in message for name in preset_names())
+    assert all(name in message for name in preset_names(STUDIES))
 
 
 def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:

@@ -7,16 +7,14 @@ and keys alike.
 """
 
 import itertools
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from importlib.resources import files
 from pathlib import Path
 from types import MappingProxyType
 
 from steplab.errors import UserError
 from steplab.specs.attention import PASSES, SIZES, AttentionPass, AttentionSpec
-from steplab.unpacking import small_file
+from steplab.specs.presets import GRIDS, content_of
 
 Grid = Mapping[str, Sequence[object]]
 FIELDS = (
@@ -80,12 +78,6 @@ class AttentionStudy:
         return [tuple(cells) for cells in found.values()]
 
 
-def grid_names() -> tuple[str, ...]:
-    """Names of the grids that come with steplab."""
-    folder = files("steplab.specs") / "attention_grids"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
-
-
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
@@ -95,19 +87,7 @@ def cells_of_grid(
 
     Raises UserError for a grid that does not exist or is not valid.
     """
-    if source in grid_names():
-        text = (files("steplab.specs") / "attention_grids" / f"{source}.toml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = small_file(Path(source)).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"no grid '{source}': choose one of {', '.join(grid_names())}, or give the path of a TOML file"
-            ) from error
-    try:
-        content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        raise UserError(f"grid {source} is not valid TOML: {error}") from error
+    content = content_of("grid", source, GRIDS)
     grids = content.get("grid", [])
     unknown = sorted(set(content) - {"description", "grid"})
     if unknown or not isinstance(grids, list) or not all(isinstance(grid, dict) for grid in grids):

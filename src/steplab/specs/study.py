@@ -16,18 +16,16 @@ In TOML, each `[[grid]]` is one product of steps that are timed; a single value 
 that need more GPUs than there are will be left out.
 """
 
-import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from steplab.errors import UserError
+from steplab.specs.presets import STUDIES, content_of, preset_names
 from steplab.specs.resolve import resolve_grid
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 from steplab.units import counted
-from steplab.unpacking import small_file
 
 Grid = Mapping[str, Sequence[object]]
 
@@ -140,32 +138,16 @@ def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
     return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
-def preset_names() -> tuple[str, ...]:
-    """Names of the presets, the studies that come with steplab."""
-    folder = files("steplab.specs") / "studies"
-    return tuple(sorted(entry.name.removesuffix(".toml") for entry in folder.iterdir() if entry.name.endswith(".toml")))
-
-
 def load_study(source: str, overrides: Grid) -> StudySpec:
     """The study `source` (a preset or a TOML file) with its fields replaced by `overrides`.
 
     Raises UserError for an unknown preset, an unreadable file, or a file that is not a study.
     """
-    if source in preset_names():
-        text = (files("steplab.specs") / "studies" / f"{source}.toml").read_text(encoding="utf-8")
-    else:
-        try:
-            text = small_file(Path(source)).decode()
-        except (OSError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"no study '{source}': choose one of {', '.join(preset_names())}, or give the path of a TOML file"
-            ) from error
-    try:
-        content = tomllib.loads(text)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
-        hint = '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
-        raise UserError(f"study {source} is not valid TOML: {error}{hint}") from error
-    return _study(source, content, overrides)
+    return _study(source, content_of("study", source, STUDIES, _hint), overrides)
+
+
+def _hint(text: str) -> str:
+    return '; write a dotted field in quotes: "model.num_layers" = [2, 4]' if "model." in text else ""
 
 
 def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpec:
@@ -179,8 +161,8 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     gpus, included = content.get("gpus", 0), content.get("include", [])
     if not isinstance(gpus, int) or gpus < 0:
         raise UserError(f"study {source}: 'gpus' must be a number of GPUs, not {gpus!r}")
-    if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names()):
-        raise UserError(f"study {source}: 'include' must be a list of presets: {', '.join(preset_names())}")
+    if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names(STUDIES)):
+        raise UserError(f"study {source}: 'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
     name, description = Path(source).stem, str(content.get("description", ""))
 
     def grids(kind: str) -> list[Grid]:
