@@ -195,6 +195,19 @@ def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num
 
 
 @gluon.jit
+def _hand_over(ds_RM, ds_parts, ds_full, ds_slot, CONSUMER: gl.constexpr):
+    """Put dS where both consumers take it from, and announce it to the other."""
+    OTHER_WAITS: gl.constexpr = DS + 1 - CONSUMER
+    ds_parts.index(ds_slot).slice(CONSUMER * ROWS, ROWS, dim=0).store(ds_RM)
+    fence_async_shared()
+    # With tiles of 64 queries a barrier in memory is 1 % faster than a named one, up to 16,384 positions.
+    if ds_RM.shape[1] > ROWS:
+        let_pass(OTHER_WAITS)
+    else:
+        mbarrier.arrive(ds_full.index(ds_slot))
+
+
+@gluon.jit
 def _times_keys(ds_NM, k_ND, FIRST: gl.constexpr, W: gl.constexpr):
     """Start dS^T times W columns of the keys; of a tile of 128 queries, 64 of its rows times all columns."""
     layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
@@ -247,7 +260,6 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
     OTHERS_DS: gl.constexpr = DS + CONSUMER
-    OWN_DS: gl.constexpr = DS + 1 - CONSUMER
     zero = _zero_at_run_time(i)
     k_ND = kv.index(zero)
     k_RD = k_ND.slice(CONSUMER * ROWS, ROWS, dim=0)
@@ -276,16 +288,15 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
     dp_RM = warpgroup_mma_wait(0, [dp_RM])
     ds = pack(p_RM * (dp_RM + minus_d_M.load(OF_QUERIES)[None, :]), dtype)
     weights = pack(p_RM, dtype)
-    ds_parts.index(ds_slot).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, dtype, S))
-    fence_async_shared()
-    # With tiles of 64 queries a barrier in memory is 1 % faster than a named one, up to 16,384 positions.
-    if WIDE:
-        let_pass(OWN_DS)
-    else:
-        mbarrier.arrive(ds_full.index(ds_slot))
+    # The first has to wait for the second's dS in its turn, and may store its own then too: 1 % faster with 64 queries.
+    DS_IN_TURN: gl.constexpr = CONSUMER == 0 and not WIDE
+    if not DS_IN_TURN:
+        _hand_over(unpack(ds, dtype, S), ds_parts, ds_full, ds_slot, CONSUMER)
     meet(OWN_TURN)
     dv_RD, dv_rest_RD = times(unpack(weights, dtype, P), do_MD, dv_RD, dv_rest_RD, MAIN, REST)
     dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
+    if DS_IN_TURN:
+        _hand_over(unpack(ds, dtype, S), ds_parts, ds_full, ds_slot, CONSUMER)
     if WIDE:
         meet(OTHERS_DS)
     else:
