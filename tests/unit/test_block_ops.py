@@ -35,6 +35,9 @@ pytestmark = pytest.mark.skipif(
 Function = Callable[..., Sequence[Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
+APPROXIMATE = 4 * torch.finfo(torch.float32).eps
+"""Relative error of an exponential and of a division on a GPU, 2 units in the last place each (PTX ISA, ex2.approx and
+div.full)."""
 CHECKS = ("test_schema", "test_faketensor", "test_autograd_registration")
 TINY = {
     "model": "tiny", "batch": 2, "context": 5, "device": "cpu", "attention": "sdpa", "model.projections": "merged",
@@ -62,7 +65,7 @@ def assert_near_float64(function: Function, reference: Function, inputs: Sequenc
     in_fp32 = outputs_and_gradients(reference, [x.float() for x in inputs], [x.float() for x in weights])
     for number, (ours, wanted, wide) in enumerate(zip(found, exact, in_fp32, strict=True)):
         numbers = torch.finfo(ours.dtype)
-        rounding = numbers.eps if ours.is_cpu else numbers.eps / 2
+        rounding = numbers.eps if ours.is_cpu else numbers.eps / 2 + APPROXIMATE
         bound = rounding * wanted.abs() + numbers.smallest_normal + 2 * (wide.double() - wanted).abs().max()
         assert ((ours.double() - wanted).abs() <= bound).all(), f"result {number}"
     again = outputs_and_gradients(function, inputs, weights)
