@@ -113,8 +113,14 @@ def test_the_end_is_at_least_as_fast_as_each_change_alone(walked: tuple[Advice, 
     advice, _ = walked
     assert advice.best_s is not None
     for change in changes_for(start, "cuda", keep_precision=False):
-        alone = with_fields(start, {change.field: change.value})
-        assert advice.best_s <= product(alone) * 1.001, change.words
+        assert advice.best_s <= product(change.made(start)) * 1.001, change.words
+
+
+def test_a_change_brings_what_it_needs() -> None:
+    start = resolve_step({"model": "small", "context": 512})
+    [change] = [each for each in changes_for(start, "cuda", keep_precision=False) if each.needs]
+    assert change.words == "block_ops triton"
+    assert change.made(start) == with_fields(start, {"block_ops": "triton", "model.projections": "merged"})
 
 
 def test_the_largest_prediction_comes_first_and_what_should_cost_time_last(walked: tuple[Advice, Path]) -> None:

@@ -29,7 +29,6 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import Change, changes_for
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import find_hardware
-from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 
 _PROFILED_STEPS = 5
@@ -151,7 +150,7 @@ class _Findings:
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
         """The predicted gain of a change of a step."""
         before_s = self._planned_s(spec)
-        after_s = self._planned_s(with_fields(spec, {change.field: change.value})) if before_s else None
+        after_s = self._planned_s(change.made(spec)) if before_s else None
         if before_s and after_s:
             return Promise(share=1 - after_s / before_s, source="plan time")
         for finding in self._findings:

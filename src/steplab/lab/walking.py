@@ -24,7 +24,6 @@ from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
-from steplab.specs.resolve import with_fields
 from steplab.specs.step import FIELDS, StepSpec
 
 _MAKE_ROOM = ("attention", "loss", "precision")
@@ -197,8 +196,8 @@ class Walk:
             if change.makes_room:
                 continue
             promise = self.outlook.forecast(spec, change)
-            changed = with_fields(spec, {change.field: change.value})
-            found.append(Candidate(change=change, promise=promise, takes_s=trial_s + self.outlook.compile_s(changed)))
+            takes_s = trial_s + self.outlook.compile_s(change.made(spec))
+            found.append(Candidate(change=change, promise=promise, takes_s=takes_s))
         return found
 
     def _trial_s(self, other_s: float | None) -> float:
@@ -284,7 +283,7 @@ class Walk:
         attempt = Attempt(change=change, base=self.best, promise=promise)
         self.attempts.append(attempt)
         try:
-            attempt.side = self.taking.enter(change.words, with_fields(spec, {change.field: change.value}))
+            attempt.side = self.taking.enter(change.words, change.made(spec))
         except UserError as error:  # the device, or this build of torch, does not do that
             attempt.failure = str(error)
         return attempt

@@ -34,6 +34,8 @@ class Change:
     """Kinds of devices on which it is worth trying."""
     replaces: tuple[str, ...] = ()
     """Present values for which it is tried; empty: all others."""
+    needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
+    """Values of other fields without which it is refused, and which a walk sets with it."""
     pointless_after: tuple[str, ...] = ()
     """Values of the field that do the same and more, so that this one saves no time once they were tried."""
     makes_room: bool = False
@@ -64,9 +66,13 @@ class Change:
             and changed.unused(spec) is None
         )
 
+    def made(self, spec: StepSpec) -> StepSpec:
+        """The step with the change, and with what it needs. Raises UserError as with_fields does."""
+        return with_fields(spec, {**self.needs, self.field: self.value})
+
     def _is_supported(self, spec: StepSpec) -> bool:
         try:
-            with_fields(spec, {self.field: self.value})
+            self.made(spec)
         except UserError:
             return False
         return True
@@ -183,6 +189,7 @@ CHANGES = (
         "normed, x = add_rms_norm(x, branch, norm.weight, eps)\n"
         "branch = down(swiglu(gate_up(normed)))",
         devices=_CUDA,
+        needs={"model.projections": "merged"},
         fast={"cuda": ("transformer",)},
     ),
     Change(
