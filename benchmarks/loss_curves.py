@@ -69,12 +69,12 @@ REFERENCE = "plain, fp32"
 VARIANTS = (
     Variant(name=REFERENCE, fields=PLAIN),
     Variant(name="--recipe fast", fields={"recipe": "fast"}, devices=("cuda",)),
+    Variant(name="bf16_pure", fields=PLAIN | {"precision": "bf16_pure"}, devices=("cuda",), control=True),
     Variant(
         name="bf16 weights with masters",
         fields=FAST | {"attention": "flash_triton", "precision": "bf16_master"},
         devices=("cuda",),
     ),
-    Variant(name="bf16_pure", fields=PLAIN | {"precision": "bf16_pure"}, devices=("cuda",), control=True),
     Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
     Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
     Variant(
