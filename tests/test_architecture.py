@@ -324,6 +324,16 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
         _ = steplab.mesure
 
 
+# --- order ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
+def test_a_program_begins_when_all_of_its_file_is_defined(path: Path) -> None:
+    statements = ast.parse(path.read_text(encoding="utf-8")).body
+    begins = [isinstance(each, ast.If) and "__name__" in ast.unparse(each.test) for each in statements]
+    assert not any(begins[:-1])
+
+
 # --- length -----------------------------------------------------------------------------------------------
 
 

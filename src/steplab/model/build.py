@@ -38,8 +38,6 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
         return build_hf(spec, device)
     if spec.model.kind == "factory":
-        from steplab.model.build import build_factory
-
         return build_factory(spec, device)
     return _build_transformer(spec, device, span)
 

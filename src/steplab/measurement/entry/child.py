@@ -107,10 +107,6 @@ def end_with_parent(on_line: Callable[[bytes], None] = lambda line: None) -> Non
     os.killpg(0, signal.SIGKILL)  # the whole session: processes that the model started end as well
 
 
-if __name__ == "__main__":
-    main()
-
-
 _VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
@@ -127,3 +123,7 @@ def keep_compiled_code_private(environment: MutableMapping[str, str] = os.enviro
         except RuntimeError:
             return
     environment.setdefault(_VARIABLE, str(cache / "steplab" / "torchinductor"))
+
+
+if __name__ == "__main__":
+    main()
