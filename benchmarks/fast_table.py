@@ -28,7 +28,10 @@ COPY_BYTES_PER_S = 4.28e12
 ADAMW_BYTES = 28
 """That an update reads and writes for each parameter (docs/cross_entropy.md)."""
 PHASES = ("forward", "backward", "optimizer")
-STEP = ("model", "context", "precision", "attention", "loss", "projections", "compile", "graph", "optimizer")
+STEP = (
+    *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
+    "optimizer",
+)
 
 
 def main() -> None:
@@ -85,7 +88,14 @@ def steps(runs: Sequence[Run]) -> Table:
         rows.append(
             (
                 *(spec.model.name, str(spec.context), spec.precision, spec.attention, spec.loss, projections),
-                *(spec.compile, spec.cuda_graph, spec.optimizer, _ms(run.median_s), _ms(min(run.samples_s))),
+                *(
+                    spec.block_ops,
+                    spec.compile,
+                    spec.cuda_graph,
+                    spec.optimizer,
+                    _ms(run.median_s),
+                    _ms(min(run.samples_s)),
+                ),
                 *(_phase_ms(run, name) for name in PHASES),
                 f"{run.mfu:.1%}" if run.mfu else "–",
                 *(f"{size / 2**30:.1f}" if size else "–" for size in _sizes(peak)),

@@ -40,7 +40,7 @@ def test_each_size_has_its_fastest_step_first(fast_table: Any, runs: list[Run]) 
     _, first, *_ = fast_table.parts(runs)
     large = [row.split(" | ") for row in first.splitlines() if row.startswith("| large |")]
     times = [median(run.samples_s) for run in runs if run.spec and run.spec.model.name == "large"]
-    assert [row[9] for row in large] == [f"{min(times) * 1e3:.2f}"]
+    assert [row[len(fast_table.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
 
 
 def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[Run]) -> None:
