@@ -1,8 +1,10 @@
 """Kernels between the products of a block: against float64, as operators of torch, in the model, and in the plan."""
 
+import gzip
 import os
 from collections.abc import Callable, Sequence
 from itertools import accumulate
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,9 @@ from steplab.ops.swiglu.reference import plain_swiglu
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
+from steplab.plan.memory import predict_memory
+from steplab.records.codec import decode
+from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -35,6 +40,7 @@ pytestmark = pytest.mark.skipif(
 Function = Callable[..., Sequence[Tensor]]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 CPU = torch.device("cpu")
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "block_ops_h200_202611.jsonl.gz"
 APPROXIMATE = 4 * torch.finfo(torch.float32).eps
 """Relative error of an exponential and of a division on a GPU, 2 units in the last place each (PTX ISA, ex2.approx and
 div.full)."""
@@ -320,6 +326,20 @@ def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPa
         run_dry()
     assert peaks(found[0]) == peaks(planned["forward"])
     assert peaks(found[1])[0] == peaks(planned["backward"])[0]
+
+
+def test_measured_peaks_are_predicted() -> None:
+    """Those of three steps of xl on an H200, compiled block by block, one of them with torch's operators."""
+    runs = [decode(line) for line in gzip.decompress(RECORDS.read_bytes()).splitlines()]
+    assert [run.spec.block_ops for run in runs if isinstance(run, Run) and run.spec].count("triton") == 2
+    for run in runs:
+        assert isinstance(run, Run)
+        assert run.spec is not None
+        assert run.memory is not None
+        peak = run.memory.peak("step")
+        assert peak is not None
+        found = predict_memory(run.spec, device="NVIDIA H200").peak_bytes
+        assert found == pytest.approx(peak.peak_allocated_bytes, rel=0.01)
 
 
 def test_the_plan_knows_the_kernels() -> None:

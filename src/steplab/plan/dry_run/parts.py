@@ -19,7 +19,7 @@ from steplab.plan.dry_run.sizes import Split
 from steplab.plan.dry_run.step import run_dry
 from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
-from steplab.specs.step import Precision, StepSpec
+from steplab.specs.step import BlockOps, Precision, StepSpec
 
 PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
@@ -109,14 +109,15 @@ class Parts:
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
     """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
 
-    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, compilation and passes count;
-    its layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is eager.
+    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, block operators, compilation and
+    passes count; its layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is
+    eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
     compiled = spec.compile != "off"
-    facts = (spec.model.shape, batch, spec.context, gradients, spec.precision, spec.attention, recomputed)
-    return _parts_of(*facts, compiled, split, gathering)
+    facts = (spec.model.shape, batch, spec.context, gradients, spec.precision, spec.attention, spec.block_ops)
+    return _parts_of(*facts, recomputed, compiled, split, gathering)
 
 
 @functools.lru_cache(maxsize=2048)
@@ -127,6 +128,7 @@ def _parts_of(
     gradients: bool,
     precision: Precision,
     attention: str,
+    block_ops: BlockOps,
     recomputed: str,
     compiled: bool,
     split: Split,
@@ -140,11 +142,13 @@ def _parts_of(
         precision=precision,
         compile="default" if compiled else "off",
         attention=attention,
+        block_ops=block_ops,
         checkpointing=recomputed,
     )
     found = _reading(spec, split, gathering)
     if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
-        eager = _parts_of(shape, batch, context, gradients, precision, attention, recomputed, False, split, gathering)
+        facts = (shape, batch, context, gradients, precision, attention, block_ops, recomputed)
+        eager = _parts_of(*facts, False, split, gathering)
         of_blocks = [moment for moment in found.moments() if moment.part == "block"]
         others = [moment for moment in eager.moments if moment.part != "block"]
         kept = found.kept(_FIRST)
