@@ -88,28 +88,16 @@ def measure_in_child(
     if answer.measured is not None:
         note = f"{'memory' if snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
-    return failed_run(spec, answer.environment, answer.result)
-
-
-def failed_run(spec: StepSpec, environment: Environment | None, failure: Failure) -> Run:
-    """The record of a step whose process died."""
-    return Run(
-        **new_head(),
-        spec=spec,
-        environment=environment,
-        failure=failure,
-    )
+    return Run(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
 
 
 def ceilings_in_child(
     device: str, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None
 ) -> Ceilings:
     """Measure a device's ceilings in a new process. Raises SteplabError if that fails."""
-    result = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress).result
-    if isinstance(result, Ceilings):
-        return result
-    assert isinstance(result, Failure)
-    raise SteplabError(f"the ceilings of device {device} could not be measured: {result.message}")
+    answer = ask("ceilings", device, timeout_s=timeout_s, on_progress=on_progress)
+    ceilings: Ceilings = answer.unless_failed(f"the ceilings of device {device} could not be measured")
+    return ceilings
 
 
 def numerics_in_child(
@@ -128,12 +116,7 @@ def numerics_in_child(
     if isinstance(answer.result, Numerics):
         return answer.result
     assert isinstance(answer.result, Failure)
-    return Numerics(
-        **new_head(),
-        spec=spec,
-        environment=answer.environment,
-        failure=answer.result,
-    )
+    return Numerics(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
 
 
 def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progress: None) -> AttentionTuning:
@@ -141,11 +124,10 @@ def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progres
 
     Raises UserError if there is no GPU, and SteplabError if the process dies.
     """
-    result = ask("tuning", study, on_progress=on_progress).result
-    if isinstance(result, AttentionTuning):
-        return result
-    assert isinstance(result, Failure)
-    raise SteplabError(f"attention could not be tuned: {result.message}")
+    tuning: AttentionTuning = ask("tuning", study, on_progress=on_progress).unless_failed(
+        "attention could not be tuned"
+    )
+    return tuning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -158,6 +140,13 @@ class Answer:
     """The environment of the measurement; None if no process reported it."""
     measured: Run | None
     """The record as it was when all timing was done; None if the job did not get there."""
+
+    def unless_failed(self, what: str) -> Any:
+        """The result, of a job that has no record of a failure. Raises SteplabError, which begins with `what`, if it
+        failed."""
+        if isinstance(self.result, Failure):
+            raise SteplabError(f"{what}: {self.result.message}")
+        return self.result
 
 
 def ask(

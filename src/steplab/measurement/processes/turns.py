@@ -19,11 +19,11 @@ import msgspec
 from steplab.errors import UserError
 from steplab.measurement.jobs import JOBS, TurnsTask
 from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
-from steplab.measurement.processes.launch import CHILD, failed_run, measure_in_child
+from steplab.measurement.processes.launch import CHILD, measure_in_child
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
 from steplab.measurement.progress import OnProgress
-from steplab.records.codec import encode, new_id, now_utc
+from steplab.records.codec import encode, new_head, new_id, now_utc
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory
@@ -130,7 +130,7 @@ class Session:
         turns = Turns(session=self.id, label=side.label, alternating=self.alternating)
         if side.failure is not None or side.run is None:
             failure = side.failure or Failure(kind="error", message="it had no turn")
-            return dataclasses.replace(failed_run(side.spec, side.environment, failure), turns=turns)
+            return Run(**new_head(), spec=side.spec, environment=side.environment, failure=failure, turns=turns)
         return side.run
 
     # --- processes that wait ------------------------------------------------------------------------------
