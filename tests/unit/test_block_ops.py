@@ -183,6 +183,8 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unsupported, match="swiglu on cpu"):
         swiglu(torch.zeros(2, 4))
+    with pytest.raises(Unsupported, match=r"block_ops triton on cpu .*use --block-ops plain"):
+        build_workload(step(), CPU)
 
 
 def test_they_are_operators_as_torch_expects_them() -> None:

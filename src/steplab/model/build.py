@@ -17,6 +17,7 @@ from steplab.ops.attention.choice import device_name
 from steplab.ops.attention.plain import Span, no_span
 from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
+from steplab.ops.triton_device import runs_on
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec
@@ -59,7 +60,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
             loss=cross_entropy if span is no_span else partial(_marked_loss, span),
             head_loss=partial(_head_loss, spec.loss, span) if implementation(spec.loss).in_chunks else None,
             call_block=block_caller(spec.checkpointing if spec.checkpoints_apply else "none"),
-            block=_kind_of_block(spec),
+            block=_kind_of_block(spec, device),
         )
     return Workload(
         module=module,
@@ -70,9 +71,11 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     )
 
 
-def _kind_of_block(spec: StepSpec) -> "type[Block] | None":
+def _kind_of_block(spec: StepSpec, device: torch.device) -> "type[Block] | None":
     if spec.block_ops == "plain":
         return None
+    if not runs_on(device.type):
+        raise Unsupported(f"block_ops triton on {device.type}", "its kernels are for CUDA", "use --block-ops plain")
     from steplab.model.fused_block import FusedBlock
 
     return FusedBlock
