@@ -178,13 +178,33 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
         rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2), 2)
     with pytest.raises(UserError, match=r"not \[2, 3\], \[2, 4\] and \[3\]"):
         add_rms_norm(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(3), 1e-5)
-    with pytest.raises(Unsupported, match="swiglu in float64"):
-        swiglu(torch.zeros(2, 4, dtype=torch.float64))
+    with pytest.raises(UserError, match=r"not \[\], \[\] and \[\]"):
+        add_rms_norm(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), 1e-5)
+    for dtype in (torch.float64, torch.int64):
+        with pytest.raises(Unsupported, match=f"swiglu in {str(dtype).removeprefix('torch.')}"):
+            swiglu(torch.zeros(2, 4, dtype=dtype))
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unsupported, match="swiglu on cpu"):
         swiglu(torch.zeros(2, 4))
     with pytest.raises(Unsupported, match=r"block_ops triton on cpu .*use --block-ops plain"):
         build_workload(step(), CPU)
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        swiglu,
+        lambda x: add_rms_norm(x, x, torch.ones(8), 1e-5)[0],
+        lambda x: rotary_heads(x.unflatten(0, (2, 3)).repeat(1, 1, 3), torch.rand(2, 3, 4), 1)[0],
+    ],
+    ids=["swiglu", "add_rms_norm", "rotary_heads"],
+)
+def test_derivatives_that_they_do_not_have_are_refused(function: Callable[[Tensor], Tensor]) -> None:
+    x = torch.randn(6, 8, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"the second derivative of .* use steplab\.ops"):
+        torch.autograd.grad(function(x).sum(), x, create_graph=True)
+    with torch.autograd.forward_ad.dual_level(), pytest.raises(Unsupported, match="forward-mode differentiation of"):
+        function(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(6, 8)))
 
 
 def test_they_are_operators_as_torch_expects_them() -> None:

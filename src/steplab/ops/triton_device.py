@@ -1,4 +1,7 @@
-"""Where Triton's kernels run: on CUDA, and on a CPU under Triton's interpreter, which is for tests."""
+"""Where Triton's kernels run, and what they refuse.
+
+They run on CUDA, and on a CPU under Triton's interpreter, which is for tests.
+"""
 
 import os
 from contextlib import AbstractContextManager, nullcontext
@@ -6,8 +9,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from steplab.errors import Unsupported
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+"""Formats of tensors that a kernel computing in float32 serves."""
 
 
 def runs_on(device_type: str) -> bool:
@@ -16,11 +23,22 @@ def runs_on(device_type: str) -> bool:
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not serve."""
-    if x.dtype == torch.float64:
-        raise Unsupported(f"{what} in float64", "its kernel computes in float32", instead)
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not serve, and for forward-mode
+    differentiation, of which an operator with a kernel of its own knows nothing."""
+    if x.dtype not in DTYPES:
+        shown = str(x.dtype).removeprefix("torch.")
+        raise Unsupported(f"{what} in {shown}", "its kernel serves float32, bfloat16 and float16", instead)
+    if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
+        raise Unsupported(f"forward-mode differentiation of {what}", "its kernel has none", instead)
     if not runs_on(x.device.type):
         raise Unsupported(f"{what} on {x.device.type}", "its kernel is for CUDA", instead)
+
+
+def refuse_second_derivative(what: str, instead: str) -> None:
+    """Raise Unsupported in a backward pass that is to be differentiated in turn: its operators have no gradient, which
+    torch would take for zero."""
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        raise Unsupported(f"the second derivative of {what}", "its backward pass has none", instead)
 
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:

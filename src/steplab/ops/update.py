@@ -50,7 +50,9 @@ class UpdateInBackward:
     """Updates of parameters that begin in the backward pass, beside the rest of it.
 
         update = UpdateInBackward(optimizer, model.blocks)
-        with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
+        stream = torch.cuda.Stream(priority=-1)
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
             for batch in batches:
                 model(batch).mean().backward()  # updates each block as soon as all its gradients are there
                 update.finish()

@@ -97,11 +97,15 @@ graph.replay()"""
 
 _UPDATE = """from steplab.ops.update import UpdateInBackward
 update = UpdateInBackward(optimizer, model.blocks)
-# the step on a stream that goes before the updates, and update.finish() in place of optimizer.step()
-with torch.cuda.stream(torch.cuda.Stream(priority=-1)):
-    loss = model(batch)
-    loss.backward()
-    update.finish()"""
+stream = torch.cuda.Stream(priority=-1)  # whose kernels go before those of the updates
+stream.wait_stream(torch.cuda.current_stream())
+# the whole loop on it, with update.finish() in place of optimizer.step()
+with torch.cuda.stream(stream):
+    for batch in batches:
+        loss = model(batch)
+        loss.backward()
+        update.finish()
+        optimizer.zero_grad(set_to_none=True)"""
 
 
 def _own_attention(name: str) -> str:

@@ -12,11 +12,12 @@ from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import UserError
 from steplab.ops.rms_norm.programs import NUM_PROGRAMS
-from steplab.ops.triton_device import on_device_of, refuse_unserved
+from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
 SHARES, COLUMNS = 64, 16
 """The tile in which shares are added up."""
+_INSTEAD = "use steplab.ops.rms_norm.reference.plain_add_rms_norm"
 
 
 def add_rms_norm(
@@ -28,11 +29,11 @@ def add_rms_norm(
     For float32, bfloat16 and float16 on CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for shapes that
     differ, Unsupported for other formats and devices.
     """
-    if x.shape != branch.shape or weight.shape != x.shape[-1:]:
+    if x.dim() == 0 or x.shape != branch.shape or weight.shape != x.shape[-1:]:
         shapes = f"{list(x.shape)}, {list(branch.shape)} and {list(weight.shape)}"
         raise UserError(f"add_rms_norm takes two tensors [..., C] and a weight [C], not {shapes}")
     for tensor in (x, branch, weight):
-        refuse_unserved("add_rms_norm", tensor, "use steplab.ops.rms_norm.reference.plain_add_rms_norm")
+        refuse_unserved("add_rms_norm", tensor, _INSTEAD)
     wide = torch.promote_types(x.dtype, branch.dtype)
     normed, total, _ = torch.ops.steplab.add_rms_norm(x, branch, weight, eps, dtype or wide)
     return normed, total
@@ -121,6 +122,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tenso
 
 
 def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+    refuse_second_derivative("add_rms_norm", _INSTEAD)
     total, weight, rstd = ctx.saved_tensors
     if grad is None:
         grad = torch.zeros_like(total)

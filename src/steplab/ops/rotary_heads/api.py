@@ -14,10 +14,11 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import UserError
-from steplab.ops.triton_device import on_device_of, refuse_unserved
+from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 ELEMENTS, NUM_WARPS = 1024, 4
 """Pairs of a program's tile (rows x the power of two that holds D/2), and its warps."""
+_INSTEAD = "use steplab.ops.rotary_heads.reference.plain_rotary_heads"
 
 
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -35,7 +36,7 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
             f"rotary_heads takes [B, T, (H + 2 N) D] and a table [2, T, D/2], not {list(merged_BTE.shape)} and "
             f"{list(table_2TD.shape)} with {num_heads} heads"
         )
-    refuse_unserved("rotary_heads", merged_BTE, "use steplab.ops.rotary_heads.reference.plain_rotary_heads")
+    refuse_unserved("rotary_heads", merged_BTE, _INSTEAD)
     q_BTHD, k_BTND, v_BTND = torch.ops.steplab.rotary_heads(merged_BTE, table_2TD, num_heads)
     return q_BTHD.transpose(1, 2), k_BTND.transpose(1, 2), v_BTND.transpose(1, 2)
 
@@ -108,6 +109,7 @@ def _save(ctx: Any, inputs: tuple[Tensor, Tensor, int], output: tuple[Tensor, ..
 
 
 def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor, None, None]:
+    refuse_second_derivative("rotary_heads", _INSTEAD)
     (table,) = ctx.saved_tensors
     return torch.ops.steplab.rotary_heads_backward(dq, dk, dv, table), None, None
 

@@ -11,10 +11,11 @@ from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import UserError
-from steplab.ops.triton_device import on_device_of, refuse_unserved
+from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
 """The tile of a program, and its warps."""
+_INSTEAD = "use steplab.ops.swiglu.reference.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -25,7 +26,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
     """
     if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
         raise UserError(f"swiglu takes a gate and an up of equal widths side by side, not {list(gate_up.shape)}")
-    refuse_unserved("swiglu", gate_up, "use steplab.ops.swiglu.reference.plain_swiglu")
+    refuse_unserved("swiglu", gate_up, _INSTEAD)
     output: Tensor = torch.ops.steplab.swiglu(gate_up)
     return output
 
@@ -77,6 +78,7 @@ def _save(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
 
 
 def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
+    refuse_second_derivative("swiglu", _INSTEAD)
     (gate_up,) = ctx.saved_tensors
     gradient: Tensor = torch.ops.steplab.swiglu_backward(grad, gate_up)
     return gradient
