@@ -346,11 +346,3 @@ def test_files_and_functions_can_be_read_in_one_sitting(path: Path) -> None:
     )
     lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
     assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
-
-
-def test_what_a_file_does_as_a_program_stands_last() -> None:
-    """Below that line nothing is defined yet when it runs; a process that was forked from another would not show it."""
-    for path in SOURCE.rglob("*.py"):
-        statements = ast.parse(path.read_text(encoding="utf-8")).body
-        programs = [each for each in statements if isinstance(each, ast.If) and "__main__" in ast.dump(each.test)]
-        assert programs in ([], statements[-1:]), path
