@@ -232,6 +232,16 @@ def test_the_table_says_how_many_tasks_a_program_has_and_leaves_room_to_read_one
     assert all(2 * count + 3 <= table.shape[1] for count in table[:, 0].tolist())
 
 
+def test_a_table_that_a_graph_may_read_stays_when_others_are_made() -> None:
+    def made(num_keys: int) -> torch.Tensor:
+        options = {"rows": 128, "tile": 128, "together": 1, "causal": False, "num_programs": 1}
+        return task_table(1, 128, num_keys, device=torch.device("cpu"), **options)
+
+    first = made(1)
+    assert all(made(num_keys) is not first for num_keys in range(2, 400))
+    assert made(1) is first
+
+
 def test_groups_of_heads_fit_the_cache_and_are_never_empty() -> None:
     assert heads_a_group(2**20, 100) == 16
     assert heads_a_group(2**20, 4) == 4

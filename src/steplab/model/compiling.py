@@ -33,6 +33,10 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
     """
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     if not lists:
-        raise Unsupported("working block by block", "the model has no nn.ModuleList of blocks", "use another model")
+        raise Unsupported(
+            "working block by block",
+            "the model has no nn.ModuleList of blocks",
+            "use another model, or leave out what needs them, such as --compile block and --update overlapped",
+        )
     largest = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
     return list(largest)

@@ -168,12 +168,16 @@ class DataParallel(nn.Module):
             if parameter.requires_grad:
                 raise UserError(f"{name} required no gradient when DataParallel was built: build it again")
         arriving = self._reducer.finish(parts)
-        while True:
+        try:
+            while True:
+                with torch.cuda.device(self._gpu):
+                    parameters = next(arriving, None)
+                if parameters is None:
+                    return
+                yield parameters
+        finally:
             with torch.cuda.device(self._gpu):
-                parameters = next(arriving, None)
-            if parameters is None:
-                return
-            yield parameters
+                arriving.close()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

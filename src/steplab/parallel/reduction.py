@@ -24,7 +24,7 @@ import sys
 import threading
 import warnings
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 from weakref import ReferenceType, finalize, ref
 
@@ -126,7 +126,7 @@ class GradientReducer:
                 "ShardedOptimizer(..., owners=model.owners), or build DataParallel without to_owners"
             )
 
-    def finish(self, parts: int = 1) -> Iterator[list[nn.Parameter]]:
+    def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
         """Average every gradient; a collective call. Gives the parameters of each part as soon as they have their
         averages, which optimizers may then use, while those of later parts are still on their way.
 

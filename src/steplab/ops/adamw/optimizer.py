@@ -53,7 +53,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._tables: dict[_Part, _Tables] = {}
-        self._of_graphs: list[Tensor] = []  # memory of the host that CUDA graphs copy from
+        self._of_graphs: list[_Tables] = []  # what CUDA graphs read, in the host's memory and in the device's
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = (masters or {}).get(parameter)
@@ -139,7 +139,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             why = "the tables of its tensors are made in a step outside of one"
             raise Unsupported("AdamW in one kernel as the first step before a capture", why, "take a step before each")
         self._tables[key] = replace(before, on_host=None)
-        self._of_graphs.append(before.on_host)
+        self._of_graphs.append(before)
         before.on_host.copy_(torch.tensor(_addresses(tensors)))
         return replace(before, addresses=before.on_host.to(before.counts.device, non_blocking=True))
 

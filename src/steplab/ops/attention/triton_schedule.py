@@ -5,7 +5,7 @@ Heads are done in groups whose tensors the L2 cache holds together: what one pro
 
 import heapq
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -64,7 +64,7 @@ def tasks_in_order(
     return [Task(head, *queries) for group in groups for queries in of_head for head in group]
 
 
-@lru_cache(maxsize=64)
+@cache  # without a limit: a CUDA graph reads the table that a call had when it was recorded
 def task_table(
     num_heads: int,
     num_queries: int,
