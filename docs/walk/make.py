@@ -166,7 +166,7 @@ def chapter(records: Sequence[Record], pictures: dict[str, str]) -> str:
         markdown_table(_stations(steps, walk)),
         *_whys(walk, steps, first),
         "## What was tried",
-        "Each change was predicted first, and then measured. Most do not pay: the table has those too.",
+        "Each change was predicted first, and then measured. Those that do not pay are in the table too.",
         markdown_table(_tried_table(walk)),
         _picture(pictures, waterfall(walk), "walk/waterfall.svg", "What each change saves, predicted and measured"),
         *(escape_markdown(sentence) for sentence in advice_verdict(walk).sentences[1:]),
@@ -355,6 +355,7 @@ def _others(others: Sequence[Advice]) -> Iterator[str]:
             "ratio": f"{walk.overall.ratio:.3f}" if walk.overall else "–",
             "kept": ", ".join(tried.words for tried in walk.kept),
             "untried": ", ".join(walk.untried),
+            "made": walk.created_utc[:16].replace("T", " "),
         }
         for walk in others
     ]
@@ -365,6 +366,7 @@ def _others(others: Sequence[Advice]) -> Iterator[str]:
         Column(key="ratio", header="times as long", quantity=LABEL),
         Column(key="kept", header="kept", quantity=TEXT),
         Column(key="untried", header="not reached", quantity=TEXT),
+        Column(key="made", header="made (UTC)", quantity=TEXT),
     )
     yield "## Other walks"
     yield markdown_table(Table(name="others", columns=columns, rows=tuple(rows)))

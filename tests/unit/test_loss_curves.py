@@ -66,3 +66,10 @@ def test_figures_are_those_of_the_definition() -> None:
     assert (found.end_seeds, found.end_paired) == pytest.approx((2 * 2**0.5, 1.5))
     assert found.passes
     assert not loss_curves.beside(reference, reference + 3.0).passes
+
+
+def test_the_table_of_the_docs_is_that_of_the_committed_losses(capsys: pytest.CaptureFixture[str]) -> None:
+    root = Path(__file__).parents[2]
+    assert loss_curves.main(["--read", str(root / "benchmarks" / "results" / "loss_curves_h200_202611.json")]) == 0
+    table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("|")]
+    assert "\n".join(table) in (root / "docs" / "advise.md").read_text(encoding="utf-8")
