@@ -148,6 +148,13 @@ def test_matmul_share_in_forward_and_in_training() -> None:
     assert len(found) == 3
 
 
+def test_a_backward_pass_that_updates_completes_a_training_step() -> None:
+    assert LARGE.spec is not None
+    overlapped = replace(LARGE, spec=replace(LARGE.spec, update="overlapped"))
+    profile = replace(profile_of(LARGE), phases=tuple(p for p in profile_of(LARGE).phases if p.phase != "optimizer"))
+    assert [name for name, _ in passes(overlapped, profile)] == ["forward", "train"]
+
+
 def test_a_trace_without_phases_is_one_span_and_what_is_outside_joins_the_passes() -> None:
     profile = profile_of(IMPORTED)
     assert [span.phase for span in spans(IMPORTED, profile)] == ["step"]

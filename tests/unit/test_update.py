@@ -128,6 +128,27 @@ def test_gradients_of_paused_passes_are_added_up() -> None:
     torch.testing.assert_close(list(model.parameters()), list(alone.parameters()), rtol=0, atol=0)
 
 
+def test_a_parameter_that_is_no_longer_frozen_is_updated() -> None:
+    model = Layers()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    update = UpdateInBackward(optimizer, [model.first, model.second, model.third])
+    before = model.third.weight.clone()
+    model.third.requires_grad_(True)
+    model(torch.ones(2, 4, dtype=torch.float64)).backward()
+    update.finish()
+    assert not torch.equal(model.third.weight, before)
+
+
+def test_one_that_another_took_the_place_of_updates_no_more() -> None:
+    model, optimizer, update = made()
+    del update
+    later = torch.optim.SGD(model.parameters(), lr=0.5)
+    update = UpdateInBackward(later, [model.first])
+    model(torch.ones(2, 4, dtype=torch.float64)).backward()
+    update.finish()
+    assert optimizer.state == {}
+
+
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_gradient_that_comes_after_its_update_is_refused(reentrant: bool) -> None:
     model, _, update = made()

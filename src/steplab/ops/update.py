@@ -6,9 +6,9 @@ all parameters together (LBFGS) need all gradients first.
 """
 
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from functools import partial
+from weakref import ReferenceType, ref
 
 import torch
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ class UpdateInBackward:
         """The trained parameters of each module are updated together, and so are those of the optimizer that none of
         the modules has. Raises Unsupported as UpdateByParts does."""
         self._update = UpdateByParts(optimizer)
-        left = {p: None for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
+        everything = [p for group in optimizer.param_groups for p in group["params"]]
+        self._frozen = [p for p in everything if not p.requires_grad]  # torch gives these no hooks
+        left = dict.fromkeys(p for p in everything if p.requires_grad)
         parts: dict[tuple[int, torch.device], list[Tensor]] = {}
         for place, members in enumerate((*(list(module.parameters()) for module in modules), list(left))):
             for parameter in members:
@@ -90,7 +92,7 @@ class UpdateInBackward:
         self._begin()
         for place, part in enumerate(self._parts):
             for parameter in part:
-                parameter.register_post_accumulate_grad_hook(partial(self._arrived, place))
+                parameter.register_post_accumulate_grad_hook(_hook(ref(self), place))
 
     @contextmanager
     def paused(self) -> Iterator[None]:
@@ -111,6 +113,8 @@ class UpdateInBackward:
                 self._launch(place)
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
+        if any(parameter.grad is not None for parameter in self._frozen):  # it was frozen, and no longer is
+            self._update.of(self._frozen)
         self._begin()
 
     def _begin(self) -> None:
@@ -138,3 +142,14 @@ class UpdateInBackward:
             stream.wait_stream(torch.cuda.current_stream(part[0].device))
         with torch.cuda.stream(stream):  # of None, which is that of a CPU, it does nothing
             self._update.of(part)
+
+
+def _hook(update: ReferenceType[UpdateInBackward], place: int) -> Callable[[Tensor], None]:
+    """The hook of a parameter of one part. Hooks stay with a parameter; one that was replaced does no more."""
+
+    def arrived(parameter: Tensor) -> None:
+        in_use = update()
+        if in_use is not None:
+            in_use._arrived(place, parameter)
+
+    return arrived

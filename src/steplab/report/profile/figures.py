@@ -13,6 +13,8 @@ from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.run.figures import phase_median
 
 _TRAINING = {"forward", "backward", "optimizer"}
+_OVERLAPPED = {"forward", "backward"}
+"""The phases of a training step whose update is part of the backward pass."""
 TOLERANCE = 0.03
 """Relative difference up to which profiled busy time and unprofiled time agree."""
 
@@ -81,10 +83,11 @@ def passes(run: Run, profile: Profile) -> list[tuple[str, Span]]:
     """
     marked = [part for name in PHASES if (part := profile.phase(name))]
     told = []
+    trained = _OVERLAPPED if run.spec is not None and run.spec.updates_in_backward else _TRAINING
     for count in range(1, len(marked) + 1):
         parts = marked[:count]
         names = [part.phase for part in parts]
-        name = "train" if _TRAINING.issubset(names) else " + ".join(names)
+        name = "train" if trained.issubset(names) else " + ".join(names)
         told.append((name, _span(run, profile, name, parts)))
     outside = profile.phase(OUTSIDE)
     if outside is not None and outside.busy_s > 0:
