@@ -443,12 +443,12 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS_0 + PARTS_1, ROWS, 32], part_layout)
     full = _barriers(NUM_SLOTS, 1)
     empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)
-    dq_full = _barriers(NUM_CONSUMERS, 1)
     # Tiles of more queries have named barriers for dS. A barrier that nothing used would be dead once it is made: the
     # compiler would put others' bytes in its place, over which its first bits might still come.
-    ds_full = dq_full
+    ds_full = full
     if M == ROWS:
         ds_full = _barriers(2, NUM_CONSUMERS)
+    dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
     fence_async_shared()
     NONE: gl.constexpr = 0
