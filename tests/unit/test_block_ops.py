@@ -28,6 +28,8 @@ from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
 from steplab.plan.memory import predict_memory
+from steplab.plan.rates import gpu_named
+from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
@@ -362,6 +364,14 @@ def test_measured_peaks_are_predicted() -> None:
         assert peak is not None
         found = predict_memory(run.spec, device="NVIDIA H200").peak_bytes
         assert found == pytest.approx(peak.peak_allocated_bytes, rel=0.01)
+
+
+def test_a_plan_says_that_no_record_has_their_time_on_the_host() -> None:
+    for fields, said in (({}, True), ({"cuda_graph": "step"}, False), ({"block_ops": "plain"}, False)):
+        spec = resolve_step(TINY | {"block_ops": "triton", "device": "cuda", "precision": "bf16", **fields})
+        assert (
+            "no record has its time there" in " ".join(predict_step_time(spec, gpu_named("H200 SXM")).notes)
+        ) == said
 
 
 def test_the_plan_knows_the_kernels() -> None:

@@ -378,6 +378,10 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
     if spec.replays_model:
         notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
+    elif spec.block_ops == "triton":
+        notes.append(
+            "block operators: on the host each is taken for one kernel like others; no record has its time there"
+        )
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
         share = (
