@@ -39,19 +39,19 @@ def test_flash_triton_is_faster_than_flex_attention_in_every_cell(records: dict[
 @pytest.mark.parametrize(
     ("peer", "name", "least", "most"),
     [
-        ("sdpa_flash", "both", 1.97, 2.23),
-        ("sdpa_cudnn", "forward", 1.04, 1.22),
-        ("sdpa_cudnn", "backward", 1.06, 1.24),
-        ("sdpa_cudnn", "both", 1.06, 1.22),
-        ("flash_attn_4", "forward", 0.957, 1.10),
-        ("flash_attn_4", "backward", 0.92, 0.98),
-        ("flash_attn_4", "both", 0.93, 1.02),
+        ("sdpa_flash", "both", 2.05, 2.38),
+        ("sdpa_cudnn", "forward", 1.07, 1.24),
+        ("sdpa_cudnn", "backward", 1.13, 1.29),
+        ("sdpa_cudnn", "both", 1.11, 1.25),
+        ("flash_attn_4", "forward", 0.96, 1.15),
+        ("flash_attn_4", "backward", 0.96, 1.05),
+        ("flash_attn_4", "both", 0.96, 1.05),
     ],
 )
 def test_flash_triton_beside_its_peers_in_six_shapes(
     records: dict[str, AttentionRun | Run], peer: str, name: str, least: float, most: float
 ) -> None:
-    peers = records["67e700698bf1"]
+    peers = records["1e473e7eda2e"]
     pairs = zip(times(peers, peer, name), times(peers, "flash_triton", name), strict=True)
     ratios = [theirs / ours for theirs, ours in pairs]
     assert len(ratios) == 6
@@ -59,10 +59,10 @@ def test_flash_triton_beside_its_peers_in_six_shapes(
     assert max(ratios) == pytest.approx(most, abs=0.005)
 
 
-def test_forward_is_faster_than_flash_attn_4_in_one_shape_of_six(records: dict[str, AttentionRun | Run]) -> None:
-    peers = records["67e700698bf1"]
+def test_forward_is_faster_than_flash_attn_4_in_five_shapes_of_six(records: dict[str, AttentionRun | Run]) -> None:
+    peers = records["1e473e7eda2e"]
     pairs = zip(times(peers, "flash_attn_4", "forward"), times(peers, "flash_triton", "forward"), strict=True)
-    assert sum(theirs >= ours for theirs, ours in pairs) == 1
+    assert sum(theirs >= ours for theirs, ours in pairs) == 5
 
 
 def test_before_turns_backward_cudnn_was_faster_at_32768_positions(records: dict[str, AttentionRun | Run]) -> None:
@@ -75,14 +75,14 @@ def test_before_turns_backward_cudnn_was_faster_at_32768_positions(records: dict
 def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
     records: dict[str, AttentionRun | Run],
 ) -> None:
-    peers = records["67e700698bf1"]
+    peers = records["1e473e7eda2e"]
     assert isinstance(peers, AttentionRun)
     (first,) = (
         cell
         for cell in peers.cells
         if cell.spec.implementation == "flash_triton" and (cell.spec.queries, cell.spec.dim) == (16384, 64)
     )
-    assert median(first.samples("both")) == pytest.approx(3.61e-3, rel=0.005)
+    assert median(first.samples("both")) == pytest.approx(3.59e-3, rel=0.005)
 
 
 def test_first_calls_with_an_empty_cache_take_some_seconds(records: dict[str, AttentionRun | Run]) -> None:
