@@ -4,7 +4,8 @@
     python benchmarks/attention_choice.py STORE TABLE [RECORD ...]          (from the root of the checkout)
 
 TABLE is src/steplab/ops/attention/attention_choice.toml, which is changed in place: what the records (without any, the
-newest) have of a GPU, type, head dimension and causality takes the place of what it had. Every time is a median. What
+newest) have of a GPU, type, head dimension and causality takes the place of what it had, unless the record was cut off
+before it had as many lengths. Every time is a median. What
 keeps the scores is left out, as fast as it may be: who asks for `auto` does not expect memory by the square.
 """
 
@@ -66,6 +67,12 @@ def of_what(entry: Entry) -> tuple[object, ...]:
     return entry["gpu"], entry["dtype"], entry["head_dim"], entry["causal"]
 
 
+def lengths(entry: Entry) -> set[object]:
+    rows = entry["rows"]
+    assert isinstance(rows, list)
+    return {row[0] for row in rows}
+
+
 def text(table: Iterable[Entry]) -> str:
     """The table in TOML."""
     blocks = [HEAD]
@@ -103,7 +110,10 @@ def main() -> None:
     if not runs:
         sys.exit(f"no benchmark of attention in {store}")
     for run in runs:
-        table |= {of_what(entry): entry for entry in entries(run)}
+        for entry in entries(run):
+            before = table.get(of_what(entry))
+            if before is None or lengths(before) <= lengths(entry):
+                table[of_what(entry)] = entry
     Path(path).write_text(text(table.values()), encoding="utf-8")
 
 
