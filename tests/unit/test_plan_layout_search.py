@@ -38,6 +38,12 @@ def test_layouts_are_all_factorisations(gpus: int) -> None:
     assert len(found) == len(every)
 
 
+@pytest.mark.parametrize("update", ["after", "overlapped"])
+def test_an_overlapped_update_is_said_to_be_planned_as_one_afterwards(update: str) -> None:
+    plan = planned(spec={"model": "small", "compile": "block", "update": update}, gpus=2, global_batch=2)
+    assert ("taken to come afterwards" in " ".join(plan.notes)) == (update == "overlapped")
+
+
 def test_the_search_agrees_with_brute_force() -> None:
     """Every group of ranks, every micro-batch and schedule, one by one."""
     plan = planned(gpus=8, global_batch=16, gpu="A100 SXM 40GB")

@@ -23,7 +23,7 @@ from steplab.plan.fusion import fused_kernels
 from steplab.plan.kernel_time import product_s, streaming_s
 from steplab.plan.rates import Gpu, fitted_rates, gpu_named
 from steplab.plan.seen import is_held_out, parsed_hold_out
-from steplab.plan.time import kernels_of, parts_of, predict_step_time
+from steplab.plan.time import compiled_shares, kernels_of, parts_of, predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
@@ -112,6 +112,11 @@ def test_optimizers_of_one_kernel_take_as_long_as_recorded() -> None:
             saved[run.spec.optimizer] = times.device_s, median(measured.best_s)
     predicted_s, measured_s = (saved["adamw_fused"][i] - saved["adamw_triton"][i] for i in range(2))
     assert predicted_s == pytest.approx(measured_s, rel=0.25)
+
+
+def test_what_compiling_leaves_does_not_depend_on_when_parameters_are_updated() -> None:
+    after, overlapped = (resolve_step({"model": "small", "update": update}) for update in ("after", "overlapped"))
+    assert compiled_shares(overlapped, gpu_named("H200 SXM")) == compiled_shares(after, gpu_named("H200 SXM"))
 
 
 def test_auto_is_predicted_as_what_it_chooses() -> None:

@@ -91,7 +91,8 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
 
 def compiled_shares(spec: StepSpec, gpu: Gpu) -> CompiledShares:
     """What compiling leaves of the eager step of `spec`. Raises Unsupported as `predict_step_time` does."""
-    eager, compiled = (predict_step_time(dataclasses.replace(spec, compile=mode), gpu) for mode in ("off", "default"))
+    after = dataclasses.replace(spec, update=AFTER)  # an overlapped update is not compiled with a whole model
+    eager, compiled = (predict_step_time(dataclasses.replace(after, compile=mode), gpu) for mode in ("off", "default"))
     memory_bound = [
         sum(part.seconds for part in each.parts if part.kind == "streaming" and part.phase != "optimizer")
         for each in (eager, compiled)

@@ -23,6 +23,7 @@ from steplab.records.prediction import FitVerdict
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.step import PipelineSchedule, StepSpec
+from steplab.specs.update import OVERLAPPED
 from steplab.units import format_bytes
 
 MOST_GPUS = 1 << 16
@@ -65,6 +66,8 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
     notes = ["errors of what all layouts compute alike are alike, and so are left out where layouts are told apart"]
+    if job.spec.update == OVERLAPPED:
+        notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
     if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
         notes.append(
             f"no network of {job.gpu.name} is known, so layouts whose messages leave a node have no time; "
