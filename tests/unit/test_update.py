@@ -1,10 +1,12 @@
 """Parameters that are updated in the backward pass: bit for bit those of an update after it."""
 
 import dataclasses
+import gc
 import gzip
 import os
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import msgspec
 import pytest
@@ -147,6 +149,15 @@ def test_one_that_another_took_the_place_of_updates_no_more() -> None:
     model(torch.ones(2, 4, dtype=torch.float64)).backward()
     update.finish()
     assert optimizer.state == {}
+
+
+def test_a_model_that_is_dropped_with_its_update_is_freed() -> None:
+    model, optimizer, update = made()
+    parameter = ref(model.first.weight)
+    model(torch.ones(2, 4, dtype=torch.float64)).backward()
+    del model, optimizer, update
+    gc.collect()  # it does not follow the hooks of tensors
+    assert parameter() is None
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
