@@ -66,6 +66,7 @@ class UpdateInBackward:
     after an update and before `finish` raises UserError: a second backward pass, or a second use of a parameter under
     reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`. It is for one process:
     averages over ranks come later, and steplab.parallel.DataParallel gives them in parts.
+    After a backward pass that failed, call `zero_grad` and `finish` before the next.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
