@@ -34,9 +34,10 @@ _OF_TENSORS = frozenset(
 """Fields with values of tensors, which have any size and sign."""
 _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
-     "gradient_exponents", "temperature_c", "outside_bytes"}
+     "gradient_exponents", "temperature_c", "outside_bytes", "untried_shares"}
 )  # fmt: skip
-"""Fields that may be negative: fitted values, differences, exponents, and the stream -1, which means not known."""
+"""Fields that may be negative: fitted values, differences, predicted savings, exponents, and the stream -1, which means
+not known."""
 _AS_GIVEN = frozenset({"hf_config"})
 """Fields with the content of a user's file, which reports do not show and which is not checked."""
 
