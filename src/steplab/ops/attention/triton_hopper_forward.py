@@ -223,6 +223,9 @@ def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_l
     ONE: gl.constexpr = 1
     q_ring = ring(q_tiles.dtype, ROWS, BOX, NUM_CONSUMERS, ONE)  # a slot for each consumer
     gl.static_assert(N % ROWS == 0, "a consumer would have more than one masked tile")
+    # The loader brings keys and values in turn, and a consumer gives the values of tiles that are hidden from it back
+    # only after the first keys that it sees: until then the slots have to hold all of them.
+    gl.static_assert((NUM_CONSUMERS - 1) * ROWS <= NUM_SLOTS * N, "more hidden tiles than slots")
     # Named barriers: first the consumers' turns, then the slots of keys, then those of values.
     V_NAME: gl.constexpr = NUM_CONSUMERS + NUM_SLOTS
     gl.static_assert(V_NAME + NUM_SLOTS <= NUM_NAMES, "more slots than there are barriers")
