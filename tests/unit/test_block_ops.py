@@ -183,6 +183,8 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
         add_rms_norm(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(3), 1e-5)
     with pytest.raises(UserError, match=r"not \[\], \[\] and \[\]"):
         add_rms_norm(torch.tensor(1.0), torch.tensor(1.0), torch.tensor(1.0), 1e-5)
+    with pytest.raises(Unsupported, match=r"rotary_heads with a trained table .*plain_rotary_heads"):
+        rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2, requires_grad=True), 1)
     for dtype in (torch.float64, torch.int64):
         with pytest.raises(Unsupported, match=f"swiglu in {str(dtype).removeprefix('torch.')}"):
             swiglu(torch.zeros(2, 4, dtype=dtype))

@@ -71,7 +71,8 @@ class UpdateInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """The trained parameters of each module are updated together, and so are those of the optimizer that none of
-        the modules has. Raises Unsupported as UpdateByParts does."""
+        the modules has. On a GPU all gradients of a module have to be made on one stream. Raises Unsupported as
+        UpdateByParts does."""
         self._update = UpdateByParts(optimizer)
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if not p.requires_grad]  # torch gives these no hooks

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 ELEMENTS, NUM_WARPS = 1024, 4
@@ -27,7 +27,7 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
     table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4);
     rotated are the pairs (x[i], x[i + D/2]). Computed in float32 and rounded once. For float32, bfloat16 and float16 on
     CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes, Unsupported for other formats and
-    devices.
+    devices, and for a table that is trained.
     """
     head_dim = 2 * table_2TD.shape[-1]
     num_kv_heads, rest = divmod(merged_BTE.shape[-1] - num_heads * head_dim, 2 * head_dim)
@@ -37,6 +37,8 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
             f"{list(table_2TD.shape)} with {num_heads} heads"
         )
     refuse_unserved("rotary_heads", merged_BTE, _INSTEAD)
+    if table_2TD.requires_grad and torch.is_grad_enabled():
+        raise Unsupported("rotary_heads with a trained table", "its backward pass has no gradient of it", _INSTEAD)
     q_BTHD, k_BTND, v_BTND = torch.ops.steplab.rotary_heads(merged_BTE, table_2TD, num_heads)
     return q_BTHD.transpose(1, 2), k_BTND.transpose(1, 2), v_BTND.transpose(1, 2)
 
