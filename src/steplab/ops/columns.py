@@ -12,18 +12,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 
-_library = Library("steplab", "FRAGMENT")
-_library.define("join(Tensor[] groups) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+from steplab.ops.torch_library import define
 
 
 def _join(groups: list[Tensor]) -> Tensor:
     return torch.cat(groups, -1)
 
 
-_library.impl("join", _join, "CompositeExplicitAutograd")
-register_fake("steplab::join", _join, lib=_library)
+define("join", "(Tensor[] groups) -> Tensor", _join, _join)
 
 
 class _Columns(torch.autograd.Function):

@@ -1,8 +1,7 @@
 """FlashAttention-2 forward and backward as operators of torch: steplab::flash_reference_* and steplab::flash_triton_*.
 
-An operator is what torch.compile, FLOP counters, profilers and selective checkpointing see of a function, and do not
-look into. All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor
-is; log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). They have no derivative of their own: that is
+All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor is;
+log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). They have no derivative of their own: that is
 functions.py.
 """
 
@@ -14,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
-from torch.library import Library, register_fake
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
@@ -22,10 +20,9 @@ from steplab.ops.attention.flops import register_formulas
 from steplab.ops.attention.shapes import refuse_unserved
 from steplab.ops.attention.triton_backward import triton_backward
 from steplab.ops.attention.triton_forward import triton_forward
+from steplab.ops.torch_library import define
 
 _num_modes = torch._C._len_torch_dispatch_stack
-# Defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of these kernels.
-_library = Library("steplab", "FRAGMENT")
 _FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"
 _BACKWARD = (
     "(Tensor grad, Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, bool causal, float scale)"
@@ -46,15 +43,8 @@ class Operators:
 
 
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
-    for pass_name, schema, real, fake in (
-        ("forward", _FORWARD, forward, _fake_forward),
-        ("backward", _BACKWARD, backward, _fake_backward),
-    ):
-        operator = f"{name}_{pass_name}"
-        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(operator, real, "CompositeExplicitAutograd")
-        register_fake(f"steplab::{operator}", fake, lib=_library)
-    first, second = (getattr(torch.ops.steplab, f"{name}_{pass_name}") for pass_name in ("forward", "backward"))
+    first = define(f"{name}_forward", _FORWARD, forward, _fake_forward)
+    second = define(f"{name}_backward", _BACKWARD, backward, _fake_backward)
     register_formulas(first, second)
     # Of what backward is given the gradient alone is new; forward has looked at what it kept.
     return Operators(_called(first.default, forward, 3), _called(second.default, backward, 1), first.default)

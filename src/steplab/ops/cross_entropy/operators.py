@@ -1,8 +1,7 @@
 """Losses and gradients in chunks as operators of torch: steplab::cross_entropy_chunked and its like of each name.
 
-An operator is what torch.compile, FLOP counters and profilers see of a function. These have no derivative of their own:
-that is functions.py. For each implementation there is one that gives losses and gradients, and one that multiplies a
-gradient by a number in place.
+They have no derivative of their own: that is functions.py. For each implementation there is one that gives losses and
+gradients, and one that multiplies a gradient by a number in place.
 """
 
 import os
@@ -11,14 +10,13 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_fake
 from torch.utils.flop_counter import register_flop_formula
 
 from steplab.errors import Unsupported
 from steplab.ops.cross_entropy.chunks import RowStep, Terms, gradient_dtype, losses_in_chunks, sum_dtype
 from steplab.ops.cross_entropy.plain_rows import plain_rows
+from steplab.ops.torch_library import define
 
-_library = Library("steplab", "FRAGMENT")
 _LOSSES = (
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? scale, int ignore_index, "
     "float label_smoothing, float z_loss, ScalarType dtype, bool[3] wanted) -> (Tensor, Tensor, Tensor, Tensor)"
@@ -59,14 +57,10 @@ def _define(name: str, rows: RowStep, scale: Callable[[Tensor, Tensor], None]) -
             )
         return found, *(hidden.new_empty(0) if gradient is None else gradient for gradient in gradients)
 
-    for suffix, schema, real, fake in (("", _LOSSES, losses, _fake_losses), ("_scale", _SCALE, scale, _fake_scale)):
-        operator = f"cross_entropy_{name}{suffix}"
-        _library.define(operator + schema, tags=(torch.Tag.pt2_compliant_tag,))
-        _library.impl(operator, real, "CompositeExplicitAutograd")
-        register_fake(f"steplab::{operator}", fake, lib=_library)
-    packets = [getattr(torch.ops.steplab, f"cross_entropy_{name}{suffix}") for suffix in ("", "_scale")]
-    register_flop_formula(packets[0])(_flops)
-    return Operators(*(packet.default for packet in packets))
+    whole = define(f"cross_entropy_{name}", _LOSSES, losses, _fake_losses)
+    scaled = define(f"cross_entropy_{name}_scale", _SCALE, scale, _fake_scale)
+    register_flop_formula(whole)(_flops)
+    return Operators(whole.default, scaled.default)
 
 
 def _fake_losses(

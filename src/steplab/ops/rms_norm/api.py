@@ -8,10 +8,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import UserError
 from steplab.ops.rms_norm.programs import NUM_PROGRAMS
+from steplab.ops.torch_library import define, define_derivative
 from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
@@ -132,23 +132,17 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: No
     return of_x, of_branch if of_branch.numel() else of_x, of_weight, None, None
 
 
-_library = Library("steplab", "FRAGMENT")
-for _name, _schema, _real, _fake in (
-    (
-        "add_rms_norm",
-        "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-        _forward,
-        _fake_forward,
-    ),
-    (
-        "add_rms_norm_backward",
-        "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType of_x, "
-        "ScalarType of_branch) -> (Tensor, Tensor, Tensor)",
-        _backward,
-        _fake_backward,
-    ),
-):
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    register_fake(f"steplab::{_name}", _fake, lib=_library)
-register_autograd("steplab::add_rms_norm", _differentiate, setup_context=_save, lib=_library)
+define(
+    "add_rms_norm",
+    "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _forward,
+    _fake_forward,
+)
+define(
+    "add_rms_norm_backward",
+    "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType of_x, "
+    "ScalarType of_branch) -> (Tensor, Tensor, Tensor)",
+    _backward,
+    _fake_backward,
+)
+define_derivative("add_rms_norm", _differentiate, _save)

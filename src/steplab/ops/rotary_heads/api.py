@@ -11,9 +11,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import Unsupported, UserError
+from steplab.ops.torch_library import define, define_derivative
 from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 ELEMENTS, NUM_WARPS = 1024, 4
@@ -116,22 +116,8 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor
     return torch.ops.steplab.rotary_heads_backward(dq, dk, dv, table), None, None
 
 
-_library = Library("steplab", "FRAGMENT")
-for _name, _schema, _real, _fake in (
-    (
-        "rotary_heads",
-        "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)",
-        _forward,
-        _fake_forward,
-    ),
-    (
-        "rotary_heads_backward",
-        "(Tensor dq, Tensor dk, Tensor dv, Tensor table) -> Tensor",
-        _backward,
-        _fake_backward,
-    ),
-):
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    register_fake(f"steplab::{_name}", _fake, lib=_library)
-register_autograd("steplab::rotary_heads", _differentiate, setup_context=_save, lib=_library)
+define(
+    "rotary_heads", "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward
+)
+define("rotary_heads_backward", "(Tensor dq, Tensor dk, Tensor dv, Tensor table) -> Tensor", _backward, _fake_backward)
+define_derivative("rotary_heads", _differentiate, _save)

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import Library, register_autograd, register_fake
 
 from steplab.errors import UserError
+from steplab.ops.torch_library import define, define_derivative
 from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
@@ -84,12 +84,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
     return gradient
 
 
-_library = Library("steplab", "FRAGMENT")
-for _name, _schema, _real, _fake in (
-    ("swiglu", "(Tensor gate_up) -> Tensor", _forward, _fake_forward),
-    ("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor", _backward, _fake_backward),
-):
-    _library.define(_name + _schema, tags=(torch.Tag.pt2_compliant_tag,))
-    _library.impl(_name, _real, "CompositeExplicitAutograd")
-    register_fake(f"steplab::{_name}", _fake, lib=_library)
-register_autograd("steplab::swiglu", _differentiate, setup_context=_save, lib=_library)
+define("swiglu", "(Tensor gate_up) -> Tensor", _forward, _fake_forward)
+define("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor", _backward, _fake_backward)
+define_derivative("swiglu", _differentiate, _save)
