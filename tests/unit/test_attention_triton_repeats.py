@@ -54,7 +54,7 @@ def test_a_call_that_is_known_is_made_again_and_no_other() -> None:
     assert made == ["first", "second"]
 
 
-def test_a_call_without_a_stream_or_with_a_launch_that_is_not_to_be_had_is_not_kept() -> None:
+def test_a_call_without_a_stream_or_whose_launch_cannot_be_repeated_is_not_kept() -> None:
     x = [torch.zeros(1)]
     for kind, launches in ((a_kind(None), [lambda: None]), (a_kind(), [lambda: None, None])):
         kind.keep(x, launches)

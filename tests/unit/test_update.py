@@ -226,7 +226,7 @@ def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone()
 
 
 def test_the_share_in_the_table_is_what_steps_in_turns_show() -> None:
-    """Of xl on an H200: records that the share, which other steps gave, was not taken from."""
+    """Records of xl on an H200, which the share was not fitted to."""
     content = gzip.decompress((RESULTS / "overlapped_update_h200_202611.jsonl.gz").read_bytes())
     recorded = [decode(line) for line in content.splitlines()]
     assert fit_hidden_update(recorded) == pytest.approx(H200.rates.step.hidden_update, abs=0.02)
