@@ -96,6 +96,16 @@ def test_what_pays_is_kept_and_the_rest_is_tried_and_dropped(walked: tuple[Advic
     assert {tried.run_id for tried in advice.tried} | {advice.start_id, advice.best_id} <= set(stored)
 
 
+def test_a_small_gain_is_kept_if_it_is_certain(walk: Callable[..., Advice]) -> None:
+    def told(spec: StepSpec) -> float:
+        merged = spec.model.shape is not None and spec.model.shape.projections == "merged"
+        return product(spec) * (0.993 if merged else 1.0) * (0.9985 if spec.loss == "chunked" else 1.0)
+
+    found = decisions(walk(told))
+    assert found["block_ops triton"]  # which merges them
+    assert not found.get("loss chunked")
+
+
 def test_each_change_is_made_to_the_fastest_step_until_then(walked: tuple[Advice, Path]) -> None:
     advice, _ = walked
     ends = {str(advice.start_id)}

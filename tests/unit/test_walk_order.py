@@ -42,8 +42,9 @@ def planned(spec: StepSpec) -> StepTimePrediction:
 class HostSession(FakeSession):
     """Steps of an H200 that a host launches with these seconds for each kernel, eager and compiled."""
 
-    def __init__(self, eager_s: float, compiled_s: float) -> None:
+    def __init__(self, eager_s: float, compiled_s: float, noise: float = 0.002) -> None:
         super().__init__(lambda spec: sum(seconds for seconds, _ in self.phases(spec).values()))
+        self._noise = noise
         self._pace_s = {False: eager_s, True: compiled_s}
         self._random = random.Random(0)
         self.now_s = 0.0
@@ -76,7 +77,7 @@ class HostSession(FakeSession):
         waits = not all(lead for _, lead in phases.values())
         before = side.run.turns.num_steps - steps
         known = {phase.phase: phase.best_s for phase in getattr(side, "timed", ())}
-        noise = [1 + self._random.gauss(0.0, 0.08 if waits else 0.002) for _ in range(steps)]
+        noise = [1 + self._random.gauss(0.0, 0.08 if waits else self._noise) for _ in range(steps)]
         phases["step"] = sum(s for s, _ in phases.values()), min(lead for _, lead in phases.values())
         timed = tuple(
             PhaseSamples(
@@ -91,8 +92,10 @@ class HostSession(FakeSession):
         side.run = dataclasses.replace(side.run, timing=timing)
 
 
-def walk(store: Path, *, eager_s: float, compiled_s: float, budget_s: float, **fields: object) -> Advice:
-    session = HostSession(eager_s, compiled_s)
+def walk(
+    store: Path, *, eager_s: float, compiled_s: float, budget_s: float, noise: float = 0.002, **fields: object
+) -> Advice:
+    session = HostSession(eager_s, compiled_s, noise)
     spec = resolve_step({"context": 512, "precision": "bf16", "steps": 30, **fields})
     return advise(spec, store=store, session=session, budget_s=budget_s, clock=lambda: session.now_s)
 
@@ -163,6 +166,18 @@ def test_where_the_host_is_ahead_the_device_decides(behind_a_quick_host: Advice)
     assert best is not None
     assert words[:2] == ["compile block", f"attention {fastest_attention(best)}"]
     assert words.index("cuda_graph step") > words.index("optimizer adamw_triton")
+
+
+def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path) -> None:
+    """As long as building took: here one more comparison."""
+    advice = walk(
+        tmp_path / "store.db", model="2.7b", eager_s=11e-6, compiled_s=11e-6, budget_s=300.0, noise=0.012, steps=10
+    )
+    ratios = [tried.ratio for tried in advice.tried if tried.ratio]
+    steps = {found.decision: [each.num_b for each in ratios if each.decision == found.decision] for found in ratios}
+    assert min(steps["lower"]) == 6  # a plain difference
+    assert max(steps["lower"]) == 20  # a difference that the first ten turns did not show
+    assert all(each.num_b == 20 for each in ratios if each.decision == "not higher" and each.low and each.low < 0.997)
 
 
 def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:

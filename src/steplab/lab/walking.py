@@ -1,9 +1,9 @@
 """The walk from one step to a faster one: which change is tried next, and which is kept.
 
 Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
-it pays. Next is the one that is predicted to save most for the time that trying it takes; then those of which nothing
-is predicted; then those that are predicted to save less than the noise of the comparisons lets be seen, the shortest
-trials first; last, those that should cost time.
+it pays; what the turns leave open gets more of them. Next is the one that is predicted to save most for the time that
+trying it takes; then those of which nothing is predicted; then those that are predicted to save less than the noise of
+the comparisons lets be seen, the shortest trials first; last, those that should cost time.
 
 While the device waits for the host, the ways to launch kernels come first: until that is settled, the noise of the host
 is in every comparison, and what a change saves of the device's time is not seen.
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from steplab.comparison.samples import FEWEST, IN_TURNS
+from steplab.comparison.samples import FEWEST
 from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import UserError
 from steplab.lab.explaining import failure_words
@@ -34,6 +34,8 @@ _FIRST_STEPS = 1
 """How often the first step is measured by itself, to see whether the device waits for the host."""
 _PLAIN = 0.03
 """A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
+_LEAST_GAIN = 0.003
+"""The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
 
@@ -125,7 +127,7 @@ class Walk:
     """Seconds that building each step took, without compilation."""
     _turns: list[float] = field(default_factory=list)
     """Seconds that the turns of each comparison took, over the sum of both step times."""
-    _noise: float = IN_TURNS
+    _noise: float = _LEAST_GAIN
     """The smallest share of a step that the last comparison could have shown."""
 
     def go(self, spec: StepSpec) -> None:
@@ -236,10 +238,9 @@ class Walk:
         if attempt.side is None:
             return
         built_s = self.clock()
-        self._measure([self.best, attempt.side])
+        self._measure([self.best, attempt.side], most_s=built_s - began_s)
         decided_s = self.clock()
-        if attempt.side.run and self.best.run and not attempt.side.failure:
-            attempt.ratio = step_ratio(self.best.run, attempt.side.run)
+        attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
         left = self.leave(self.best if attempt.kept else attempt.side)
         if attempt.kept:
@@ -252,23 +253,33 @@ class Walk:
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
             self._see_noise(attempt.ratio)
 
-    def _measure(self, sides: Sequence[Any]) -> None:
+    def _measure(self, sides: Sequence[Any], most_s: float = 0.0) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
-        time; at most as many steps as were asked for."""
+        time; at most as many steps as were asked for. What that leaves open gets as many again, until `most_s` seconds
+        have passed: a comparison is worth as much time as it took to build the step."""
 
-        def is_enough(rounds: int) -> bool:
-            if rounds < FEWEST or any(side.run is None or side.failure for side in sides):
-                return False
-            ratio = step_ratio(*(side.run for side in sides), threshold=_PLAIN)
-            return ratio is not None and (
-                ratio.decision in ("lower", "higher") or (ratio.low is not None and ratio.low > 1 - IN_TURNS)
-            )
+        def is_open(threshold: float) -> bool:
+            ratio = self._ratio(sides, threshold)
+            if ratio is None or ratio.low is None:
+                return ratio is not None
+            return ratio.decision not in ("lower", "higher") and ratio.low < 1 - _LEAST_GAIN
 
-        self.taking.measure(sides, self.steps, is_enough=is_enough)
+        began_s = self.clock()
+        self.taking.measure(sides, self.steps, is_enough=lambda rounds: rounds >= FEWEST and not is_open(_PLAIN))
+        while self.clock() - began_s < most_s and not self.taking.alternating and is_open(_LEAST_GAIN):
+            self.taking.measure(sides, self.steps)
+
+    @staticmethod
+    def _ratio(sides: Sequence[Any], threshold: float = _LEAST_GAIN) -> Ratio | None:
+        """The time of the second side over that of the first; None where one of them has failed."""
+        before, after = sides
+        if before.run is None or after.run is None or before.failure or after.failure:
+            return None
+        return step_ratio(before.run, after.run, threshold=threshold)
 
     def _see_noise(self, ratio: Ratio) -> None:
         if ratio.low is not None and ratio.high is not None:
-            self._noise = max(IN_TURNS, (ratio.high - ratio.low) / 2)
+            self._noise = max(_LEAST_GAIN, (ratio.high - ratio.low) / 2)
         self._look_at_best()
 
     def _look_at_best(self) -> None:
@@ -317,7 +328,7 @@ class Walk:
             self.on_change("the step as given beside the fastest")
             again = self.taking.enter("start again", spec)
             self._measure([self.best, again])
-            if again.run and not again.failure and (ratio := step_ratio(again.run, self.best.run)):
+            if ratio := self._ratio([again, self.best]):
                 self.overall, self.met = ratio, True
             self.leave(again)
 
