@@ -6,6 +6,7 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
+import msgspec
 import pytest
 from tests.runs import make_run
 
@@ -14,8 +15,10 @@ from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab import turns as lab_turns
 from steplab.lab.turns import measure_in_turns
+from steplab.measurement.jobs import TurnsTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes import turns as processes
+from steplab.measurement.processes.conversation import Surroundings
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.step.session import measure_here
 from steplab.records.codec import new_id
@@ -40,6 +43,9 @@ class Device:
         """Number of processes whose memory the device holds."""
         self.dies: dict[int, int] = {}
         """The turn, from 1, in which the side of a context is killed."""
+        self.loads = True
+        """Whether a process that is started ahead of its order gets so far."""
+        self.started: list[Process] = []
         self.present: list[Process] = []
         self.order: list[tuple[int, int]] = []
         """Context and steps of each turn."""
@@ -47,7 +53,8 @@ class Device:
         monkeypatch.setattr(processes, "measure_in_child", self.measure)
 
     def start(self, module: str, request: Any, listener: Any, timeout_s: float | None, **rest: Any) -> "Process":
-        return Process(self, request, listener)
+        self.started.append(Process(self, request, listener))
+        return self.started[-1]
 
     def measure(self, spec: Any, **rest: Any) -> Run:
         self.order.append((spec.context, spec.steps))
@@ -61,14 +68,19 @@ class Device:
 
 class Process:
     def __init__(self, device: Device, request: Any, listener: Any) -> None:
-        import msgspec
-
-        from steplab.measurement.jobs import TurnsTask
-
-        self.task = msgspec.json.decode(request.task, type=TurnsTask)
         self.device, self.listener, self.turns = device, listener, list[Turn]()
+        self.task: TurnsTask | None = None
+        self.ended = False
+        if request is not None:
+            self.begin(request, None)
+
+    def begin(self, request: Any, timeout_s: float | None) -> None:
+        self.task = msgspec.json.decode(request.task, type=TurnsTask)
 
     def listen(self) -> Failure | None:
+        if self.task is None:
+            self.listener.is_ready = self.device.loads
+            return None if self.device.loads else KILLED
         if len(self.device.present) >= self.device.holds:
             return OUT_OF_MEMORY
         self.device.present.append(self)
@@ -76,6 +88,7 @@ class Process:
         return None
 
     def give(self, turn: Turn) -> Failure | None:
+        assert self.task is not None
         context = self.task.spec.context
         self.turns.append(turn)
         if self.device.dies.get(context) == len(self.turns):
@@ -87,6 +100,7 @@ class Process:
         return None
 
     def end(self) -> None:
+        self.ended = True
         if self in self.device.present:
             self.device.present.remove(self)
 
@@ -143,6 +157,28 @@ def test_sides_that_do_not_fit_together_alternate_as_processes(device: Device, t
     assert ratio is not None
     assert ratio.decision == "higher"
     assert ratio.threshold == 0.05  # of processes, which differ among themselves
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_side_takes_the_process_that_loaded_while_the_one_before_was_built(device: Device, loads: bool) -> None:
+    """One that died in loading is no side's failure."""
+    device.loads = loads
+    with Session(loads_ahead=True) as session:
+        sides = [session.enter(label, spec) for label, spec in zip("ABC", specs(1, 2, 3), strict=True)]
+        session.measure(sides, 30)
+        assert [session.leave(side).failure for side in sides] == [None] * 3
+    assert [process.task is not None for process in device.started].count(True) == 3
+    assert len(device.started) == 3 + (1 if loads else 3)
+    assert all(process.ended for process in device.started)
+
+
+def test_a_side_of_elsewhere_does_not_take_it(device: Device, tmp_path: Path) -> None:
+    """It has loaded the code of here."""
+    with Session(loads_ahead=True) as session:
+        session.enter("A", specs(1)[0])
+        there = session.enter("B", specs(2)[0], Surroundings(folder=tmp_path))
+        assert device.started.index(there.conversation) == 2  # type: ignore[arg-type]  # A, what was loaded, B
+        assert device.started[1].task is None
 
 
 def test_a_side_that_does_not_fit_by_itself_is_a_failure(device: Device) -> None:

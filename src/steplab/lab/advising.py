@@ -68,7 +68,7 @@ def advise(
         raise UserError(f"advise walks steps of one process; leave out --layout {asked.layout}")
     with open_store(store, write=True) as opened:
         found = _Findings(asked, store, name, on_progress, on_change, profile)
-        taking = StoredSession(session(timeout_s=None, on_progress=on_progress), opened, name)
+        taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
         interrupted: KeyboardInterrupt | None = None
         with taking:
             walk = Walk(

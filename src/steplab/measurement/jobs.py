@@ -6,6 +6,7 @@ function's result, are sent back and decoded by the types declared here. This mo
 named by a string.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
@@ -101,10 +102,15 @@ class Job:
     """Whether the job holds the device until Python is ahead of it, which needs longer launch queues
     (measurement.machine.head_start)."""
 
+    def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
+        """The function, imported with all that it needs."""
+        module, _, function = self.work.partition(":")
+        loaded: Callable[[Any, Observer, World | None], object] = getattr(import_module(module), function)
+        return loaded
+
     def do(self, task: msgspec.Raw, observer: "Observer", world: "World | None") -> object:
         """Import the function and call it. Raises SteplabError for a task that cannot be served."""
-        module, _, function = self.work.partition(":")
-        return getattr(import_module(module), function)(msgspec.json.decode(task, type=self.task), observer, world)
+        return self.load()(msgspec.json.decode(task, type=self.task), observer, world)
 
 
 _HERE = "steplab.measurement."

@@ -1,6 +1,7 @@
 """The measuring process: one request on standard input, messages on a pipe, the result last.
 
-`processes.launch` starts it as `python -m steplab.measurement.entry.child FD`. Standard input stays open for as long as
+`processes.launch` starts it as `python -m steplab.measurement.entry.child FD [JOB]`; with a job, before its request is
+known: it loads what such a job needs, and says that it is ready. Standard input stays open for as long as
 the parent lives: when it ends, however the parent died, this process ends too and frees the GPU.
 """
 
@@ -29,12 +30,17 @@ _STEP_MESSAGES_EVERY_S = 0.1
 
 def main() -> None:
     pipe = os.fdopen(int(sys.argv[1]), "wb", buffering=0)
-    request = order_of(Request)
-    orders = SimpleQueue[bytes]()
-    threading.Thread(target=end_with_parent, args=(orders.put,), daemon=True).start()
 
     def send(kind: str, value: Any) -> None:
         pipe.write(encode({"kind": kind, "value": value}) + b"\n")
+
+    for job in sys.argv[2:]:
+        keep_compiled_code_private()
+        JOBS[job].load()
+        send("ready", None)
+    request = order_of(Request)
+    orders = SimpleQueue[bytes]()
+    threading.Thread(target=end_with_parent, args=(orders.put,), daemon=True).start()
 
     def next_turn() -> Turn:
         send("ready", None)

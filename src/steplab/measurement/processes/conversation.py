@@ -44,14 +44,16 @@ class Conversation:
     def __init__(
         self,
         module: str,
-        order: Request | Order,
+        order: Request | Order | None,
         listener: Listener,
         timeout_s: float | None,
         *,
         wrapper: Sequence[str] = (),
         surroundings: Surroundings = HERE,
+        ahead_of: str | None = None,
     ) -> None:
-        """Start `python -m module`. `timeout_s` limits each time that this process waits for it.
+        """Start `python -m module`. `timeout_s` limits each time that this process waits for it. Without an order it
+        loads what the job `ahead_of` needs, and is ready for `begin` then.
 
         Raises SteplabError if the system does not let it start.
         """
@@ -64,7 +66,7 @@ class Conversation:
             undone.callback(self._pipe.close)
             try:
                 self._child = start(
-                    [*wrapper, sys.executable, "-m", module, str(write_fd)],
+                    [*wrapper, sys.executable, "-m", module, str(write_fd), *([ahead_of] if ahead_of else [])],
                     stdin=subprocess.PIPE,
                     stdout=self._errors,
                     stderr=self._errors,
@@ -78,7 +80,8 @@ class Conversation:
         self._watchdog = Watchdog(self._child, timeout_s)
         threading.Thread(target=end_group_with, args=(self._child,), daemon=True).start()
         listener.renew = self._watchdog.renew
-        self._tell(order)
+        if order is not None:
+            self._tell(order)
 
     def __enter__(self) -> Self:
         return self
@@ -108,6 +111,12 @@ class Conversation:
         returncode = self._child.returncode
         end(self._child)
         return self._failure(returncode)
+
+    def begin(self, order: Request, timeout_s: float | None) -> None:
+        """Give a process that was started without one its order, and its time limit."""
+        self._watchdog = Watchdog(self._child, timeout_s)
+        self._listener.renew = self._watchdog.renew
+        self._tell(order)
 
     def give(self, turn: object) -> Failure | None:
         """Give the process its next turn, and listen as `listen` does until the turn is over."""

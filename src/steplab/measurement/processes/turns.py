@@ -33,6 +33,7 @@ from steplab.records.turns import MOST_IN_A_BLOCK, Turn, Turns
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 
+_JOB = "turns"
 _FEWEST_TURNS = 10
 """Turns of each side, if it has as many steps; with fewer than eight, no difference could be told from chance."""
 _ALTERNATING_ROUNDS = 2
@@ -70,14 +71,25 @@ class Side:
 class Session:
     """Steps that take turns; a context manager that ends their processes."""
 
-    def __init__(self, *, timeout_s: float | None = None, on_progress: OnProgress = lambda progress: None) -> None:
-        """`timeout_s` limits the time until a side is warm, and that of each turn."""
+    def __init__(
+        self,
+        *,
+        timeout_s: float | None = None,
+        on_progress: OnProgress = lambda progress: None,
+        loads_ahead: bool = False,
+    ) -> None:
+        """`timeout_s` limits the time until a side is warm, and that of each turn. With `loads_ahead`, while a side is
+        built the process of the next one imports what it needs, which takes longer than many a step does to build."""
         self.id = new_id()
         self.alternating: str | None = None
         """Why each turn has a process of its own; None: processes stay alive and wait."""
         self.timeout_s = timeout_s
         """The time limit of sides that enter from now on."""
-        self._on_progress = on_progress
+        self._on_progress, self._loads_ahead = on_progress, loads_ahead
+        self._spare: Conversation | None = None
+        """A process that has loaded, or is loading, what the next side needs."""
+        self._loading: Listener | None = None
+        """What it says; None once it is a side's."""
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
@@ -89,6 +101,7 @@ class Session:
     def __exit__(self, *exception: object) -> None:
         for side in self._sides:
             _end(side)
+        self._end_spare()
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
         """Build a step and warm it up, so that it can take turns; a failure is the side's.
@@ -115,6 +128,7 @@ class Session:
         each turn has a process of its own, it is not asked. Of several sides, the last one is not measured by itself.
         Raises as `enter` does.
         """
+        self._await_spare()  # it would disturb the measurement
         while not self.alternating:
             before = [side.run for side in sides]
             if self._all_turns(sides, steps, is_enough):
@@ -136,11 +150,33 @@ class Session:
     # --- processes that wait ------------------------------------------------------------------------------
 
     def _start(self, side: Side) -> None:
-        side.listener = Listener(JOBS["turns"], self._on_progress)
         task = TurnsTask(spec=side.spec, session=self.id, label=side.label)
-        request = Request(job="turns", task=msgspec.Raw(encode(task)), device=side.spec.device)
-        side.conversation = Conversation(CHILD, request, side.listener, self.timeout_s, surroundings=side.surroundings)
+        request = Request(job=_JOB, task=msgspec.Raw(encode(task)), device=side.spec.device)
+        self._await_spare()
+        if self._spare and self._loading and side.surroundings is HERE:
+            side.conversation, side.listener = self._spare, self._loading
+            self._spare = self._loading = None
+            side.listener.on_progress = self._on_progress
+            side.conversation.begin(request, self.timeout_s)
+        else:
+            side.listener = Listener(JOBS[_JOB], self._on_progress)
+            side.conversation = Conversation(
+                CHILD, request, side.listener, self.timeout_s, surroundings=side.surroundings
+            )
+        if self._loads_ahead and not self._spare:
+            self._loading = Listener(JOBS[_JOB])
+            self._spare = Conversation(CHILD, None, self._loading, None, ahead_of=_JOB)
         self._heard(side, side.conversation.listen())
+
+    def _await_spare(self) -> None:
+        """Wait until the spare process has loaded; one that failed is not used."""
+        if self._spare and self._loading and not self._loading.is_ready and self._spare.listen() is not None:
+            self._end_spare()
+
+    def _end_spare(self) -> None:
+        if self._spare:
+            self._spare.end()
+        self._spare = self._loading = None
 
     def _heard(self, side: Side, failure: Failure | None) -> None:
         """Note how a side is after it was heard; where it ran out of memory beside others, sides alternate."""
@@ -158,6 +194,7 @@ class Session:
 
     def _alternate(self, why: str) -> None:
         self.alternating = self.alternating or why
+        self._end_spare()
         for side in self._sides:
             _end(side)
 
