@@ -1,12 +1,14 @@
 """Which gradients travel together, for any parameters."""
 
 from itertools import pairwise
+from unittest.mock import patch
 
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
+from steplab.parallel import peer_parts
 from steplab.parallel.buckets import ALIGNMENT_BYTES, aligned, grouped, views_of
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
@@ -33,7 +35,8 @@ def test_every_parameter_is_in_one_bucket_that_is_no_larger_than_it_may_be(
     assert all(a < b for group in groups for a, b in pairwise(group))
     for group in groups:
         assert len({(parameters[index].dtype, parameters[index].device) for index in group}) == 1
-        assert len(group) == 1 or sum(size_bytes(parameters[index]) for index in group) <= limit
+        filled = sum(size_bytes(parameters[index]) for index in group)
+        assert len(group) == 1 or filled <= most_bytes(parameters, group[0], limit)
     assert [group[-1] for group in groups] == sorted(group[-1] for group in groups)  # as they become complete
 
 
@@ -46,8 +49,41 @@ def test_a_bucket_is_closed_only_when_the_next_gradient_would_not_fit(
         kind = parameters[group[0]].dtype, parameters[group[0]].device
         if kind in latest:
             filled = sum(size_bytes(parameters[index]) for index in latest[kind])
-            assert filled + size_bytes(parameters[group[0]]) > limit
+            assert filled + size_bytes(parameters[group[0]]) > most_bytes(parameters, latest[kind][0], limit)
         latest[kind] = group
+
+
+def most_bytes(parameters: list[nn.Parameter], first: int, limit: int) -> float:
+    """The limit, or half of what is left from a bucket's first gradient on, or an eighth of the limit."""
+    return min(limit, max(sum(map(size_bytes, parameters[first:])) / 2, limit / 8))
+
+
+def test_the_last_buckets_are_small_whatever_the_limit_is() -> None:
+    equal = [nn.Parameter(torch.empty(4, device="meta")) for _ in range(100)]
+    for limit, expected in [(40, [40, 30, 15, 7, 5, 3]), (16, [16] * 5 + [10, 5, 2, 2, 1])]:
+        assert [len(group) for group in grouped(equal, 16 * limit)] == expected
+
+
+@given(st.lists(shapes, max_size=20), st.integers(1, 9), st.integers(1, 3))
+def test_the_parts_of_stretches_cover_a_bucket_and_are_equal_but_for_pages(
+    shapes: list[list[int]], size: int, part_pages: int
+) -> None:
+    members = [nn.Parameter(torch.empty([10 * n for n in shape], device="meta")) for shape in shapes]
+    with patch.object(peer_parts, "PART_BYTES", part_pages * peer_parts.PAGE):
+        division = peer_parts.divided(members, size, None)
+    borders = [border for stretch in division.stretches for border in stretch]
+    assert (borders[0], borders[-1]) == (0, sum(map(size_bytes, members)))
+    assert all(a[-1] == b[0] for a, b in pairwise(division.stretches))
+    parts = [end - begin for stretch in division.stretches for begin, end in pairwise(stretch)]
+    assert 0 <= min(parts) <= max(parts) <= part_pages * peer_parts.PAGE
+    assert division.landing_bytes == peer_parts.pages(-(-borders[-1] // size))
+    covered = [0] * len(members)
+    for number in range(len(division.stretches)):
+        for rank in range(size):
+            for overlap in division.overlaps(number, rank):
+                assert overlap.in_gradient == covered[overlap.gradient]
+                covered[overlap.gradient] += overlap.num_bytes
+    assert covered == [member.nbytes for member in members]
 
 
 @given(parameters())

@@ -74,10 +74,21 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
     every_way(modules.Strided)
 
 
+def short_stretches() -> Any:
+    """Buckets of many stretches: a rank's part of one is a page."""
+    return patch.object(peer_parts, "PART_BYTES", peer_parts.PAGE)
+
+
+@cases
+def buckets_in_short_stretches() -> None:
+    with short_stretches():
+        every_way(modules.Awkward, loss=awkward_loss, tolerance=1e-5)
+
+
 @cases
 def landing_places_are_used_again() -> None:
     """Room for the largest bucket and little more, for some ten buckets a step."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1):
+    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_stretches():
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
@@ -88,7 +99,7 @@ def landing_places_are_used_again() -> None:
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
     """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1):
+    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_stretches():
         assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
             bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),
@@ -98,7 +109,8 @@ def several_late_passes_of_an_awkward_module() -> None:
 @cases
 def averages_may_be_changed_as_soon_as_they_are_there() -> None:
     """Though peers may have to fetch this rank's part of them still."""
-    model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.01))
+    with short_stretches():
+        model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.005))
     for _ in range(4):
         model(torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
         model.finish_gradient_synchronization()
@@ -215,14 +227,17 @@ class LoggedMemory(SharedMemory):
 
 
 @cases
-def ranks_send_in_turns_and_the_next_bucket_before_the_means_of_the_last() -> None:
+def ranks_send_in_turns_and_the_next_stretch_before_the_means_of_the_last() -> None:
     """In a turn each rank receives from one, and no rank begins one before the next has ended the turn before."""
     memory = LoggedMemory()
     rank, size = memory.rank, memory.size
     layers = [nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)] * 2
-    model = DataParallel(nn.Sequential(*map(copy.deepcopy, layers)).double(), "overlap", transport=memory)
+    part_bytes = 4096 // size // 2
+    with patch.object(peer_parts, "PART_BYTES", part_bytes):
+        model = DataParallel(nn.Sequential(*map(copy.deepcopy, layers)).double(), "overlap", transport=memory)
     memory.averages_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    steps, count = 3, len(model.buckets)
+    steps, count = 3, memory.averages_bytes // (size * part_bytes)
+    assert count == 2 * len(model.buckets)
     for _ in range(steps):
         model(torch.ones(2, 8, dtype=torch.float64)).sum().backward()
         model.finish_gradient_synchronization()

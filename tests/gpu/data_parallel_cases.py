@@ -6,13 +6,14 @@ import sys
 import time
 from collections.abc import Callable
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from steplab.ops.update import UpdateByParts
-from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel import DataParallel, ShardedOptimizer, peer_parts
 from steplab.parallel.flat_parameters import Exchange
 
 STEPS = 3
@@ -141,7 +142,8 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
     reference(x).square().mean().backward()
     right = [p.grad for p in reference.parameters()]
     for strategy, transport in WAYS:
-        model = DataParallel(copy.deepcopy(inner), strategy, bucket_size_mb=1.0, transport=transport)
+        with patch.object(peer_parts, "PART_BYTES", 2**16):
+            model = DataParallel(copy.deepcopy(inner), strategy, bucket_size_mb=1.0, transport=transport)
         for _ in range(3):
             model.zero_grad()
             model(x).square().mean().backward()
@@ -177,11 +179,14 @@ def the_current_device_may_be_another(rank: int, size: int, device: torch.device
 
 @case
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
-    """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked."""
+    """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked.
+
+    By peer copies in buckets of one stretch and of many."""
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)
     waste = torch.randn(2048, 2048, device=device)
-    for transport in ("collectives", "peer_copy"):
-        model = DataParallel(inner, "overlap", transport=transport)
+    for transport, part_bytes in (("collectives", 0), ("peer_copy", peer_parts.PART_BYTES), ("peer_copy", 2**17)):
+        with patch.object(peer_parts, "PART_BYTES", part_bytes):
+            model = DataParallel(inner, "overlap", transport=transport)
         for step in range(30):
             for _ in range((step * (rank + 1)) % 4 * 5):
                 waste = waste @ waste.softmax(-1)

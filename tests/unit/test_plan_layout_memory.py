@@ -41,6 +41,8 @@ from steplab.specs.step import StepSpec
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 TORCH_OF_RECORDS = Gathering(fused_norms=False)
 """The layouts were measured with torch 2.11."""
+OTHER_OWNERS = 1e-5
+"""The share by which what a rank owns differs, where buckets were divided otherwise."""
 OLDER_FSDP2 = Gathering(low_precision=False)
 """The data-parallel studies on two GPUs were measured when FSDP2 gathered weights as they are kept."""
 
@@ -85,8 +87,12 @@ def test_the_state_of_every_recorded_variant_is_exact() -> None:
         assert before is not None
         assert found.parameters_bytes == memory.parameters_bytes, cell.contender.label
         communicates = cell.contender.kind != "none"
-        assert found.gradients_bytes == before.gradients_bytes or not communicates, cell.contender.label
-        assert found.optimizer_bytes == memory.optimizer_bytes, cell.contender.label
+        # The last buckets of these studies were larger, so that a few of the owners are others.
+        tolerated = OTHER_OWNERS if cell.contender.kind == "sharded" else 0
+        if communicates:
+            expected = pytest.approx(before.gradients_bytes, rel=tolerated)
+            assert found.gradients_bytes == expected, cell.contender.label
+        assert found.optimizer_bytes == pytest.approx(memory.optimizer_bytes, rel=tolerated), cell.contender.label
         compared += 1
     assert compared > 30
 

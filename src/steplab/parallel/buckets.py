@@ -12,25 +12,34 @@ import torch
 from torch import Tensor, nn
 
 ALIGNMENT_BYTES = 16
+MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
+"""The share of all gradients from its first one on that a bucket may take, and the share of the given size that it may
+take in any case."""
 
 
 def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
     """Groups of indices into `parameters`, which are in order of readiness; every parameter is in one group.
 
-    The parameters of a group have one dtype and device; groups are in the order in which they become complete.
+    The parameters of a group have one dtype and device; groups are in the order in which they become complete. A group
+    of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the size does not
+    decide how much is sent after it: where sending takes up to half as long as the pass, a bucket of half of the rest
+    has been sent before the next one is complete.
     """
+    sizes = [aligned(parameter) * parameter.element_size() for parameter in parameters]
+    rest = sum(sizes)
     closed: list[list[int]] = []
     open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    filled: dict[tuple[torch.dtype, torch.device], int] = {}
-    for index, parameter in enumerate(parameters):
+    room: dict[tuple[torch.dtype, torch.device], float] = {}
+    for index, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
         kind = parameter.dtype, parameter.device
-        size = aligned(parameter) * parameter.element_size()
-        if kind in open_groups and filled[kind] + size > bucket_bytes:
+        if kind in open_groups and size > room[kind]:
             closed.append(open_groups.pop(kind))
         if kind not in open_groups:
-            open_groups[kind], filled[kind] = [], 0
+            open_groups[kind] = []
+            room[kind] = min(bucket_bytes, max(rest * MOST_OF_THE_REST, bucket_bytes * LEAST_OF_THE_LIMIT))
         open_groups[kind].append(index)
-        filled[kind] += size
+        room[kind] -= size
+        rest -= size
     return sorted([*closed, *open_groups.values()], key=lambda group: group[-1])
 
 

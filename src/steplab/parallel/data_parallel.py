@@ -16,6 +16,8 @@ Four strategies give the same gradients and differ in when and how they travel:
 | `overlap`  | one a parameter                                | as its gradient is ready                       |
 | `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
 
+Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (buckets.grouped).
+
 Where the loss is the mean over a rank's batch and all ranks have batches of one size, the averages are the gradients of
 the mean over the whole batch.
 """

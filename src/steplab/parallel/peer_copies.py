@@ -1,24 +1,25 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
 
-Each rank owns a part of every bucket. For a bucket, on two lines of work beside the backward pass:
+A bucket travels in stretches, and each rank owns a part of every stretch (peer_parts.py). For a stretch, on two lines
+of work beside the backward pass:
 
 1. *out*, on the line of copies: from the tensors that autograd made, each rank copies what belongs to another's part
    into a landing place on that one, and tells it.
 2. on the line of means: the owner, once it was told by all others, writes the mean of its own and the landed gradients
-   into its part of the bucket.
+   into its part of the stretch.
 3. *home*, on the line of copies again: it copies that into the same part of everybody's, and tells all.
 
-When all have told, the bucket holds the averages, which are the parameters' gradients. Where gradients go to their
-owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and no rank has memory
-for the averages of others.
+When all have told of all stretches, the bucket holds the averages, which are the parameters' gradients. Where
+gradients go to their owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and
+no rank has memory for the averages of others.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers where they are connected by an
-NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a bucket are made, and
-the ranks tell each other, the engine sends the next bucket. The last bucket's means go home when it is waited for.
+NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a stretch are made, and
+the ranks tell each other, the engine sends the next one. The last means go home when their bucket is waited for.
 
 *Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. It would not stay
 so by itself: once two ranks copy to a third one, each gets half of its link, and another rank receives nothing. So a
-rank begins a turn when the next rank has ended the turn before. A bucket among n > 2 ranks takes 2 (n-1) turns. Where
+rank begins a turn when the next rank has ended the turn before. A stretch among n > 2 ranks takes 2 (n-1) turns. Where
 gradients go to owners there are none, because the parts of a bucket are too uneven.
 
 Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half of that where they go to
@@ -32,7 +33,7 @@ gradients of that part, so after the backward pass that made them, behind the op
 Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
 it has come home here only when I have told so myself, which is when that is copied, too.
 
-The n-th launch of a step is the n-th on every rank, so counters hold numbers of launches, and one of turns.
+The n-th stretch of a step is the n-th on every rank, so counters hold numbers of stretches, and one of turns.
 """
 
 from collections import deque
@@ -44,7 +45,7 @@ from torch import Tensor, nn
 from steplab.parallel.buckets import dense, layout_of, views_of, with_late
 from steplab.parallel.ownership import Owners
 from steplab.parallel.peer_memory import PeerMemory, Piece
-from steplab.parallel.peer_parts import Division, divided, pages
+from steplab.parallel.peer_parts import Division, divided, largest_part_bytes, pages
 
 COPIES, MEANS = range(2)
 """The two lines."""
@@ -66,7 +67,9 @@ def peer_buckets(
     """
     divisions = [divided(group, memory.size, owners) for group in groups]
     starts = [[0, *accumulate(pages(d.kept_bytes(rank)) for d in divisions)] for rank in range(memory.size)]
-    copies = PeerCopies(memory, max(ends[-1] for ends in starts), ring_bytes(divisions, memory.size))
+    copies = PeerCopies(
+        memory, max(ends[-1] for ends in starts), ring_bytes(divisions, memory.size), go_home=owners is None
+    )
     return [PeerBucket(copies, division, [of[place] for of in starts]) for place, division in enumerate(divisions)]
 
 
@@ -77,23 +80,25 @@ class PeerCopies:
     collector runs.
     """
 
-    def __init__(self, memory: PeerMemory, rings_start: int, ring_bytes: int) -> None:
-        """Make rings of `ring_bytes` each; the buckets lie before `rings_start`."""
+    def __init__(self, memory: PeerMemory, rings_start: int, ring_bytes: int, *, go_home: bool) -> None:
+        """Make rings of `ring_bytes` each; the buckets lie before `rings_start`. `go_home`: all ranks get all means."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
+        self.go_home = go_home
         self.num_launched = 0
+        """The number of stretches so far, and of the last one."""
         self._num_awaited = 0
         self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
-        self._unreturned: PeerBucket | None = None
+        self._unreturned: Stretch | None = None
         self.ring_bytes = ring_bytes
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
         everyone = range(memory.size)
-        self.gradients_told = tuple(map(_gradients_told_by, self.peers))
-        self.means_told = tuple(map(_means_told_by, everyone))
-        self.tell_of_gradients = tuple((peer, _gradients_told_by(memory.rank)) for peer in self.peers)
-        self.tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
+        self._gradients_told = tuple(map(_gradients_told_by, self.peers))
+        self._means_told = tuple(map(_means_told_by, everyone))
+        self._tell_of_gradients = tuple((peer, _gradients_told_by(memory.rank)) for peer in self.peers)
+        self._tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
         # No rank tells itself of gradients, so its own counter of them is for the turns of the next rank.
         previous = (memory.rank - 1) % memory.size
         self._turns_told, self._tell_of_turns = (
@@ -111,11 +116,15 @@ class PeerCopies:
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
+        home: list[PeerBucket] = []
         while self._are_met(start, self._cursor):
-            bucket = self.under_way.popleft()
-            if bucket is self._unreturned:
+            home.append(self.under_way.popleft())
+        if home:
+            latest = max(bucket.number for bucket in home)
+            if latest == self.num_launched:
                 self._return_last()
-            self._await(bucket.number)
+            self.memory.current_awaits(self._means_told, latest)  # counters only grow: all of them are home then
+        for bucket in home:
             bucket.drop()
         return start
 
@@ -127,31 +136,50 @@ class PeerCopies:
                 return True
         return False
 
-    def start(self, bucket: "PeerBucket") -> None:
-        """Send a bucket's gradients out, have its means made, and send home those of the bucket before."""
+    def start(self, stretch: "Stretch", addresses: Sequence[int], room: int) -> None:
+        """Send a stretch of gradients out, have its means made, and send home those of the stretch before."""
         memory, before = self.memory, self._unreturned
-        memory.follow_current(COPIES)
-        bucket.send_out()
+        returned = self.num_launched
+        self.num_launched += 1
+        self.copy(stretch.outward(addresses, room))
+        memory.signal(COPIES, self._tell_of_gradients, self.num_launched)
         if before is not None:
             memory.follow_line(COPIES, MEANS)
         # Behind the copies, so that a counter is looked at for as long as the ranks are apart, and not from the launch
         # on: the launches of a whole step may be given to the lines before its forward pass begins.
         memory.follow_line(MEANS, COPIES)
-        bucket.make_means()
+        memory.await_signals(MEANS, self._gradients_told, self.num_launched)
+        pieces = stretch.pieces(addresses)
+        if pieces:
+            memory.mean(MEANS, pieces, stretch.mine, stretch.landed + room, self.ring_bytes, stretch.dtype)
         if before is not None:
-            before.send_home()
-        self._unreturned = bucket if bucket.goes_home else None
-        self.under_way.append(bucket)
+            self._send_home(before, returned)
+        if self.go_home:
+            self._unreturned = stretch
+        else:
+            memory.signal(MEANS, self._tell_of_means, self.num_launched)
+
+    def _send_home(self, stretch: "Stretch", number: int) -> None:
+        """Copy this rank's means of the stretch of that number to all peers, and tell all ranks."""
+        self.copy(stretch.home)
+        self.memory.signal(COPIES, self._tell_of_means, number)
 
     def _return_last(self) -> None:
-        """Send home the means of the last bucket, if they are not on their way."""
+        """Send home the means of the last stretch, if they are not on their way."""
         if self._unreturned is not None:
             self.memory.follow_line(COPIES, MEANS)
-            self._unreturned.send_home()
+            self._send_home(self._unreturned, self.num_launched)
             self._unreturned = None
 
+    def copy(self, copies: Sequence[Copies]) -> None:
+        """Copy to each peer, in the order of `peers`."""
+        if self.go_home and len(self.peers) > 1:
+            self.copy_in_turns(copies)
+        else:
+            self.copy_at_once(copies)
+
     def copy_in_turns(self, copies: Sequence[Copies]) -> None:
-        """Copy to each peer, in the order of `peers`; a turn begins when the next rank has ended the turn before."""
+        """The same; a turn begins when the next rank has ended the turn before."""
         for targets, sources, sizes in copies:
             if self._num_turns:
                 self.memory.await_signals(COPIES, self._turns_told, self._num_turns)
@@ -166,16 +194,57 @@ class PeerCopies:
         if targets:
             self.memory.copy(COPIES, targets, sources, sizes)
 
-    def await_launch(self, launch: int) -> None:
-        """The current stream's next work waits until this launch and those before it have come home."""
+    def await_launch(self, number: int) -> None:
+        """The current stream's next work waits until the stretch of this number and those before have come home."""
         self._return_last()
-        if self._num_awaited < launch:
-            self._await(launch)
-            self._num_awaited = launch
+        if self._num_awaited < number:
+            self.memory.current_awaits(self._means_told, number)
+            self._num_awaited = number
 
-    def _await(self, launch: int) -> None:
-        """Wait for one launch; counters grow in the order of launches, so earlier launches have come home too."""
-        self.memory.current_awaits(self.means_told, launch)
+
+class Stretch:
+    """A part of a bucket that travels by itself: what is the same in every launch, computed when the host has time."""
+
+    def __init__(
+        self, copies: PeerCopies, division: Division, number: int, starts: Sequence[int], landing: int
+    ) -> None:
+        """Plan the stretch of that number; `starts` as of PeerBucket, `landing`: its place within the bucket's."""
+        rank, borders = copies.memory.rank, division.stretches[number]
+        overlaps = [division.overlaps(number, peer) for peer in copies.peers]
+        self._sent = [
+            [
+                (copies.landing(peer, rank) + landing + found.in_part, found.gradient, found.in_gradient)
+                for found in those
+            ]
+            for peer, those in zip(copies.peers, overlaps, strict=True)
+        ]
+        self._sizes = [[found.num_bytes for found in those] for those in overlaps]
+        self._kept = division.overlaps(number, rank)
+        self.dtype = division.parameters[0].dtype
+        """The type of the gradients."""
+        self.landed = copies.landing(rank, copies.peers[0]) + landing
+        """Where the gradients of others land, counted from the beginning of a ring."""
+        begin = borders[rank] if division.owners is None else 0
+        parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
+        self.mine = parts[rank]
+        """The address of this rank's means."""
+        size = borders[rank + 1] - borders[rank]
+        self.home: list[Copies] = [
+            ([parts[peer]], [self.mine], [size]) if self._kept else ([], [], []) for peer in copies.peers
+        ]
+        """Copies of this rank's means to each peer."""
+
+    def outward(self, addresses: Sequence[int], room: int) -> list[Copies]:
+        """Copies to each peer of what belongs to its part."""
+        found: list[Copies] = []
+        for sent, sizes in zip(self._sent, self._sizes, strict=True):
+            targets = [landing + room for landing, _, _ in sent]
+            found.append((targets, [addresses[index] + skipped for _, index, skipped in sent], sizes))
+        return found
+
+    def pieces(self, addresses: Sequence[int]) -> list[Piece]:
+        """This rank's own gradients of its part."""
+        return [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
 
 
 class PeerBucket:
@@ -186,54 +255,29 @@ class PeerBucket:
         self._copies = copies
         self._parameters = tuple(division.parameters)
         self._strides = [layout_of(parameter) for parameter in self._parameters]
-        self._dtype = self._parameters[0].dtype
-        self._to_owners = division.owners is not None
-        self.goes_home = not self._to_owners
-        """Whether its means are sent to all ranks."""
-        in_turns = self.goes_home and len(copies.peers) > 1
-        self._copy = copies.copy_in_turns if in_turns else copies.copy_at_once
         self._landing_bytes = division.landing_bytes
         rank = copies.memory.rank
-        self._kept = division.overlaps(rank)
         self._averages = self._places(division, copies.own[starts[rank] :][: division.kept_bytes(rank)])
-        self._plan(division, starts)
+        landings = [0, *accumulate(map(largest_part_bytes, division.stretches))]
+        self._stretches = [
+            Stretch(copies, division, number, starts, landings[number]) for number in range(len(division.stretches))
+        ]
         self._sources: list[Tensor] = []
-        self._addresses: list[int] = []
         self.number = 0
-        """The number of the last launch, from 1; 0 for none."""
+        """The number of its last stretch in the last launch, from 1; 0 for none."""
         self.landing = (0, 0)
         """Its place in the rings."""
 
     def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
         """Where the averages lie that this rank keeps."""
+        numbers = kept.view(self._parameters[0].dtype)
         if division.owners is None:
-            return list(views_of(kept.view(self._dtype), self._parameters))
+            return list(views_of(numbers, self._parameters))
         mine = [index for index in division.order if division.owners[index] == self._copies.memory.rank]
-        views = views_of(kept.view(self._dtype), [self._parameters[index] for index in mine])
         found: list[Tensor | None] = [None] * len(self._parameters)
-        for index, view in zip(mine, views, strict=True):
+        for index, view in zip(mine, views_of(numbers, [self._parameters[index] for index in mine]), strict=True):
             found[index] = view
         return found
-
-    def _plan(self, division: Division, starts: Sequence[int]) -> None:
-        """Compute what is the same in every launch, when the host has no time."""
-        copies, rank = self._copies, self._copies.memory.rank
-        self._sent = [
-            [
-                (copies.landing(peer, rank) + overlap.in_part, overlap.gradient, overlap.in_gradient)
-                for overlap in division.overlaps(peer)
-            ]
-            for peer in copies.peers
-        ]
-        self._sizes = [[overlap.num_bytes for overlap in division.overlaps(peer)] for peer in copies.peers]
-        self._landed = copies.landing(rank, copies.peers[0])
-        begin = 0 if self._to_owners else division.borders[rank]
-        parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
-        self._mine = parts[rank]
-        self._home: list[Copies] = [
-            ([parts[peer]], [self._mine], [division.part_bytes(rank)]) if self._kept else ([], [], [])
-            for peer in copies.peers
-        ]
 
     @property
     def shared_bytes(self) -> int:
@@ -250,10 +294,12 @@ class PeerBucket:
             average.zero_() if g is None and average is not None else dense(g, parameter, strides)
             for g, average, parameter, strides in given
         ]
-        self._addresses = [source.data_ptr() for source in self._sources]
-        copies.num_launched += 1
+        addresses = [source.data_ptr() for source in self._sources]
+        copies.memory.follow_current(COPIES)
+        for stretch in self._stretches:
+            copies.start(stretch, addresses, room)
         self.number = copies.num_launched
-        copies.start(self)
+        copies.under_way.append(self)
 
     def wait(self) -> Sequence[Tensor | None]:
         """The averages of the last launch that this rank keeps, each shaped as its parameter."""
@@ -264,7 +310,7 @@ class PeerBucket:
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The averages plus gradients that came too late for the launch: what to launch next."""
         averages = self.wait()
-        if self._to_owners:
+        if not self._copies.go_home:
             return with_late(averages, gradients, self._copies.memory.size)
         for average, gradient in zip(averages, gradients, strict=True):
             if average is not None and gradient is not None:
@@ -281,39 +327,13 @@ class PeerBucket:
         """Drop the gradients, which the current stream may then overwrite."""
         self._sources = []
 
-    def send_out(self) -> None:
-        """Copy to each peer what belongs to its part, and tell it."""
-        copies, room, addresses = self._copies, self.landing[0], self._addresses
-        found: list[Copies] = []
-        for sent, sizes in zip(self._sent, self._sizes, strict=True):
-            targets = [landing + room for landing, _, _ in sent]
-            found.append((targets, [addresses[index] + skipped for _, index, skipped in sent], sizes))
-        self._copy(found)
-        copies.memory.signal(COPIES, copies.tell_of_gradients, self.number)
-
-    def make_means(self) -> None:
-        """Make the means of this rank's part once all gradients of it have landed."""
-        copies, memory, addresses = self._copies, self._copies.memory, self._addresses
-        memory.await_signals(MEANS, copies.gradients_told, self.number)
-        if self._kept:
-            pieces = [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
-            landed = self._landed + self.landing[0]
-            memory.mean(MEANS, pieces, self._mine, landed, copies.ring_bytes, self._dtype)
-        if not self.goes_home:
-            memory.signal(MEANS, copies.tell_of_means, self.number)
-
-    def send_home(self) -> None:
-        """Copy this rank's means to all peers, and tell all ranks."""
-        self._copy(self._home)
-        self._copies.memory.signal(COPIES, self._copies.tell_of_means, self.number)
-
 
 def ring_bytes(divisions: Sequence[Division], size: int) -> int:
     """The length of the ring in which one of `size` ranks' gradients land: its part of the window.
 
     Where parts are uneven, it has room for three of the largest as well.
     """
-    sizes = [division.borders[-1] for division in divisions]
+    sizes = [division.num_bytes for division in divisions]
     window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes)))
     even = pages(-(-window // size))
     if divisions[0].owners is None:

@@ -1,11 +1,12 @@
-"""How a bucket of peer copies is divided among ranks: which part of which gradient each makes the mean of.
+"""How a bucket of peer copies is divided: into stretches that travel one after the other, and each among the ranks.
 
-Without owners each rank has an equal part, whose borders may lie inside gradients, and all ranks get all means. With
-owners the gradients lie in the order of their owners, each rank's part is what it owns, and the means stay there.
+Without owners each rank has an equal part of a stretch, whose borders may lie inside gradients, and all ranks get all
+means. With owners a bucket is one stretch, the gradients lie in the order of their owners, each rank's part is what it
+owns, and the means stay there.
 """
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 from torch import nn
@@ -15,10 +16,14 @@ from steplab.parallel.ownership import Owners
 
 PAGE = 256
 """Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
+PART_BYTES = 20 * 2**20
+"""The most that a rank has of a stretch, in whole pages. What has landed is then still in a GPU's L2 cache when its
+mean is made, and the mean when it is sent; and of the last bucket only so much waits for its means before it is sent.
+Smaller stretches take more of the host's time."""
 
 
 class Overlap(NamedTuple):
-    """Where a rank's part of a bucket and a gradient overlap, in bytes."""
+    """Where a rank's part of a stretch and a gradient overlap, in bytes."""
 
     gradient: int
     """The gradient's number in the bucket."""
@@ -31,33 +36,37 @@ class Overlap(NamedTuple):
 
 
 class Division(NamedTuple):
-    """The division of a bucket among ranks; the same on all of them."""
+    """The division of a bucket; the same on all ranks."""
 
     parameters: Sequence[nn.Parameter]
     """The parameters of the bucket's gradients."""
     order: Sequence[int]
     """Numbers of the gradients in the order in which they lie in the bucket."""
-    borders: Sequence[int]
-    """The beginning of each rank's part, and the end of the last one, in bytes."""
+    stretches: Sequence[Sequence[int]]
+    """Of each stretch, the beginning of each rank's part in the bucket, and the end of the last one, in bytes."""
     owners: Sequence[int] | None
     """The rank that keeps the mean of each gradient; None if all ranks get all means."""
 
-    def part_bytes(self, rank: int) -> int:
-        """The length of a rank's part."""
-        return self.borders[rank + 1] - self.borders[rank]
-
-    def kept_bytes(self, rank: int) -> int:
-        """The length of what a rank keeps of the bucket: its own means, or all of them."""
-        return self.borders[-1] if self.owners is None else self.part_bytes(rank)
+    @property
+    def num_bytes(self) -> int:
+        """The length of the bucket."""
+        return self.stretches[-1][-1]
 
     @property
     def landing_bytes(self) -> int:
-        """The length of the largest part, in whole pages: what a bucket takes of each ring of landing places."""
-        return pages(max(map(self.part_bytes, range(len(self.borders) - 1))))
+        """The largest part of each stretch, in whole pages: what a bucket takes of each ring of landing places."""
+        return sum(map(largest_part_bytes, self.stretches))
 
-    def overlaps(self, rank: int) -> list[Overlap]:
-        """The overlaps of the gradients with a rank's part."""
-        begin, end = self.borders[rank], self.borders[rank + 1]
+    def kept_bytes(self, rank: int) -> int:
+        """The length of what a rank keeps of the bucket: its own means, or all of them."""
+        if self.owners is None:
+            return self.num_bytes
+        (borders,) = self.stretches
+        return borders[rank + 1] - borders[rank]
+
+    def overlaps(self, stretch: int, rank: int) -> list[Overlap]:
+        """The overlaps of the gradients with a rank's part of a stretch."""
+        begin, end = self.stretches[stretch][rank : rank + 2]
         found, start = [], 0
         for index in self.order:
             parameter = self.parameters[index]
@@ -73,14 +82,22 @@ def divided(parameters: Sequence[nn.Parameter], size: int, owners: Owners | None
     """The division of the bucket of these parameters among `size` ranks; by owner if `owners` are given."""
     sizes = [aligned(parameter) * parameter.element_size() for parameter in parameters]
     if owners is None:
-        part, total = pages(-(-sum(sizes) // size)), sum(sizes)
-        return Division(parameters, range(len(sizes)), [min(rank * part, total) for rank in range(size + 1)], None)
+        total, stretches = sum(sizes), []
+        for begin in range(0, max(total, 1), size * PART_BYTES):
+            part = min(pages(-(-(total - begin) // size)), PART_BYTES)
+            stretches.append([min(begin + rank * part, total) for rank in range(size + 1)])
+        return Division(parameters, range(len(sizes)), stretches, None)
     those = [owners[parameter] for parameter in parameters]
     parts = [0] * size
     for owner, num_bytes in zip(those, sizes, strict=True):
         parts[owner] += num_bytes
     order = sorted(range(len(sizes)), key=lambda index: (those[index], index))
-    return Division(parameters, order, [0, *accumulate(parts)], those)
+    return Division(parameters, order, [[0, *accumulate(parts)]], those)
+
+
+def largest_part_bytes(borders: Sequence[int]) -> int:
+    """The length of the largest part between these borders, in whole pages."""
+    return pages(max(end - begin for begin, end in pairwise(borders)))
 
 
 def pages(num_bytes: int) -> int:

@@ -1,10 +1,10 @@
 """Gradients of data-parallel ranks in buckets: which travel together, and what memory the buckets take.
 
 steplab's own (parallel.buckets, parallel.collective_buckets): gradients in the order in which the backward pass gives
-them; a bucket takes no further one when it would grow past its size. A gradient alone in its bucket travels in the
-memory where it was born; others are copied into the bucket's buffer, which stays. torch's DDP
-(torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it has 1 MiB, each other once it has its size,
-and all are buffers.
+them; a bucket takes no further one when it would grow past its size, or past half of what was left when it began and
+an eighth of its size. A gradient alone in its bucket travels in the memory where it was born; others are copied into
+the bucket's buffer, which stays. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it
+has 1 MiB, each other once it has its size, and all are buffers.
 """
 
 import functools
@@ -81,13 +81,14 @@ def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_byt
 def own_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
     """The gradients of each of steplab's own buckets, by index."""
     groups: list[list[int]] = []
-    filled = 0
+    rest, room = sum(sizes), 0.0
     for index, size in enumerate(sizes):
-        if not groups or filled + size > limit:
+        if not groups or size > room:
             groups.append([])
-            filled = 0
+            room = min(limit, max(rest / 2, limit / 8))
         groups[-1].append(index)
-        filled += size
+        room -= size
+        rest -= size
     return groups
 
 
