@@ -19,6 +19,7 @@ from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict, chapter, named_section
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
@@ -154,18 +155,19 @@ def _subtitle(records: Sequence[Record]) -> list[str]:
 
 def _environments(records: Sequence[Record]) -> Section:
     """Each device with its software once, with the number of its records and all that differed between them."""
-    groups: dict[tuple[str, ...], list[Environment]] = {}
-    for record in records:
-        if record.environment:
-            known = dict(environment_pairs(record.environment))
-            groups.setdefault((known["device"], known["software"]), []).append(record.environment)
-    blocks = tuple(_group(groups))
+
+    def where(environment: Environment) -> tuple[str, str]:
+        known = dict(environment_pairs(environment))
+        return known["device"], known["software"]
+
+    groups = grouped((record.environment for record in records if record.environment), where)
+    blocks = tuple(_group(tuple(groups.values())))
     unknown = Sentences(texts=("No record says where it was made.",))
     return Section(title="Environment", anchor="environment", blocks=blocks or (unknown,))
 
 
-def _group(groups: Mapping[tuple[str, ...], list[Environment]]) -> Iterator[Section]:
-    for envs in groups.values():
+def _group(groups: Sequence[Sequence[Environment]]) -> Iterator[Section]:
+    for envs in groups:
         values: dict[str, dict[str, None]] = {}
         for name, value in (pair for env in envs for pair in environment_pairs(env)):
             values.setdefault(name, {})[value] = None

@@ -15,6 +15,7 @@ from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.text import reason
 from steplab.specs.hardware import Peak, find_hardware
 
@@ -156,11 +157,12 @@ def _beside_others(panel: _Panel, place: ax.Places, plot: _Plot, position: int, 
 
 def _panels(cells: Sequence[AttentionCell]) -> list[_Panel]:
     """One panel for each group of shapes that differ only in length, and one for the remaining shapes."""
-    groups: dict[tuple[object, ...], list[AttentionCell]] = {}
-    for cell in cells:
+
+    def but_for_length(cell: AttentionCell) -> tuple[object, ...]:
         spec = cell.spec
-        key = (spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys)
-        groups.setdefault(key, []).append(cell)
+        return spec.batch, spec.heads, spec.kv_heads, spec.dim, spec.causal, spec.dtype, spec.queries == spec.keys
+
+    groups = grouped(cells, but_for_length)
     panels, alone = [], []
     for group in groups.values():
         lengths = sorted({cell.spec.queries for cell in group})

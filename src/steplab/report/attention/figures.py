@@ -7,6 +7,7 @@ from steplab import units
 from steplab.records.attention import AttentionCell
 from steplab.records.rows import Row
 from steplab.report.kit.document import row_of
+from steplab.report.kit.grouping import told_once
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
@@ -126,10 +127,7 @@ def shape_label(shape: AttentionSpec, others: Sequence[AttentionSpec]) -> str:
 
 def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
     """The notes of the cells, each text once, with the shapes and implementations that it concerns."""
-    found: dict[str, list[str]] = {}
-    for cell in cells:
-        for note in cell.notes:
-            found.setdefault(note, []).append(f"{cell.spec.label} {cell.spec.column}")
+    found = told_once((f"{cell.spec.label} {cell.spec.column}", note) for cell in cells for note in cell.notes)
     return [
         f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
     ]

@@ -6,7 +6,7 @@ All have the same panels: marks at message sizes or world sizes, one line per se
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
@@ -14,6 +14,7 @@ from steplab.report.comm.figures import bus_bandwidth
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, put_mark, series_color, series_legend
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S
 from steplab.report.kit.text import reason
 
@@ -67,15 +68,15 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
     fits: dict[tuple[object, ...], CommFit] = {
         (fit.way, fit.dtype, fit.world_size, fit.collective): fit for fit in profile
     }
-    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
+    groups = _groups(cells, "transport", "dtype", "world_size")
     panels = [
         _Panel(
-            title=_title(group[0], groups, "transport", "dtype", "world_size"),
+            title=title,
             lines=_by_collective(group),
-            fits={c: fits[(*key, c)] for c in _by_collective(group) if (*key, c) in fits},
+            fits={name: fits[(*key, name)] for name in _by_collective(group) if (*key, name) in fits},
             family=group[0].spec.transport,
         )
-        for key, group in groups.items()
+        for key, title, group in groups
     ]
     note = "Median time of the slowest rank. Both axes are logarithmic. "
     note += "Dashed lines are the fitted α + β · bytes. " if any(panel.fits for panel in panels) else ""
@@ -84,11 +85,8 @@ def time_over_size(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> Cha
 
 def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     """Bus bandwidth over message size, one panel per backend and world size, one line per collective."""
-    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.world_size))
-    panels = [
-        _Panel(title=_title(group[0], groups, "transport", "dtype", "world_size"), lines=_by_collective(group), fits={})
-        for group in groups.values()
-    ]
+    groups = _groups(cells, "transport", "dtype", "world_size")
+    panels = [_Panel(title=title, lines=_by_collective(group), fits={}) for _, title, group in groups]
     note = "Bus bandwidth by the median time of the slowest rank, in GB/s (1e9 bytes per second). Message sizes are on "
     note += "a logarithmic axis; the bandwidth starts at zero."
     if len({cell.spec.size_bytes for cell in cells}) < 2:
@@ -100,27 +98,22 @@ def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
     """One panel per backend and message size, one line per collective; None for a single world size."""
     if len({cell.spec.world_size for cell in cells}) < 2:
         return None
-    groups = _grouped(cells, lambda cell: (cell.spec.transport, cell.spec.dtype, cell.spec.size_bytes))
-    panels = []
-    for group in groups.values():
-        if len({cell.spec.world_size for cell in group}) > 1:
-            title = _title(group[0], groups, "transport", "dtype", "size_bytes")
-            panels.append(_Panel(title=title, lines=_by_collective(group), fits={}, family=title))
+    panels = [
+        _Panel(title=title, lines=_by_collective(group), fits={}, family=title)
+        for _, title, group in _groups(cells, "transport", "dtype", "size_bytes")
+        if len({cell.spec.world_size for cell in group}) > 1
+    ]
     note = "Median time of the slowest rank at one message size. Both axes are logarithmic."
     return _chart(panels, _RANKS, "time of a call by ranks", note) if panels else None
 
 
 def backends_side_by_side(cells: Sequence[CommCell]) -> Chart | None:
     """One panel per collective, dtype and world size that several backends ran; None where there is none."""
-    groups = _grouped(cells, lambda cell: (cell.spec.collective, cell.spec.dtype, cell.spec.world_size))
     panels = []
-    for group in groups.values():
-        lines: dict[str, list[CommCell]] = {}
-        for cell in group:
-            lines.setdefault(cell.spec.transport, []).append(cell)
+    for _, title, group in _groups(cells, "collective", "dtype", "world_size"):
+        lines = grouped(group, lambda cell: cell.spec.transport)
         if len(lines) > 1:
-            title = _title(group[0], groups, "collective", "dtype", "world_size") or group[0].spec.collective
-            panels.append(_Panel(title=title, lines=lines, fits={}))
+            panels.append(_Panel(title=title or group[0].spec.collective, lines=lines, fits={}))
     note = "Median time of the slowest rank. Both axes are logarithmic."
     return _chart(panels, _SIZE, "time of a call by backend", note) if panels else None
 
@@ -232,29 +225,24 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
     axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
 
 
-def _grouped(
-    cells: Sequence[CommCell], key: Callable[[CommCell], tuple[object, ...]]
-) -> dict[tuple[object, ...], list[CommCell]]:
-    groups: dict[tuple[object, ...], list[CommCell]] = {}
-    for cell in cells:
-        groups.setdefault(key(cell), []).append(cell)
-    return groups
+def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:
+    """The cells that agree in these fields: the values, the title that tells them from other groups, and the cells."""
+    groups = grouped(cells, lambda cell: tuple(getattr(cell.spec, name) for name in names))
+    varies = [len(set(values)) > 1 for values in zip(*groups, strict=True)]
+
+    def title(key: tuple[Any, ...]) -> str:
+        return ", ".join(_SAID[name](value) for name, value, told in zip(names, key, varies, strict=True) if told)
+
+    return [(key, title(key), group) for key, group in groups.items()]
+
+
+_SAID: dict[str, Callable[[Any], str]] = {
+    **dict.fromkeys(("transport", "collective", "dtype"), str),
+    "world_size": lambda ranks: f"{ranks} ranks",
+    "size_bytes": units.format_message,
+}
+"""How a value of a field is said."""
 
 
 def _by_collective(cells: Sequence[CommCell]) -> dict[str, list[CommCell]]:
-    lines: dict[str, list[CommCell]] = {}
-    for cell in cells:
-        lines.setdefault(cell.spec.collective, []).append(cell)
-    return lines
-
-
-def _title(cell: CommCell, groups: dict[tuple[object, ...], list[CommCell]], *names: str) -> str:
-    """What tells a group from the others: the parts of its key that vary."""
-    words = {"world_size": "{} ranks", "size_bytes": "{}"}
-    parts = []
-    for place, name in enumerate(names):
-        if len({key[place] for key in groups}) > 1:
-            value = getattr(cell.spec, name)
-            shown = units.format_message(value) if name == "size_bytes" else value
-            parts.append(words.get(name, "{}").format(shown))
-    return ", ".join(parts)
+    return grouped(cells, lambda cell: cell.spec.collective)

@@ -23,6 +23,7 @@ from steplab.report.kit.document import (
     record_section,
     row_of,
 )
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
 from steplab.report.kit.text import reason
 from steplab.specs.comm import COLLECTIVES
@@ -108,10 +109,8 @@ def _page_heading(run: CommRun) -> str:
 
 def _processes(run: CommRun) -> str:
     """'2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200', by machine."""
-    hosts: dict[str, list[str]] = {}
-    for rank in run.ranks:
-        hosts.setdefault(rank.host, []).append(rank.device)
-    machines = "; ".join(f"{host} {_counted_devices(devices)}" for host, devices in hosts.items())
+    hosts = grouped(run.ranks, lambda rank: rank.host)
+    machines = "; ".join(f"{host} {_counted_devices([rank.device for rank in own])}" for host, own in hosts.items())
     return f"{units.counted(len(run.ranks), 'rank')}: {machines}"
 
 

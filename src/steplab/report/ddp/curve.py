@@ -14,6 +14,7 @@ from steplab.report.ddp import figures
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import INK, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.grouping import grouped
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -25,10 +26,8 @@ _OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
 
 def bucket_curve(run: DdpRun) -> Chart | None:
     """The measured step times, one line per family of variants; None if no family has several bucket sizes."""
-    families: dict[str, list[DdpCell]] = {}
-    for cell in figures.timed(run):
-        if cell.contender.bucket_size_mb is not None:
-            families.setdefault(cell.contender.family, []).append(cell)
+    sized = [cell for cell in figures.timed(run) if cell.contender.bucket_size_mb is not None]
+    families = grouped(sized, lambda cell: cell.contender.family)
     if not any(len(cells) > 1 for cells in families.values()):
         return None
     without_s = figures.usual_baseline_s(run)

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.ddp import DdpRun
+from steplab.report.kit.grouping import told_once
 
 MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
 """The moments at which the memory of a rank is recorded, in words."""
@@ -67,8 +68,5 @@ def model_words(run: DdpRun) -> Iterator[str]:
 
 def notes_of(run: DdpRun) -> list[str]:
     """Notes on the study and its variants, each text once, with the variants that it is about."""
-    found: dict[str, list[str]] = {}
-    for cell in run.cells:
-        for note in cell.notes:
-            found.setdefault(note, []).append(cell.contender.label)
+    found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
     return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]

@@ -4,6 +4,7 @@ import re
 from collections.abc import Iterable, Sequence
 
 from steplab.printing import plain
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.labels import num_shared
 
 _LONGEST = 4096  # characters looked at; a template can expand to megabytes
@@ -24,10 +25,7 @@ def short_kernels(names: Iterable[str], most: int = 60) -> dict[str, str]:
     Kernels whose short names would be equal show the part in which they differ, or else a number.
     """
     chosen = {name: short_kernel(name, most) for name in names}
-    groups: dict[str, list[str]] = {}
-    for name, text in chosen.items():
-        groups.setdefault(text, []).append(name)
-    for alike in groups.values():
+    for alike in grouped(chosen, chosen.__getitem__).values():
         if len(alike) > 1:
             chosen |= zip(alike, _differing(alike, most), strict=True)
     used: set[str] = set()

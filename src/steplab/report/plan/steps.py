@@ -17,6 +17,7 @@ from steplab.report.kit.document import (
     chapter,
     named_section,
 )
+from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import BYTES, TIME
 from steplab.report.plan.document import ANSWERS
 from steplab.report.run.columns import TOKENS_PER_S
@@ -110,11 +111,8 @@ def _smallest(memory: MemoryPrediction) -> str:
 
 
 def _missing(steps: Sequence[PlannedStep]) -> Sentences | None:
-    told = zip(labels([step.spec for step in steps]), steps, strict=True)
-    found: dict[str, list[str]] = {}
-    for name, step in told:
-        for why in step.why_not:
-            found.setdefault(why, []).append(name)
+    named = zip(labels([step.spec for step in steps]), steps, strict=True)
+    found = told_once((name, why) for name, step in named for why in step.why_not)
     texts = tuple(f"{why} ({'; '.join(names)})" for why, names in found.items())
     return Sentences(texts=texts, role="finding") if texts else None
 

@@ -1,13 +1,11 @@
 """Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
 
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
-from typing import TypeVar
 
 from steplab.records.numerics import Audit, Elements, MatmulAudit, ModuleAudit
-
-T = TypeVar("T")
+from steplab.report.kit.grouping import grouped
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
 
@@ -80,19 +78,13 @@ def module_groups(audit: Audit) -> list[ModuleGroup]:
         types = (module.parameters, module.inputs, module.outputs, module.gradients, module.output_gradients)
         return (without_numbers(module.module), module.kind, *types)
 
-    groups = _grouped(audit.modules, key)
+    groups = grouped(audit.modules, key).values()
     return [ModuleGroup(name=without_numbers(group[0].module), modules=tuple(group)) for group in groups]
 
 
 def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:
     """The products of matrices, those alike taken together, in their order."""
-    return _grouped(audit.matmuls, lambda m: (m.phase, without_numbers(m.module), m.op, m.node, m.inputs, m.outputs))
-
-
-def _grouped(items: Iterable[T], key: Callable[[T], object]) -> list[list[T]]:
-    found: dict[object, list[T]] = {}
-    for item in items:
-        found.setdefault(key(item), []).append(item)
+    found = grouped(audit.matmuls, lambda m: (m.phase, without_numbers(m.module), m.op, m.node, m.inputs, m.outputs))
     return list(found.values())
 
 

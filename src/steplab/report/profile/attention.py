@@ -11,6 +11,7 @@ from steplab import units
 from steplab.costs.roofline import Roofline
 from steplab.records.profile import OpStats, Profile
 from steplab.records.run import Run
+from steplab.report.kit.grouping import grouped
 from steplab.report.profile.roofline import find_roofs, roof_dtype, why_no_roof
 
 PARTS = ("scores", "softmax", "values")
@@ -61,11 +62,7 @@ class AttentionRow:
 def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
     """Rows that exist, by phase and then in the order they run; empty where no operator is marked as attention."""
     roofs = find_roofs(run)
-    groups: dict[tuple[str, str], list[OpStats]] = {}
-    for op in profile.ops:
-        part = part_of(op)
-        if part:
-            groups.setdefault((op.phase, part), []).append(op)
+    groups = grouped(profile.ops, lambda op: (op.phase, part_of(op)))
     return [
         AttentionRow(
             phase=phase,

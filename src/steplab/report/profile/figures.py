@@ -9,6 +9,7 @@ from statistics import median
 
 from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, PhaseTime, Profile
 from steplab.records.run import Run
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.run.figures import phase_median
 
@@ -130,10 +131,7 @@ def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_p
     """Kernels of these phases (None: all), most time first; by_phase=False gives one entry per name, phase 'step'."""
     chosen = [k for k in profile.kernels if phases is None or k.phase in phases]
     total_s = sum(k.total_s for k in chosen) or 1.0
-    groups: dict[tuple[str, str, str], list[KernelStats]] = {}
-    for kernel in chosen:
-        phase = kernel.phase if by_phase else "step"
-        groups.setdefault((kernel.name, kernel.category, phase), []).append(kernel)
+    groups = grouped(chosen, lambda kernel: (kernel.name, kernel.category, kernel.phase if by_phase else "step"))
     short = short_kernels(kernel.name for kernel in profile.kernels)
     merged = [_merge(key, short[key[0]], parts, total_s, profile.num_steps) for key, parts in groups.items()]
     return sorted(merged, key=lambda kernel: -kernel.time_s)

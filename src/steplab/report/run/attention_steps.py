@@ -6,9 +6,10 @@ from collections.abc import Sequence
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import TIMES
 from steplab.report.run.columns import COLUMNS, rows_table
-from steplab.specs.step import STEP_FIELDS, StepSpec
+from steplab.specs.step import STEP_FIELDS
 
 _LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
 """The fields in which the rows differ and the measured ones, which come after the other fields of the step."""
@@ -21,15 +22,12 @@ def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
 
     Empty where no step was measured with two kinds of attention.
     """
-    groups: dict[StepSpec, list[Run]] = {}
-    for run in runs:
-        if run.spec and run.spec.model.kind != "factory":  # whose model brings its own attention
-            groups.setdefault(dataclasses.replace(run.spec, attention="plain", compile="off"), []).append(run)
+    # a factory's model brings its own attention
+    pairs = [(run.spec, run) for run in runs if run.spec and run.spec.model.kind != "factory"]
     rows: list[Row] = []
-    for group in groups.values():
-        specs = [run.spec for run in group if run.spec]
-        if len({spec.attention for spec in specs}) > 1:
-            rows += _rows(group)
+    for group in grouped(pairs, lambda pair: dataclasses.replace(pair[0], attention="plain", compile="off")).values():
+        if len({spec.attention for spec, _ in group}) > 1:
+            rows += _rows([run for _, run in group])
     return rows
 
 

@@ -12,6 +12,7 @@ from steplab.printing import plain
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.axes import Layout
+from steplab.report.kit.grouping import grouped
 from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}
@@ -71,9 +72,7 @@ def cells_of(runs: Sequence[Run]) -> list[RunCell]:
         key = tuple(values.values())
         seen[key] = seen.get(key, 0) + 1
         cells.append(RunCell(run=run, values=values | {"repeat": seen[key]}))
-    alike: dict[tuple[Scalar, ...], list[RunCell]] = {}
-    for cell in cells:
-        alike.setdefault(_key(cell, _WHAT), []).append(cell)
+    alike = grouped(cells, lambda cell: _key(cell, _WHAT))
     cells = [replace(cell, unsaid=_unsaid(cell, alike[_key(cell, _WHAT)])) for cell in cells]
     ranks = {field: _ranks(field, cells) for field in FIELDS}
     return sorted(cells, key=lambda cell: [ranks[field][cell.values[field]] for field in FIELDS])

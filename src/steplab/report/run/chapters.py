@@ -21,6 +21,7 @@ from steplab.report.kit.document import (
     later,
     named_section,
 )
+from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import reason
 from steplab.report.run import charts
@@ -284,10 +285,7 @@ def _missing(run: Run) -> list[str]:
 def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:
     """Notes of the runs, each text once, with the cells that it concerns."""
     fields = varying(cells)
-    found: dict[str, list[str]] = {}
-    for cell in cells:
-        for text in told(cell.run):
-            found.setdefault(text, []).append(label(cell, fields))
+    found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
     blocks: list[Block] = []
     for text, names in found.items():
         blocks.append(Sentences(texts=(text,), role="finding"))

@@ -1,0 +1,20 @@
+"""Items by what they have in common, and remarks that are about several of them."""
+
+from collections.abc import Callable, Hashable, Iterable
+from typing import TypeVar
+
+_Item = TypeVar("_Item")
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, list[_Item]]:
+    """The items of each key; keys and items in the order in which they come."""
+    found: dict[_Key, list[_Item]] = {}
+    for item in items:
+        found.setdefault(key(item), []).append(item)
+    return found
+
+
+def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
+    """Each remark once, with all that it is about; from pairs of what a remark is about and the remark."""
+    return {told: [about for about, _ in pairs] for told, pairs in grouped(remarks, lambda pair: pair[1]).items()}
