@@ -259,6 +259,28 @@ def test_what_cannot_be_known_is_noted(record: Record, stored: Stored) -> None:
     assert any(note.startswith("peak device memory") for note in notes)
 
 
+def test_a_loop_that_tells_its_flops_has_an_mfu(clock: Clock, record: Record, stored: Stored) -> None:
+    with record(warmup=0, flops_per_step=3e9, precision="bf16") as rec, rec.step():
+        clock.spend(10)
+    (mfu,) = stored()[0].utilizations
+    assert (mfu.flops, mfu.dtype) == (3e9, "bf16")
+    assert not any("give the recorder flops_per_step" in note for note in stored()[0].notes)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"flops_per_step": 3e9}, "needs precision"),
+        ({"flops_per_step": 0, "precision": "bf16"}, "above 0, not 0"),
+        ({"flops_per_step": float("nan"), "precision": "bf16"}, "above 0, not nan"),
+        ({"precision": "bfloat16"}, "precision 'bfloat16' is not known; choose one of fp32"),
+    ],
+)
+def test_flops_that_make_no_mfu_are_refused(options: dict[str, object], told: str, record: Record) -> None:
+    with pytest.raises(UserError, match=told), record(**options):
+        pass
+
+
 def test_a_negative_warm_up_is_refused(record: Record) -> None:
     with pytest.raises(UserError, match="warmup must be at least 0, not -1"), record(warmup=-1):
         pass

@@ -14,13 +14,17 @@ from tests.runs import make_run
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.checkpoint import checkpoint
 
+from steplab.costs.flops import model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.observer import Observer
 from steplab.measurement.step import session
+from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.session import measure_here
+from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.environment import Environment
@@ -457,6 +461,16 @@ class Linear(nn.Module):
         return self.layer(x).sum()
 
 
+class Layers(nn.Module):
+    def __init__(self, *, recompute: bool) -> None:
+        super().__init__()
+        self.layers, self.recompute = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4))), recompute
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = checkpoint(self.layers, x, use_reentrant=False) if self.recompute else self.layers(x)
+        return y.sum()
+
+
 class Attending(nn.Module):
     """A projection, then torch's own attention."""
 
@@ -501,6 +515,14 @@ def batch() -> Tensor:
 
 def linear() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Linear(), lambda: torch.ones(5, 8)
+
+
+def layers() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Layers(recompute=False), lambda: torch.ones(5, 8)
+
+
+def recomputed_layers() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Layers(recompute=True), lambda: torch.ones(5, 8)
 
 
 def attending() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -564,7 +586,7 @@ def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
     assert len(curve(run.timing)) == 5
     assert run.model is not None
     assert run.model.counted_flops is None
-    assert any(note.startswith("HFU") for note in run.notes)
+    assert any(note.startswith("MFU and HFU: ") for note in run.notes)
 
 
 def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> None:
@@ -613,6 +635,36 @@ def test_the_flops_of_a_model_of_ones_own_are_counted_as_it_runs(pass_name: str)
     assert run.model.num_parameters == 8 * 4
     product = 2 * 5 * 8 * 4
     assert run.model.counted_flops == (product if pass_name == "forward" else 2 * product)
+    assert run.model.needed_flops == run.model.counted_flops, "no more than it executes"
+
+
+def test_what_a_model_of_ones_own_needs_leaves_out_what_it_recomputes() -> None:
+    """Four layers of five rows and 8 x 8: four products forward; backward four for the matrices, three for the inputs.
+    Recomputation adds those of the first three layers: for the fourth its input is enough."""
+    product = 2 * 5 * 8 * 8
+    plain, recomputed = (succeeded(of_this_file(each)).model for each in (layers, recomputed_layers))
+    assert plain is not None
+    assert recomputed is not None
+    assert (plain.counted_flops, plain.needed_flops) == ((4 + 7) * product, (4 + 7) * product)
+    assert (recomputed.counted_flops, recomputed.needed_flops) == ((4 + 7 + 3) * product, 3 * 4 * product)
+
+
+def test_the_count_of_a_plain_transformer_is_that_of_the_formula() -> None:
+    """But for the parameters of norms, which the formula has and no product of torch's."""
+    spec, device = resolve_step(TINY), torch.device("cpu")
+    assert spec.model.shape is not None
+    module = (step := ModelStep(build_workload(spec, device), spec, device)).module
+    full = model_flops_per_token(
+        "full",
+        num_parameters=num_parameters(spec.model.shape),
+        num_embedding_parameters=num_embedding_parameters(spec.model.shape),
+        num_layers=1,
+        attention_width=16,
+        context=5,
+        backward=True,
+    )
+    norms = sum(parameter.numel() for parameter in module.parameters() if parameter.dim() == 1)
+    assert count_flops(step.phases, device).needed == ((full or 0.0) - 6 * norms) * spec.tokens
 
 
 def test_attention_is_not_left_out_of_the_count() -> None:
@@ -622,18 +674,21 @@ def test_attention_is_not_left_out_of_the_count() -> None:
     rows, square = 2 * 3 * 16, 2 * 3 * 16 * 16
     exact = 2 * rows * 8 * 24 + 2 * 2 * square * 8
     assert run.model.counted_flops == exact or (
-        run.model.counted_flops is None and any(note.startswith("HFU") for note in run.notes)
+        run.model.counted_flops is None and any(note.startswith("MFU and HFU") for note in run.notes)
     )
 
 
-def test_a_model_of_ones_own_that_is_compiled_is_not_counted_and_the_record_says_so(
+@pytest.mark.filterwarnings("ignore:Using `torch.compile:UserWarning")
+def test_of_a_compiled_model_of_ones_own_what_it_needs_is_counted_and_not_what_it_executes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(torch, "compile", lambda module, mode: module)
-    run = succeeded(of_this_file(linear, compile="default"))
-    assert run.model is not None
-    assert run.model.counted_flops is None
-    assert any(note.startswith("HFU") for note in run.notes)
+    compile_module = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda module, mode: compile_module(module, backend="eager"))
+    eager, compiled = (succeeded(of_this_file(layers, compile=mode)).model for mode in ("off", "default"))
+    assert eager is not None
+    assert compiled is not None
+    assert compiled.needed_flops == eager.needed_flops
+    assert compiled.counted_flops is None
 
 
 # --- utilization ------------------------------------------------------------------------------------------
@@ -675,12 +730,12 @@ def test_without_a_peak_the_flops_are_kept_and_the_reason_given() -> None:
     assert all(u.value is None and u.flops > 0 and u.peak_source == "unknown card" for u in found)
 
 
-def test_of_a_model_of_ones_own_only_what_it_executes_is_known() -> None:
+def test_the_flops_of_a_model_of_ones_own_are_those_that_were_counted() -> None:
     run = succeeded(of_this_file(linear))
     assert run.timing is not None
     step = run.timing.phase("step")
     assert step is not None
-    (found,) = utilizations(run, PeakFigure(flops_per_s=1e9, source="doctor"))
+    _, found = utilizations(run, PeakFigure(flops_per_s=1e9, source="doctor"))
     assert (found.kind, found.convention, found.flops) == ("hfu", "as_executed", 2 * 2 * 5 * 8 * 4)
     assert found.value == found.flops / statistics.median(step.best_s) / 1e9
 

@@ -5,12 +5,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from tests.runs import ENVIRONMENT, make_run
+from tests.runs import ENVIRONMENT, make_run, recorder_run
 
-from steplab.lab.utilization import PeakFigure, peak_figure, utilizations, with_utilizations
+from steplab.lab.utilization import PeakFigure, peak_figure, utilizations, with_given_flops, with_utilizations
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.environment import DeviceInfo
-from steplab.records.run import Run
+from steplab.records.run import ModelFacts, Run
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
@@ -125,3 +125,34 @@ def test_a_configuration_is_called_by_its_file(
         assert resolve_step({"model": f"hf:{path.parent}"}).model.label == label
         monkeypatch.chdir(path.parent)
         assert resolve_step({"model": "hf:config.json"}).model.label == "hf:llama"
+
+
+def test_a_model_of_ones_own_has_an_mfu_by_what_was_counted() -> None:
+    """Of two ranks, 8 and 12 FLOPs each in a step: the share is of two peaks."""
+    spec = resolve_step({"model": "examples.my_model:build", "layout": "dp=2"})
+    run = replace(make_run(), spec=spec, model=ModelFacts(num_parameters=1, needed_flops=8.0, counted_flops=12.0))
+    mfu, hfu = utilizations(run, PeakFigure(flops_per_s=100.0, source="its sheet"))
+    assert (mfu.kind, mfu.convention, mfu.flops, hfu.convention, hfu.flops) == ("mfu", "counted", 16, "as_executed", 24)
+    assert mfu.value == pytest.approx(16 / (run.median_s or 0.0) / 200.0)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2])
+def test_a_loop_has_an_mfu_by_the_flops_that_it_was_given(store: Store, num_ranks: int) -> None:
+    """The H200's dense peak in bf16 is 989.5e12, half of the 1,979 that its data sheet prints with sparsity."""
+    run = replace(recorder_run(), environment=ENVIRONMENT)
+    told = with_given_flops(run, 5e12, "bf16", num_ranks, store)
+    (mfu,) = told.utilizations
+    assert (mfu.kind, mfu.convention, mfu.flops, mfu.dtype, mfu.num_devices) == (
+        "mfu",
+        "given",
+        5e12,
+        "bf16",
+        num_ranks,
+    )
+    assert told.mfu == pytest.approx(5e12 / (run.median_s or 0.0) / (num_ranks * 989.5e12))
+
+
+def test_a_loop_on_a_device_without_a_peak_says_so(store: Store) -> None:
+    run = with_given_flops(replace(recorder_run(), environment=on_the_cpu().environment), 5e12, "bf16", 1, store)
+    assert run.mfu is None
+    assert run.notes[-1].startswith("MFU: no bf16 peak is known for a CPU; `steplab doctor` measures one")

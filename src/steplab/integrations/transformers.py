@@ -33,6 +33,8 @@ class SteplabCallback(TrainerCallback):
         name: str = "",
         *,
         tokens_per_step: int | None = None,
+        flops_per_step: float | None = None,
+        precision: str | None = None,
         warmup: int = 5,
         steps: int = 100,
         profile: range | None = None,
@@ -40,11 +42,18 @@ class SteplabCallback(TrainerCallback):
     ) -> None:
         """Take the options of `steplab.recorder`; the name is by default the run name of the training's arguments.
 
-        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` are those of all ranks.
+        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` and
+        `flops_per_step` are those of all ranks.
         """
         self._name = name
         self._training = RecordedTraining(
-            tokens_per_step=tokens_per_step, warmup=warmup, steps=steps, profile=profile, store=store
+            tokens_per_step=tokens_per_step,
+            flops_per_step=flops_per_step,
+            precision=precision,
+            warmup=warmup,
+            steps=steps,
+            profile=profile,
+            store=store,
         )
         self._hooks: list[RemovableHandle] = []
 

@@ -6,11 +6,13 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, UserError
 from steplab.lab.files import folder_for
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.profiling import read_profile, with_profile
+from steplab.lab.utilization import with_given_flops
 from steplab.specs.device import check_device
+from steplab.specs.step import FIELDS
 
 if TYPE_CHECKING:
     import torch
@@ -21,11 +23,19 @@ if TYPE_CHECKING:
     from steplab.store.database import Store
 
 
+_NO_FLOPS = (
+    "MFU: the FLOPs of the loop are not known; give the recorder flops_per_step, such as 6 * parameters * tokens, and "
+    "precision"
+)
+
+
 @contextmanager
 def recorder(
     name: str,
     *,
     tokens_per_step: int | None = None,
+    flops_per_step: float | None = None,
+    precision: str | None = None,
     warmup: int = 5,
     steps: int | None = None,
     profile: range | None = None,
@@ -42,6 +52,9 @@ def recorder(
                         loss = model(batch)
                     ...
 
+    With `flops_per_step`, the model FLOPs of one step of all ranks, and `precision`, the number format of its products
+    (specs.step: fp32, tf32, bf16, fp16), the record has an MFU. By the rule of thumb these are 6 x parameters x tokens.
+
     The first `warmup` steps count as warm-up, and the next `steps` are measured (None: all). `device` is by default the
     current GPU. Nothing is synchronised before the end, so steplab does not change how the loop runs.
 
@@ -54,10 +67,12 @@ def recorder(
 
     A loop that raises is stored with the steps until then, in several processes by the first rank alone, and the
     exception is raised again. Raises SteplabError before the loop begins if the store cannot be written, and UserError
-    for a device that does not exist, for steps that cannot be profiled, and for ranks without a process group.
+    for a device that does not exist, for steps that cannot be profiled, for FLOPs without a precision, and for ranks
+    without a process group.
     """
     from steplab.measurement.recorder.recorder import Recorder
 
+    _check_flops(flops_per_step, precision)
     device = _device_name(device)
     name = checked_name(name)
     with folder_for(None) as folder:
@@ -72,14 +87,30 @@ def recorder(
             folder=folder,
         )
         with open_store(store, write=True) if recording.is_first else nullcontext() as opened:
+
+            def ended(error: BaseException | None = None) -> "Run | None":
+                run = recording.finish(error)
+                return _keep(opened, run, recording, flops_per_step, precision) if opened else None
+
             try:
                 yield recording
             except GeneratorExit:  # the program drops the recorder without closing it
                 raise
             except BaseException as error:
-                _keep(opened, recording.finish(error), recording.trace)
+                ended(error)
                 raise
-            recording.run = _keep(opened, recording.finish(), recording.trace)
+            recording.run = ended()
+
+
+def _check_flops(flops_per_step: float | None, precision: str | None) -> None:
+    if precision is not None:
+        FIELDS["precision"].refuse_invalid(precision)
+    if flops_per_step is None:
+        return
+    if not flops_per_step > 0:
+        raise UserError(f"flops_per_step must be above 0, not {flops_per_step}; leave it out if unknown")
+    if precision is None:
+        raise UserError("flops_per_step needs precision, the number format of its products, as in precision='bf16'")
 
 
 def _device_name(device: "torch.device | str") -> str:
@@ -91,13 +122,15 @@ def _device_name(device: "torch.device | str") -> str:
     return name
 
 
-def _keep(store: "Store | None", run: "Run", trace: Path | None) -> "Run | None":
-    """Store the record, with the profile of the trace if there is one; None on ranks without a store."""
-    if store is None:
-        return None
-    if trace is not None:
+def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None, precision: str | None) -> "Run":
+    """Store the record, with its MFU, and the profile of the trace if there is one."""
+    if flops is not None and precision is not None:
+        run = with_given_flops(run, flops, precision, recording.num_ranks, store)
+    else:
+        run = dataclasses.replace(run, notes=(_NO_FLOPS, *run.notes))
+    if recording.trace is not None:
         try:
-            run = with_profile(run, read_profile(trace, "torch.profiler"))
+            run = with_profile(run, read_profile(recording.trace, "torch.profiler"))
         except SteplabError as error:  # what was timed is kept
             run = dataclasses.replace(run, notes=(*run.notes, f"profile: {error}"))
     return keep(store, run)

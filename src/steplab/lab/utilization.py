@@ -44,6 +44,16 @@ def with_utilizations(run: Run, store: Store) -> Run:
     return dataclasses.replace(run, utilizations=used, notes=notes)
 
 
+def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, store: Store) -> Run:
+    """The record of a loop with its MFU, from the model FLOPs of one step of all ranks that its user stated."""
+    if run.failure or run.environment is None or run.median_s is None:
+        return run
+    peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[precision], store)
+    used = (_utilization("mfu", "given", flops, precision, run.median_s, peak, num_ranks),)
+    gaps = () if peak.flops_per_s else (f"MFU: {peak.source}",)
+    return dataclasses.replace(run, utilizations=used, notes=(*run.notes, *gaps, *_over_the_peak(used, peak)))
+
+
 def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
     """The device's dense peak: stated for a GPU of the catalogue, otherwise measured by `steplab doctor`.
 
@@ -82,31 +92,45 @@ def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
     step_s = median(step.best_s)
     num_devices = spec.layout.world_size
     return tuple(
-        Utilization(
-            kind=kind,
-            convention=convention,
-            flops=flops,
-            dtype=DTYPE_OF_MATMULS[spec.precision],
-            peak_flops_per_s=peak.flops_per_s,
-            peak_source=peak.source,
-            value=flops / step_s / (peak.flops_per_s * num_devices) if peak.flops_per_s else None,
-            num_devices=num_devices,
-        )
+        _utilization(kind, convention, flops, spec.precision, step_s, peak, num_devices)
         for kind, convention, flops in _flops_per_step(run.spec, run.model)
         if flops is not None
+    )
+
+
+def _utilization(
+    kind: Literal["mfu", "hfu"],
+    convention: str,
+    flops: float,
+    precision: str,
+    step_s: float,
+    peak: PeakFigure,
+    num_devices: int,
+) -> Utilization:
+    return Utilization(
+        kind=kind,
+        convention=convention,
+        flops=flops,
+        dtype=DTYPE_OF_MATMULS[precision],
+        peak_flops_per_s=peak.flops_per_s,
+        peak_source=peak.source,
+        value=flops / step_s / (peak.flops_per_s * num_devices) if peak.flops_per_s else None,
+        num_devices=num_devices,
     )
 
 
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     """Notes on utilizations above 100 %, which are impossible with a correct peak."""
     over = [u for u in used if u.exceeds_peak]
-    # Causal MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
-    done = [u for u in over if u.convention in ("causal", "as_executed")]
+    # Causal and counted MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
+    done = [u for u in over if u.convention in ("causal", "counted", "as_executed")]
     if not over:
         return []
     kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
     if not done:
         why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
+        if over[0].convention == "given":
+            why = "the FLOPs that the recorder was given are more than the step can have executed, or the peak is wrong"
     elif peak.measured:
         why = "the ceiling `steplab doctor` measured is below what the step reached; run `steplab doctor` again on an "
         why += "idle machine"
@@ -130,10 +154,14 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """FLOPs of a step under each convention. For a user's own model only the executed FLOPs are known."""
+    """FLOPs of a step under each convention; those of a user's own model were counted as it ran, in one process."""
     if spec.model.kind == "factory":
-        counted = model.counted_flops  # by one process
-        return [("hfu", "as_executed", None if counted is None else counted * spec.layout.world_size)]
+        of_one: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
+            ("mfu", "counted", model.needed_flops),
+            ("hfu", "as_executed", model.counted_flops),
+        ]
+        ranks = spec.layout.world_size
+        return [(kind, name, None if flops is None else flops * ranks) for kind, name, flops in of_one]
     sizes: ModelSizes = {
         "num_parameters": model.num_parameters,
         "num_embedding_parameters": model.num_embedding_parameters,

@@ -41,7 +41,10 @@ class ModelFacts:
     """Query heads x head dimension; None: not known."""
     counted_flops: float | None = None
     """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode (matmuls, convolutions
-    and attention, nothing elementwise); None for models whose count has a closed form."""
+    and attention, nothing elementwise); None for models whose count has a closed form, and for compiled ones."""
+    needed_flops: float | None = None
+    """Of those, the FLOPs that the model needs: three times the forward pass's, or all if these are fewer; for a
+    compiled model, as it runs eagerly. None where that was not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +54,8 @@ class Utilization:
     kind: Literal["mfu", "hfu"]
     """mfu: FLOPs that the model needs, excluding recomputation. hfu: FLOPs that the implementation executes."""
     convention: str
-    """Convention for the FLOPs of attention: causal, full or params; as_executed for hfu."""
+    """Convention for the FLOPs of mfu: causal, full or params; counted (by torch in the forward pass, times three) for
+    a user's own model; given (by the user) for a loop. as_executed for hfu."""
     flops: float
     """FLOPs per step under that convention, of all devices together."""
     dtype: str

@@ -69,7 +69,7 @@ def _hfu(run: Run) -> Utilization | None:
 
 
 def _used(run: Run) -> Utilization | None:
-    """The utilization that names the peak: MFU, or HFU for a factory's model, which has no MFU."""
+    """The utilization that names the peak: MFU, or HFU where there is none."""
     return _mfu(run) or _hfu(run)
 
 

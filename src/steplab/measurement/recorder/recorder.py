@@ -95,6 +95,11 @@ class Recorder:
         return self._ranks is None or self._ranks.rank == 0
 
     @property
+    def num_ranks(self) -> int:
+        """The number of processes that record the loop together."""
+        return self._ranks.size if self._ranks else 1
+
+    @property
     def is_complete(self) -> bool:
         """Whether the requested steps are recorded, so that further steps would change nothing."""
         return self._has_all_steps and (self._profiled is None or self._profiled.are_over(self._number))
@@ -158,7 +163,7 @@ class Recorder:
             total_bytes=self._environment.device.memory_bytes,
             host_peak_bytes=host_peak_bytes(),
         )
-        notes = ["MFU: steplab does not know the FLOPs of a user's own loop"]
+        notes: list[str] = []
         if not measured:
             ran = counted(len(self._steps), "step")
             notes.append(f"step time: the loop ran {ran}, but {self._warmup} are warm-up")

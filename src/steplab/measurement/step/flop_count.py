@@ -1,6 +1,7 @@
 """Counts the FLOPs of a step through torch as it runs, for models without a closed form here."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -16,16 +17,35 @@ _ALL_BACKENDS = [
 ]
 
 
-def count_flops(phases: Sequence[Phase], device: torch.device) -> float:
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CountedFlops:
+    """FLOPs of one step in one process."""
+
+    executed: float
+    """Those that the step executes, recomputation included."""
+    needed: float | None
+    """Those that the model needs; None: the step has no forward phase."""
+
+
+def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
     """FLOPs of the matmuls, convolutions and attention in one step, backward included; elementwise operators are not
     counted.
 
+    A backward pass needs two products for each of the forward pass's one (costs.flops), so a training step needs three
+    times what its forward pass executes; or fewer, if it executes fewer, because some parameters are frozen.
+
     Causal attention is counted as the whole square, except for steplab's own operators, which count only the pairs that
-    their mask leaves. Runs the step once more, slowly.
+    their mask leaves. A compiled model is counted as it runs eagerly. Runs the step once more, slowly.
     """
     # The counter has no formula for the fused attention of a CPU, and would count it as zero.
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
-    with sdpa_kernel(backends), FlopCounterMode(display=False) as counter:
+    eagerly = torch.compiler.set_stance("force_eager")
+    forward: float | None = None
+    with eagerly, sdpa_kernel(backends), FlopCounterMode(display=False) as counter:
         for phase in phases:
+            before = counter.get_total_flops()
             phase.run()
-    return float(counter.get_total_flops())
+            if phase.name == "forward":
+                forward = (forward or 0.0) + counter.get_total_flops() - before
+    executed = float(counter.get_total_flops())
+    return CountedFlops(executed=executed, needed=None if forward is None else min(3 * forward, executed))

@@ -272,20 +272,22 @@ class _Cell:
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
         """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
-        if self.spec.compile != "off":
-            self.notes.append("HFU: torch's FLOP counter cannot count a compiled model of the user's own")
-            return
         if self.spec.cuda_graph == "step":
-            self.notes.append("HFU: torch's FLOP counter does not see what CUDA graphs replay")
+            self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return
         try:
             counted = count_flops(phases, self.device.torch_device)
         except Exception as error:  # no exception of a foreign model may cost what was measured
             if self.world is not None:  # the other ranks would wait for this one in vain
                 raise
-            self.notes.append(f"HFU: counting the FLOPs failed: {failure_of(error, None).message}")
+            self.notes.append(f"MFU and HFU: counting the FLOPs failed: {failure_of(error, None).message}")
         else:
-            self.model = dataclasses.replace(model, counted_flops=counted)
+            compiled = self.spec.compile != "off"
+            if compiled:
+                self.notes.append("HFU: torch's FLOP counter does not see what a compiled model executes")
+            self.model = dataclasses.replace(
+                model, counted_flops=None if compiled else counted.executed, needed_flops=counted.needed
+            )
 
     def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
         """Record further steps, after all timing, because recording slows them down."""

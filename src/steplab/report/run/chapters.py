@@ -68,7 +68,8 @@ TERMS = (
         "Model FLOPs per second over the dense peak of the data type, without recomputation. With N parameters, E of "
         "them only looked up, L layers, attention width d and context T, a token of a training step costs: causal, "
         "6(N−E) + 6LdT, only the attention that is needed; full, 6(N−E) + 12LdT; params, 6N, the rule of thumb. A "
-        "forward pass alone costs a third.",
+        "forward pass alone costs a third. For a model of one's own, counted: three times the products that torch "
+        "counts in its forward pass. For a loop, given: the FLOPs that its recorder was told.",
     ),
     (
         "HFU",

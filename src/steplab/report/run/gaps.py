@@ -41,15 +41,22 @@ def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
     reasons = []
     kinds = {used.kind for used in run.utilizations}
     if "mfu" not in kinds and not _tells(told, "MFU"):
-        why = "the FLOPs that a factory's model needs are not known, only those that it executes"
-        reasons.append(f"MFU: {why if run.spec.model.kind == 'factory' else 'the sizes of the model are not known'}")
-    if "hfu" not in kinds and not _tells(told, "HFU"):
+        reasons.append(f"MFU: {_why_no_mfu(run)}")
+    if "hfu" not in kinds and not _tells(told, "HFU") and not _tells(told, "MFU and HFU"):
         reasons.append("HFU: the FLOPs that the step executes were not counted")
     absent = [used for used in run.utilizations if used.value is None]
     for source in dict.fromkeys(used.peak_source for used in absent):
         names = dict.fromkeys(used.kind.upper() for used in absent if used.peak_source == source)
         reasons.append(f"{' and '.join(names)}: {source}")
     return reasons
+
+
+def _why_no_mfu(run: Run) -> str:
+    if run.spec is None or run.spec.model.kind != "factory":
+        return "the sizes of the model are not known"
+    if run.model is None:
+        return "its factory returns a whole step, in which the forward pass is not told apart"
+    return "the FLOPs that the model needs were not counted"
 
 
 def _tells(told: list[str], kind: str) -> bool:
