@@ -3,7 +3,7 @@
     python benchmarks/loss_curves.py                                            # a GPU: small, context 512, 4 seeds
     python benchmarks/loss_curves.py --device cpu --model tiny --context 64 --seeds 0 1 2
     python benchmarks/loss_curves.py --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
-    python benchmarks/loss_curves.py --read seed_*.json --picture loss_curves.svg
+    python benchmarks/loss_curves.py --read seed_*.json --output all.json --picture loss_curves.png
 
 The steps are those that `steplab run` measures, from the same builder. A seed decides the initial weights and the order
 of the sequences; with one seed every variant begins with the same weights and sees the same batches. Two figures decide
@@ -25,6 +25,7 @@ Exit code: 0 if every variant passes, 1 if one does not.
 
 import argparse
 import collections
+import dataclasses
 import json
 import platform
 import re
@@ -45,6 +46,7 @@ from steplab.measurement.step.graphed import GraphedStep
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
+from steplab.specs.command import command
 from steplab.specs.recipe import resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -184,9 +186,11 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
     data_NL = sequences(shape.vocab_size, options.context + 1)
     where = torch.cuda.get_device_name(torch_device) if torch_device.type == "cuda" else platform.machine()
     curves: Curves = {}
+    commands: dict[str, str] = {}
     result = {
         "about": f"{options.model}, batch {options.batch}, context {options.context}, {where}, "
         f"torch {torch.__version__}, text of Python {platform.python_version()} in {data_NL.numel():,} tokens",
+        "commands": commands,
         "curves": curves,
     }
     for seed in options.seeds:
@@ -203,6 +207,7 @@ def train(options: argparse.Namespace) -> dict[str, Any]:
                 print(f"seed {seed}, {variant.name}: {type(error).__name__}: {error}", file=sys.stderr, flush=True)
                 continue
             curves.setdefault(variant.name, {})[seed] = losses
+            commands[variant.name] = command(dataclasses.replace(spec, seed=0))
             print(f"seed {seed}, {variant.name}: {losses[-1]:.3f}", file=sys.stderr, flush=True)
             if options.output:
                 Path(options.output).write_text(json.dumps(result))
@@ -216,6 +221,16 @@ def joined(results: Sequence[Mapping[str, Any]]) -> Curves:
         for name, of_seeds in result["curves"].items():
             curves.setdefault(name, {}).update({int(seed): losses for seed, losses in of_seeds.items()})
     return curves
+
+
+def commands_of(results: Sequence[Mapping[str, Any]]) -> dict[str, str]:
+    """The command that measures each variant's step. Raises ValueError for files whose variants are other steps."""
+    commands: dict[str, str] = {}
+    for result in results:
+        for name, words in result["commands"].items():
+            if commands.setdefault(name, words) != words:
+                raise ValueError(f"{name} is '{commands[name]}' in one file and '{words}' in another")
+    return commands
 
 
 def in_order(of_seeds: Mapping[int, list[float]], seeds: Sequence[int]) -> Losses:
@@ -318,6 +333,9 @@ def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
         level = in_order(curves[name], seeds)[:, last].mean()
         words = ("yes" if each.passes else "no") + (" (the control)" if name in controls else "")
         print(f"| {name} | {level:.4f} | {each.end_paired:+.4f} | {each.at_end:.2f} | {each.by_step:.2f} | {words} |")
+    print()
+    for name, words in commands_of(results).items():
+        print(f"{name}: `{words}`")
     if picture:
         draw(curves, found, seeds, picture)
     return 0 if all(each.passes for name, each in found.items() if name not in controls) else 1
@@ -331,11 +349,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--context", type=int, default=512)
     parser.add_argument("--steps", type=int, default=200)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
-    parser.add_argument("--output", default="", help="a file for the losses, in JSON")
+    parser.add_argument("--output", default="", help="a file for the losses, in JSON; with --read, for those of all")
     parser.add_argument("--read", nargs="+", default=[], help="files of --output, in place of training")
     parser.add_argument("--picture", default="", help="a file for the picture, .svg or .png")
     options = parser.parse_args(arguments)
     results = [json.loads(Path(path).read_text()) for path in options.read] or [train(options)]
+    if options.read and options.output:
+        whole = {"about": results[0]["about"], "commands": commands_of(results), "curves": joined(results)}
+        Path(options.output).write_text(json.dumps(whole) + "\n")
     return report(results, options.picture)
 
 

@@ -25,6 +25,10 @@ def test_variants_of_a_seed_begin_alike_and_a_fast_one_passes(
     output = tmp_path / "losses.json"
     assert loss_curves.main([*ARGUMENTS, "--output", str(output)]) == 0
     curves = loss_curves.joined([json.loads(output.read_text())])
+    [plain] = [
+        words for name, words in json.loads(output.read_text())["commands"].items() if name == loss_curves.REFERENCE
+    ]
+    assert plain == "steplab run --model tiny --batch 1 --context 8 --optimizer adamw_loop --device cpu"
     first = {name: [of_seeds[seed][0] for seed in (0, 1)] for name, of_seeds in curves.items()}
     reference = first[loss_curves.REFERENCE]
     assert reference[0] != reference[1]
@@ -46,9 +50,16 @@ def test_files_of_single_seeds_are_joined(tmp_path: Path, capsys: pytest.Capture
             losses["ended early"] = noise[0, seed]
         curves = {name: {str(seed): list(values)} for name, values in losses.items()}
         paths.append(tmp_path / f"{seed}.json")
-        paths[-1].write_text(json.dumps({"about": "synthetic", "curves": curves}))
-    picture = tmp_path / "curves.png"
-    assert loss_curves.main(["--read", *map(str, paths), "--picture", str(picture)]) == 1
+        commands = {"worse": "steplab run --model tiny"}
+        paths[-1].write_text(json.dumps({"about": "synthetic", "commands": commands, "curves": curves}))
+    picture, whole = tmp_path / "curves.png", tmp_path / "all.json"
+    assert loss_curves.main(["--read", *map(str, paths), "--output", str(whole), "--picture", str(picture)]) == 1
+    assert loss_curves.joined([json.loads(whole.read_text())])["worse"].keys() == {0, 1, 2}
+    assert json.loads(whole.read_text())["commands"] == commands
+    with pytest.raises(
+        ValueError, match="worse is 'steplab run --model tiny' in one file and 'steplab run' in another"
+    ):
+        loss_curves.commands_of([{"commands": commands}, {"commands": {"worse": "steplab run"}}])
     told = capsys.readouterr()
     rows = {line.split("|")[1].strip(): line for line in told.out.splitlines() if line.startswith("|")}
     assert rows["close"].endswith("| yes |")
