@@ -17,6 +17,7 @@ from page_tables import write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.codec import decode
+from steplab.records.profile import CATEGORIES
 from steplab.records.run import Run
 from steplab.report.kit.document import Table, table_of_texts
 from steplab.report.kit.markup import markdown_table
@@ -27,6 +28,8 @@ COPY_BYTES_PER_S = 4.28e12
 """What a copy on the device reaches, read and written (adamw_h200_202611.json)."""
 ADAMW_BYTES = 28
 """That an update reads and writes for each parameter (docs/cross_entropy.md)."""
+OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
+"""Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
 PHASES = ("forward", "backward", "optimizer")
 STEP = (
     *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
@@ -143,29 +146,39 @@ def shares(runs: Sequence[Run]) -> Table:
         spec, profile, model = run.spec, run.profile, run.model
         count = profile.num_steps
         idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / count
-        products_s, attention_s, adamw_s = (
-            profile.category_s(category) / count for category in ("matmul", "attention", "optimizer")
+        unnamed_s = sum(kernel.total_s for kernel in profile.kernels if kernel.name in OWN_ATTENTION) / count
+        products_s, attention_s, adamw_s, all_s = (
+            sum(profile.category_s(category) for category in categories) / count
+            for categories in (("matmul",), ("attention",), ("optimizer",), CATEGORIES)
         )
-        rest_s = profile.busy_s / count - products_s - attention_s - adamw_s
+        attention_s += unnamed_s
+        rest_s = all_s - products_s - attention_s - adamw_s
         flops = spec.tokens_of_all * _linear_flops_per_token(run)
         moved = ADAMW_BYTES * model.num_parameters
         rows.append(
             (
-                *(spec.model.name, str(spec.context), spec.precision, spec.compile, spec.cuda_graph),
-                *(_ms(products_s), _tera(flops, products_s, digits=0), _ms(flops / MATMUL_FLOPS_PER_S)),
+                *(spec.model.name, str(spec.context), spec.precision, spec.block_ops, spec.compile, spec.cuda_graph),
+                *(
+                    _ms(run.median_s),
+                    _ms(products_s),
+                    _tera(flops, products_s, digits=0),
+                    _ms(flops / MATMUL_FLOPS_PER_S),
+                ),
                 *(_ms(adamw_s), _tera(moved, adamw_s, digits=2), _ms(moved / COPY_BYTES_PER_S)),
-                *(_ms(attention_s), _ms(rest_s), _ms(idle_s), run.id),
+                *(_ms(attention_s), _ms(rest_s), _ms(all_s - profile.busy_s / count), _ms(idle_s), run.id),
             )
         )
-    own = ("model", "context", "precision", "compile", "graph")
+    own = ("model", "context", "precision", "block ops", "compile", "graph")
     products = ("products", "TFLOP/s", f"at {MATMUL_FLOPS_PER_S / 1e12:.0f}")
     adamw = ("AdamW", "TB/s", f"at {COPY_BYTES_PER_S / 1e12:.2f}")
-    headers = (*own, *products, *adamw, "attention", "other kernels", "idle", "record")
+    headers = (*own, "step", *products, *adamw, "attention", "other kernels", "at once", "idle", "record")
     caption = (
-        "Milliseconds of a profiled step. Products: matrix products outside of attention, 6 FLOPs for each token and "
-        "parameter that they use; beside them their time at the rate of a matmul of 8192³. AdamW: "
-        f"{ADAMW_BYTES} bytes for each parameter; beside it the time of a copy of as many bytes. Other kernels (casts, "
-        "norms, activations, residual sums, embedding, loss) are bound by memory. Idle: no kernel ran."
+        "Milliseconds of a profiled step; beside it (step) those of the same step without the profiler. Products: "
+        "matrix products outside of attention, 6 FLOPs for each token and parameter that they use; beside them their "
+        f"time at the rate of a matmul of 8192³. AdamW: {ADAMW_BYTES} bytes for each parameter; beside it the time of "
+        "a copy of as many bytes. Other kernels (casts, norms, activations, residual sums, embedding, loss) are bound "
+        "by memory. At once: time in which two kernels ran, such as those of an overlapped update, which both columns "
+        "have. Idle: no kernel ran."
     )
     return table_of_texts(
         "shares", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
