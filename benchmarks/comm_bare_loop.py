@@ -5,8 +5,9 @@
 
 The two take turns on every cell, and begin in turn. The bare loop: some calls to warm up, then rows of calls, so many
 in all as steplab makes, a mark before a row and one after it, and nothing between; of the ranks, the slowest. A row
-begins with a barrier, a call that is not counted and, on a GPU, with the device held until Python has started the row:
-short calls take Python longer to start than a GPU to make, and the loop would time Python. steplab's figure is the one
+begins with a barrier, and on a GPU with the device held until Python has started the row and an all-reduce of one
+number, so that the GPUs begin together: short calls take Python longer to start than a GPU to make, and the loop would
+time Python. One more call is not counted. steplab's figure is the one
 that its record shows. Medians over turns; on NCCL they should lie within 3 %. On a CPU they need not: the loop's mean
 has every hiccup of the scheduler in it, and its ranks run out of step. Each row is printed when it is measured, which
 takes some four seconds with two turns.
@@ -60,6 +61,7 @@ def bare_call(spec: CommSpec, device: torch.device) -> Call:
 def bare_s(call: Call, together: Together, repeats: int) -> float:
     """Seconds a call on the slowest rank, over rows with nothing in them but the calls."""
     device, row, found = together.device, min(repeats, ROW), []
+    token = torch.zeros(1, device=device.torch_device)
     for _ in range(WARMUP_CALLS):
         call()
     device.synchronize()
@@ -71,6 +73,7 @@ def bare_s(call: Call, together: Together, repeats: int) -> float:
         device.synchronize()
         together.barrier()
         device.hold(start_s)
+        dist.all_reduce(token)
         call()
         start = device.mark()
         for _ in range(row):

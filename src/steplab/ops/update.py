@@ -71,8 +71,7 @@ class UpdateInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """The trained parameters of each module are updated together, and so are those of the optimizer that none of
-        the modules has. On a GPU all gradients of a module have to be made on one stream. Raises Unsupported as
-        UpdateByParts does."""
+        the modules has. Raises Unsupported as UpdateByParts does."""
         self._update = UpdateByParts(optimizer)
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if not p.requires_grad]  # torch gives these no hooks
@@ -121,11 +120,15 @@ class UpdateInBackward:
 
     def _begin(self) -> None:
         self._missing = [set(part) for part in self._parts]
+        self._made_on: list[set[torch.cuda.Stream]] = [set() for _ in self._parts]
+        """The streams on which gradients of a part were made: a model may have several."""
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
         """The hook of a parameter whose gradient has been accumulated."""
         with self._lock:
             missing = self._missing[place]
+            if parameter.is_cuda:
+                self._made_on[place].add(torch.cuda.current_stream(parameter.device))
             if not self._active:
                 return
             if not missing:
@@ -141,7 +144,8 @@ class UpdateInBackward:
         part = self._parts[place]
         stream = self._streams.get(part[0].device)
         if stream is not None:
-            stream.wait_stream(torch.cuda.current_stream(part[0].device))
+            for other in {torch.cuda.current_stream(stream.device), *self._made_on[place]}:
+                stream.wait_stream(other)
         with torch.cuda.stream(stream):  # of None, which is that of a CPU, it does nothing
             self._update.of(part)
 

@@ -1,7 +1,7 @@
 """Times calls of a collective back to back, in rows, so that the times contain only the device's work.
 
-Nothing waits between calls, as in a training loop. A row begins with a barrier and with a call that is not counted, in
-which the ranks wait for each other on the device.
+Nothing waits between calls, as in a training loop. A row begins with a barrier, on the device as well, because in a
+broadcast the root waits for no other rank; then with a call that is not counted.
 
 Short calls need two more measures. Python takes longer to launch one than the device takes to run it: if that shows,
 the device is held for longer before the row, and the row is made again. And an event on the device's timeline takes
@@ -111,7 +111,7 @@ class _Rows:
 
         def head_start() -> None:
             nonlocal begun_s
-            self._head_start.hold()
+            self._head_start.give()
             begun_s = time.perf_counter()
             self._call()
 
