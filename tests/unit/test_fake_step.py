@@ -142,6 +142,30 @@ def reading(batch: int, context: int, device: torch.device) -> tuple[nn.Module, 
     return Reading(), foreign(batch, context, device)[1]
 
 
+class Logging(Foreign):
+    total = 0.0
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = super().forward(tokens_BT, targets_BT)
+        self.total += loss.item()
+        return loss
+
+
+def logging(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Logging(), foreign(batch, context, device)[1]
+
+
+class Printing(Foreign):
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        loss = super().forward(tokens_BT, targets_BT)
+        print(f"{loss.item():.3f}")
+        return loss
+
+
+def printing(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Printing(), foreign(batch, context, device)[1]
+
+
 def whole_step() -> Callable[[], None]:
     return lambda: None
 
@@ -163,13 +187,34 @@ def test_a_factory_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     assert "said by the model" in printed.err
 
 
+def _line_of(text: str) -> int:
+    """The line of this file that has the text first."""
+    return next(n for n, line in enumerate(Path(__file__).read_text().splitlines(), 1) if text in line)
+
+
 @pytest.mark.parametrize(
     ("factory", "said"),
-    [("reading", "it computes with values of tensors"), ("whole_step", "its factory returns a whole step")],
+    [
+        ("reading", rf"at test_fake_step.py:{_line_of('loss.item() > 0')} it computes with values of tensors"),
+        ("printing", rf"at test_fake_step.py:{_line_of('print(f')} it computes with values of tensors"),
+        ("whole_step", "its factory returns a whole step"),
+    ],
 )
 def test_what_cannot_be_traced_is_refused(factory: str, said: str) -> None:
     with pytest.raises(Unsupported, match=said):
         plan_time(f"{__name__}:{factory}", context=64)
+
+
+def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
+    """The host's wait for it is not predicted, which is said; its memory is that of the model that reads nothing."""
+    logged, silent = (plan_time(f"{__name__}:{each}", context=64) for each in ("logging", "foreign"))
+    (note,) = set(logged.notes) - set(silent.notes)
+    assert note.startswith("the model reads 1 value off tensors in a step")
+    assert sum(part.flops for part in logged.parts if part.kind == "matmul") == sum(
+        part.flops for part in silent.parts if part.kind == "matmul"
+    )
+    peaks = [plan_memory(f"{__name__}:{each}", context=64).peak_bytes for each in ("logging", "foreign")]
+    assert peaks[0] == peaks[1]
 
 
 @pytest.fixture

@@ -21,6 +21,7 @@ from steplab.errors import Unsupported
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
+from steplab.measurement.machine.failures import place_of
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
 from steplab.model.build import build_workload
 from steplab.model.compiling import repeated_blocks
@@ -37,8 +38,10 @@ _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
     """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does.
 
-    Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. Raises
-    UserError as `build_workload` does, and Unsupported for a model that computes with values of tensors, or with
+    Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. A value
+    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors.
+
+    Raises UserError as `build_workload` does, and Unsupported for a model whose course depends on such values, or with
     operators whose costs are not known.
     """
     doing = f"predicting a step of {spec.model.name}"
@@ -51,6 +54,8 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         tf32=spec.precision == "tf32",
         fused_optimizer=spec.optimizer == "adamw_fused",
     )
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    watcher.on_value = partial(_admit_values, mode)
     try:
         with (
             _modules_from_here(),
@@ -58,20 +63,36 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
             _errors_told_once(),
             _settings_of_torch(),
             _conversion_by_data(),
-            FakeTensorMode(allow_non_fake_inputs=True),
+            mode,
             as_on_cuda(),
             watcher,
         ):
             watcher.begin("build")
             yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
-    except _READS_VALUES as error:
-        why = f"it computes with values of tensors, which are not known before it runs ({_said(error)})"
-        raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
-    except RuntimeError as error:
-        if not any(words in str(error) for words in ("overflow", "negative dimension")):
-            raise
-        why = "a tensor of it has a size below zero or beyond 64 bits"
-        raise Unsupported(doing, why, "give other sizes") from error
+    except Exception as error:
+        if _depends_on_values(error):
+            where = f"{place_of(error)} ".lstrip()
+            why = f"{where}it computes with values of tensors, which are not known before it runs ({_said(error)})"
+            raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
+        if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):
+            why = "a tensor of it has a size below zero or beyond 64 bits"
+            raise Unsupported(doing, why, "give other sizes") from error
+        raise
+
+
+def _admit_values(mode: FakeTensorMode) -> None:
+    """Make what the model reads off tensors symbols, rather than errors. What torch needs for it takes half a second to
+    import, and most models read nothing."""
+    if mode.shape_env is None:
+        from torch.fx.experimental.symbolic_shapes import ShapeEnv
+
+        mode.shape_env = ShapeEnv(allow_dynamic_output_shape_ops=False)
+
+
+def _depends_on_values(error: Exception) -> bool:
+    """Whether sizes, the course of the program or what it prints were to depend on values of tensors."""
+    is_guard = type(error).__name__ == "GuardOnDataDependentSymNode"  # its module takes half a second to import
+    return is_guard or isinstance(error, _READS_VALUES) or "SymFloat" in str(error) or "SymInt" in str(error)
 
 
 @contextmanager

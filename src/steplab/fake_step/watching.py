@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from steplab.costs.operators import flops_of_elements
 from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_unknown
 from steplab.fake_step.storages import FORMATS, Storages
-from steplab.plan.dry_run.events import Began, Kind, Listener, Operand, Operator, Product
+from steplab.plan.dry_run.events import READS_A_VALUE, Began, Kind, Listener, Operand, Operator, Product
 from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten
@@ -66,6 +66,8 @@ class Watcher(TorchDispatchMode):
         self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
+        self.on_value: Callable[[], None] = lambda: None
+        """Called before the model reads a value off a tensor."""
         self.parameters: dict[int, str] = {}
         """Memory -> name of the parameter that lies in it."""
 
@@ -149,6 +151,8 @@ class Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
+        if name == READS_A_VALUE:
+            self.on_value()
         refuse_unknown(name, func.namespace, self._doing)
         product = product_of(name, args)
         if product is not None:
@@ -158,6 +162,8 @@ class Watcher(TorchDispatchMode):
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
+        if name == READS_A_VALUE:
+            writes = reads  # to the host, four bytes or so
         if writes and name not in _NO_KERNEL and self._phase != "build":
             self._tell(name, reads, writes, product, args)
         return made

@@ -15,7 +15,7 @@ from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_to
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_table import FALLBACK
-from steplab.plan.dry_run.events import Operator
+from steplab.plan.dry_run.events import READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
@@ -28,6 +28,7 @@ from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.update import AFTER
+from steplab.units import counted
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -358,7 +359,13 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
 
 def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
     if operators is not None:
-        return ["traced: the operators are those that torch ran on tensors without content"]
+        notes = ["traced: the operators are those that torch ran on tensors without content"]
+        if reads := sum(op.name == READS_A_VALUE for op in operators):
+            notes.append(
+                f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does: the host waits "
+                "until the device has caught up, which is not predicted"
+            )
+        return notes
     if spec.model.kind == "hf":
         return [
             "predicted as steplab's Transformer with the same parts: where torch and transformers are installed, the "

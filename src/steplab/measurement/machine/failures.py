@@ -1,6 +1,9 @@
 """Turns an exception during a measurement into a Failure."""
 
+import os
 import re
+import traceback
+from pathlib import Path
 
 import torch
 
@@ -28,6 +31,13 @@ def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: De
         )
         return Failure(kind="error", message=message, phase=stage)
     return failure_of(error, stage)
+
+
+def place_of(error: BaseException) -> str:
+    """Where an error began in code that is neither torch's nor steplab's, as ' at model.py:12'; else empty."""
+    known = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(known)]
+    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
 def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:

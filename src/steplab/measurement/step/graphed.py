@@ -10,13 +10,10 @@ the optimizer counts its steps on the device. What the step does on the host, a 
 while it is recorded and never again.
 """
 
-import os
-import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
@@ -24,6 +21,7 @@ from torch import Tensor
 
 from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device
+from steplab.measurement.machine.failures import place_of
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
 from steplab.records.memory import PeakMemory
@@ -144,7 +142,7 @@ class GraphedStep:
             raise
         except Exception as error:  # it ran before, so it is the capture that it does not bear
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            why = f"its {phase.name} cannot be captured{_place(error)} ({said})"
+            why = f"its {phase.name} cannot be captured{place_of(error)} ({said})"
             raise Unsupported(self._what, why, _REMOVE) from error
         if peak := self._device.peak(phase.name):
             self.phase_peaks[phase.name] = peak.with_larger_of(self.phase_peaks.get(phase.name, peak))
@@ -190,10 +188,3 @@ def _copy(batch: Any, inputs: Any, what: str) -> None:
     elif type(batch) is not type(inputs) or isinstance(batch, (Tensor, dict, tuple, list)) or batch != inputs:
         why = "its batches differ in shape, or in values that are no tensors, and a recorded step takes one form"
         raise Unsupported(what, why, "make batches alike, or use --cuda-graph off")
-
-
-def _place(error: Exception) -> str:
-    """Where an error began in code that is neither torch's nor steplab's; empty if it was in these alone."""
-    known = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(known)]
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""

@@ -7,6 +7,8 @@ from typing import Literal
 from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
+READS_A_VALUE = "_local_scalar_dense"
+"""Name of the operator by which the host reads a value off a tensor (`.item()`), and waits until the device has it."""
 
 
 @dataclass(frozen=True, slots=True)
