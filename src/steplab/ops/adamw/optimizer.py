@@ -1,9 +1,7 @@
 """AdamW whose step is one kernel for all parameters of a group, after a short one that counts the step."""
 
 import math
-import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,6 +11,7 @@ from torch import Tensor
 from steplab.errors import Unsupported, UserError
 from steplab.ops.adamw import block
 from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.ops.triton_device import on_device_of, runs_on
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
@@ -95,7 +94,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             loss = None if closure is None else closure()
         for group in self.param_groups:
             for has_masters, tensors in self._with_gradients(group["params"]).items():
-                if not _runs_kernels(tensors[0][0].device):
+                if not runs_on(tensors[0][0].device.type):
                     _update_by_torch(tensors, group)
                     continue
                 key = (tensors[0][0], len(tensors))
@@ -239,8 +238,7 @@ def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None
     if not len(tables.tensors):
         return
     num_tensors, (beta_1, beta_2) = len(tables.sizes), group["betas"]
-    # Triton starts kernels on the current device, whatever the tensors' is.
-    with torch.cuda.device(tables.counts.device) if tables.counts.is_cuda else nullcontext():
+    with on_device_of(tables.counts):
         rates_kernel[(-(-num_tensors // block.RATES_BLOCK),)](
             tables.addresses,
             tables.settings.on_device,
@@ -263,10 +261,6 @@ def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None
             HAS_MASTERS=has_masters,
             num_warps=block.NUM_WARPS,
         )
-
-
-def _runs_kernels(device: torch.device) -> bool:
-    return device.type == "cuda" or (device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def _update_by_torch(tensors: Sequence[Tensors], group: dict[str, Any]) -> None:

@@ -12,10 +12,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
 from steplab.ops.cross_entropy.chunks import sum_dtype
 from steplab.ops.cross_entropy.operators import OPERATORS
+from steplab.ops.triton_device import refuse_second_derivative
 
+_REFUSED = "a chunked loss", "choose plain for it"
+"""What has no second derivative, and what to do instead."""
 _NOTHING = (None,) * 7
 """Gradients of what is not differentiated: targets, and what the losses are made of."""
 
@@ -50,7 +52,7 @@ class ReducedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_a_second_derivative()
+        refuse_second_derivative(*_REFUSED)
         *gradients, in_backward = ctx.saved_tensors
         factor = grad if in_backward is None else grad * in_backward
         return *(
@@ -85,7 +87,7 @@ class TokenLosses(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_N: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_a_second_derivative()
+        refuse_second_derivative(*_REFUSED)
         inputs = ctx.saved_tensors
         hidden_NC, weight_VC, bias_V, targets_N = inputs
         wanted = [*ctx.needs_input_grad[:2], bias_V is not None and ctx.needs_input_grad[2]]
@@ -124,10 +126,3 @@ def _scaled(gradient: Tensor, factor: Tensor, name: str) -> Tensor:
         return (gradient * factor).to(gradient.dtype)
     OPERATORS[name].scale(gradient, factor)
     return gradient
-
-
-def _refuse_a_second_derivative() -> None:
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
-        raise Unsupported(
-            "the second derivative of a chunked loss", "its backward pass has none", "choose plain for it"
-        )

@@ -4,7 +4,6 @@ They have no derivative of their own: that is functions.py. For each implementat
 gradients, and one that multiplies a gradient by a number in place.
 """
 
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -12,10 +11,10 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from steplab.errors import Unsupported
 from steplab.ops.cross_entropy.chunks import RowStep, Terms, gradient_dtype, losses_in_chunks, sum_dtype
 from steplab.ops.cross_entropy.plain_rows import plain_rows
 from steplab.ops.torch_library import define
+from steplab.ops.triton_device import refuse_unserved
 
 _LOSSES = (
     "(Tensor hidden, Tensor weight, Tensor? bias, Tensor targets, Tensor? scale, int ignore_index, "
@@ -107,7 +106,7 @@ def _flops(
 
 
 def _triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: Tensor | None, terms: Terms) -> None:
-    _refuse_without_triton(logits_nV)
+    refuse_unserved("loss 'fused'", logits_nV, "choose chunked or plain")
     from steplab.ops.cross_entropy.triton_rows import triton_rows
 
     triton_rows(logits_nV, targets_n, losses_n, scale_n, terms)
@@ -121,15 +120,6 @@ def _triton_scale(gradient: Tensor, factor: Tensor) -> None:
 
 def _plain_scale(gradient: Tensor, factor: Tensor) -> None:
     gradient.mul_(factor)
-
-
-def _refuse_without_triton(logits: Tensor) -> None:
-    device = logits.device.type
-    if logits.dtype == torch.float64:
-        raise Unsupported("loss 'fused' in float64", "its kernel computes in float32", "choose chunked or plain")
-    if device != "cuda" and not (device == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"):
-        why = f"its kernel is for CUDA, and the tensors are on {device}"
-        raise Unsupported("loss 'fused'", why, "choose chunked or plain")
 
 
 OPERATORS = {

@@ -3,15 +3,12 @@
 Shape suffixes: n tokens, V entries of the vocabulary.
 """
 
-from contextlib import AbstractContextManager, nullcontext
-from typing import Any
-
-import torch
 import triton
 from torch import Tensor
 
 from steplab.ops.cross_entropy.chunks import Terms
 from steplab.ops.cross_entropy.triton_kernels import cross_entropy_softmax_kernel, scale_kernel
+from steplab.ops.triton_device import on_device_of
 
 BLOCK, NUM_WARPS = 16384, 32
 """Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. It was the fastest
@@ -24,7 +21,7 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
     num_rows, num_entries = logits_nV.shape
     scale = losses_n if scale_n is None else scale_n
     block = BLOCK // 2 if terms.label_smoothing else BLOCK  # a further sum for each column
-    with _on_device_of(logits_nV):
+    with on_device_of(logits_nV):
         cross_entropy_softmax_kernel[(num_rows,)](
             logits_nV,
             logits_nV.stride(0),
@@ -48,10 +45,5 @@ def triton_scale(x: Tensor, factor: Tensor) -> None:
     if x.numel() == 0:
         return
     num_programs = min(triton.cdiv(x.numel(), SCALED_BLOCK), MOST_PROGRAMS)
-    with _on_device_of(x):
+    with on_device_of(x):
         scale_kernel[(num_programs,)](x, factor, x.numel(), BLOCK=SCALED_BLOCK, num_warps=8)
-
-
-def _on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton starts kernels on the current device, whatever the tensors' is."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()

@@ -16,11 +16,11 @@ from steplab.report.kit.document import (
     Sentences,
     Table,
     Verdict,
+    chapter,
     later,
     named_section,
     notes_section,
     record_section,
-    records_in_full,
     row_of,
 )
 from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME, Quantity
@@ -55,8 +55,7 @@ def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section
         )
         for advice in records
     ]
-    blocks = tuple(records_in_full(parts, [advice.id for advice in records]))
-    return Section(title="Advice", anchor="advice", blocks=blocks) if parts else None
+    return chapter("Advice", "advice", *parts)
 
 
 def advice_title(advice: Advice) -> str:
