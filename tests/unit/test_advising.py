@@ -11,11 +11,12 @@ from tests.runs import make_run
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import Remark, Unsupported, UserError
 from steplab.lab.advising import advise
 from steplab.records.advice import Advice
 from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
+from steplab.records.failure import Failure
 from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.turns import Turns
@@ -29,6 +30,7 @@ from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.store.database import Store
+from steplab.units import format_time
 
 FACTORS = {"bf16": 0.4, "tf32": 0.6, "auto": 0.8, "block": 0.85, "default": 0.8, "fused": 0.97, "adamw_triton": 1.02}
 """What a choice multiplies the step time by; what is not named makes no difference."""
@@ -203,6 +205,40 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
     assert "because time was over" in text
     assert "more of --budget" in text
     assert "no gain predicted" in text
+
+
+@pytest.mark.parametrize(("budget_s", "profiles", "tried"), [(1.0, 0, 0), (7.0, 0, 0), (17.0, 0, 1), (21.0, 1, 1)])
+def test_a_budget_counts_from_the_start(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float, profiles: int, tried: int
+) -> None:
+    """Building a step takes 6 s, as does a profile: after the first there is time for nothing, a change, or both."""
+    now, profiled = 0.0, 0
+
+    class Slow(FakeSession):
+        def enter(self, *args: Any, **options: Any) -> Any:
+            nonlocal now
+            now += 6.0
+            return super().enter(*args, **options)
+
+    def profiling(spec: StepSpec, **options: Any) -> Run:
+        nonlocal now, profiled
+        now, profiled = now + 6.0, profiled + 1
+        return make_run({"model": "small"}, spec=spec, failure=Failure(kind="error", message="why"))
+
+    advice = advise(
+        resolve_step({"model": "mine:build", "steps": 10}),
+        budget_s=budget_s,
+        store=tmp_path / "store.db",
+        session=Slow(lambda spec: 0.02),
+        profile=profiling,
+        clock=lambda: now,
+    )
+    assert (profiled, len(advice.tried)) == (profiles, tried)
+    assert advice.start_s == pytest.approx(0.02, rel=0.01)
+    assert now <= max(budget_s, 6.0)
+    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    told = f"building the step as given took 6.00 s of the budget of {format_time(budget_s)}"
+    assert [text.startswith(told) for text in said] == [True] * (not tried)
 
 
 def test_an_interruption_keeps_the_walk_until_then(

@@ -57,8 +57,9 @@ def advise(
         advice.best, advice.overall.ratio
 
     With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
-    change may take no longer than what is left. `on_change` is called with what is measured next. An interrupted walk
-    is stored as far as it got. Raises UserError for a step that cannot be measured.
+    change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
+    that leaves no time for a change. `on_change` is called with what is measured next. An interrupted walk is stored as
+    far as it got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
@@ -119,14 +120,14 @@ class _Findings:
         self._device_name = ""
         self.device_kind = "cpu"
 
-    def look(self, environment: Environment | None) -> None:
+    def look(self, environment: Environment | None, may_profile: bool) -> None:
         """Find out what there is to predict by, once the device is known; before the first step takes its turns."""
         if environment is None:
             return
         self.device_kind, self._device_name = environment.device.kind, environment.device.name
         known = find_hardware(self._device_name)
         self._gpu = gpu_named(known.name) if known else None
-        if self._planned_s(self._spec) is None:
+        if self._planned_s(self._spec) is None and may_profile:
             self._explain()
 
     def see(self, run: Run) -> None:

@@ -9,6 +9,8 @@ While the device waits for the host, the ways to launch kernels come first: unti
 is in every comparison, and what a change saves of the device's time is not seen.
 """
 
+import math
+import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -16,7 +18,7 @@ from typing import Any
 
 from steplab.comparison.samples import FEWEST
 from steplab.comparison.turns import chained, step_ratio
-from steplab.errors import UserError
+from steplab.errors import Remark, UserError
 from steplab.lab.explaining import failure_words
 from steplab.lab.turns import StoredSession
 from steplab.records.comparison import Ratio
@@ -25,6 +27,7 @@ from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
 from steplab.specs.step import FIELDS, StepSpec
+from steplab.units import format_time
 
 _MAKE_ROOM = ("attention", "loss", "precision")
 """Fields whose changes need less memory and no more time, where the first step does not fit."""
@@ -104,8 +107,8 @@ class Walk:
     clock: Callable[[], float]
     on_change: Callable[[str], None] = lambda what: None
     """Called with what is measured next."""
-    on_start: Callable[[Environment | None], None] = lambda environment: None
-    """Called with the environment of the first step once that is built."""
+    on_start: Callable[[Environment | None, bool], None] = lambda environment, may_profile: None
+    """Called with the environment of the first step once that is built, and whether there is time to profile it."""
     on_best: Callable[[Run], None] = lambda run: None
     """Called with the record of the fastest step when that has new samples."""
     attempts: list[Attempt] = field(default_factory=list)
@@ -135,10 +138,15 @@ class Walk:
         self._began_s = self.clock()
         self.on_change("the step as given")
         self.start = self.best = self.taking.enter("start", spec)
-        self._built_s.append(self.clock() - self._began_s - self.outlook.compile_s(spec))
-        self.on_start(self.start.environment)
+        built_s = self.clock() - self._began_s
+        self._built_s.append(built_s - self.outlook.compile_s(spec))
+        trial_s, left_s = self._built_s[0], self._left_s()
+        # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
+        self.on_start(self.start.environment, left_s >= 2 * trial_s)
         if self.best.failure:
             self._make_room()
+        elif left_s < trial_s:
+            self._say_that_time_is_over(built_s)
         if self._goes_on() and not self.taking.alternating:
             self.taking.measure([self.best], _FIRST_STEPS)
             self._look_at_best()
@@ -226,9 +234,18 @@ class Walk:
         """Whether there is time for something; it may then take no longer than what is left."""
         if self.budget_s is None:
             return True
-        left_s = self.budget_s - (self.clock() - self._began_s)
+        left_s = self._left_s()
         self.taking.limit(max(left_s, 1.0))
         return left_s > 0 and left_s >= takes_s
+
+    def _left_s(self) -> float:
+        """Seconds that are left of the budget; infinite without one."""
+        return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
+
+    def _say_that_time_is_over(self, built_s: float) -> None:
+        took, budget = format_time(built_s), format_time(self.budget_s or 0.0)
+        why = f"building the step as given took {took} of the budget of {budget}, and each change takes as long"
+        warnings.warn(Remark(f"{why}: only the step as given is measured"), stacklevel=2)
 
     # --- trying -------------------------------------------------------------------------------------------
 

@@ -22,7 +22,11 @@ def advise(
         bool, Parameter(help="Try no other number format: neither bf16 nor TF32", negative="")
     ] = False,
     budget: Annotated[
-        str, Parameter(help="Time after which no further change is tried: 90s, 10min, 2h; 'none' tries all")
+        str,
+        Parameter(
+            help="Time after which no further change is tried: 90s, 10min, 2h; 'none' tries all. Each change builds "
+            "the step anew, which takes some seconds, and up to minutes where it is compiled"
+        ),
     ] = "10min",
     name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
     out: OutputOptions = OutputOptions(),
