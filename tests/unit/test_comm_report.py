@@ -36,7 +36,7 @@ from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
 
 GOLDEN = """\
-Collectives: comm
+Collectives over 2 ranks
 benchmark c0ffee000001 · 2026-11-21T18:00:00Z · steplab 0.1.0 · NVIDIA H200
 
 all_reduce over 2 ranks (nccl) reaches 312 GB/s of bus bandwidth (311 to 313) at 100 MB and takes 28.1 µs (28.0 µs to

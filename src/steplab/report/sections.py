@@ -19,7 +19,7 @@ from steplab.report.attention.figures import default_peer
 from steplab.report.attention.verdict import attention_verdict
 from steplab.report.ceilings import ceilings_chapter, ceilings_document, ceilings_verdict
 from steplab.report.comm import document as comm
-from steplab.report.comm.verdict import comm_verdict
+from steplab.report.comm.verdict import comm_name, comm_verdict
 from steplab.report.ddp import document as ddp
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import asked
@@ -236,7 +236,7 @@ SECTIONS: dict[str, Sections] = {
     "comm": Sections(
         document=lambda record, context: comm.comm_document(record),
         together=None,
-        verdict=_of_each(comm_verdict, lambda run: run.name or run.study.name),
+        verdict=_of_each(comm_verdict, comm_name),
         chapters=(
             Chapter(
                 name="communication",

@@ -7,7 +7,7 @@ from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.rows import Row, Scalar
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
-from steplab.report.comm.verdict import comm_verdict
+from steplab.report.comm.verdict import comm_name, comm_verdict
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     RESULT,
@@ -60,7 +60,7 @@ def comm_document(run: CommRun) -> Document:
     libraries = [(name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items()]
     ranks = [("ranks", _processes(run))] if run.ranks else []
     return Document(
-        title=f"Collectives: {run.name or run.study.name}",
+        title=f"Collectives: {run.name}" if run.name else comm_name(run).capitalize(),
         subtitle=" · ".join(part for part in made if part),
         verdict=comm_verdict(run),
         sections=(*_sections(run), *environment_section(run.environment, *ranks, *libraries)),
@@ -75,7 +75,7 @@ def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section | N
             _page_heading(run),
             Verdict() if answered else comm_verdict(run),
             _sections(run),
-            title=_name(run) if len(runs) > 1 else "",
+            title=comm_name(run) if len(runs) > 1 else "",
         )
         for run in runs
     ]
@@ -92,10 +92,6 @@ def comm_cell_line(cell: CommCell) -> str:
         failed = reason(cell.failure.kind, cell.failure.message) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
     return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s"
-
-
-def _name(run: CommRun) -> str:
-    return run.name or run.study.name
 
 
 def _page_heading(run: CommRun) -> str:

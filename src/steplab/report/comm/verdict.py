@@ -14,6 +14,11 @@ _APART = 0.1
 """Spread over ranks above which one rank delays the others."""
 
 
+def comm_name(run: CommRun) -> str:
+    """What tells the benchmark from others: its name, or the number of its ranks."""
+    return run.name or f"collectives over {units.counted(run.study.num_processes, 'rank')}"
+
+
 def comm_verdict(run: CommRun) -> Verdict:
     """Bandwidth, latency and the effect of ranks, for the collective that gradients need most."""
     measured = [cell for cell in run.cells if cell.slowest]
