@@ -210,6 +210,8 @@ def test_derivatives_that_they_do_not_have_are_refused(function: Callable[[Tenso
         torch.autograd.grad(function(x).sum(), x, create_graph=True)
     with torch.autograd.forward_ad.dual_level(), pytest.raises(Unsupported, match="forward-mode differentiation of"):
         function(torch.autograd.forward_ad.make_dual(x.detach(), torch.ones(6, 8)))
+    with pytest.raises(Unsupported, match=r"torch\.func\.grad of .* is autograd's alone .* use steplab\.ops"):
+        torch.func.grad(lambda x: function(x).sum())(x.detach())
 
 
 def test_they_are_operators_as_torch_expects_them() -> None:

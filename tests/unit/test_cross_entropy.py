@@ -309,6 +309,17 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again(implementation: str
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_torch_func_grad_is_refused(reduction: Any) -> None:
+    case = make_case(6, 8, 40, dtype=torch.float32)
+
+    def loss(hidden: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden, case.weight, case.targets, reduction=reduction).sum()
+
+    with pytest.raises(Unsupported, match=r"torch\.func\.grad of a chunked loss .* choose plain"):
+        torch.func.grad(loss)(case.hidden)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_a_second_derivative_is_refused(reduction: Any) -> None:
     case = make_case(6, 8, 40, dtype=torch.float32)
     hidden = case.hidden.requires_grad_()

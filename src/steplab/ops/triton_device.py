@@ -23,15 +23,27 @@ def runs_on(device_type: str) -> bool:
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not serve, and for forward-mode
-    differentiation, of which an operator with a kernel of its own knows nothing."""
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not serve, and for derivatives of which an
+    operator with a kernel of its own knows nothing: forward-mode ones, and those of torch.func."""
     if x.dtype not in DTYPES:
         shown = str(x.dtype).removeprefix("torch.")
         raise Unsupported(f"{what} in {shown}", "its kernel serves float32, bfloat16 and float16", instead)
     if forward_ad._current_level >= 0 and not torch.compiler.is_compiling():
         raise Unsupported(f"forward-mode differentiation of {what}", "its kernel has none", instead)
+    refuse_func_grad(what, instead)
     if not runs_on(x.device.type):
         raise Unsupported(f"{what} on {x.device.type}", "its kernel is for CUDA", instead)
+
+
+def refuse_func_grad(what: str, instead: str) -> None:
+    """Raise Unsupported within torch.func.grad and what is made of it (vjp, jacrev): it takes no derivative of an
+    operator whose backward pass is declared to autograd, and would say so of a class that the caller never wrote."""
+    if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
+        return
+    levels = torch._C._functorch.get_interpreter_stack() or []
+    if any(level.key() == torch._C._functorch.TransformType.Grad for level in levels):
+        why = "its backward pass is autograd's alone (loss.backward(), torch.autograd.grad)"
+        raise Unsupported(f"torch.func.grad of {what}", why, instead)
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:

@@ -10,6 +10,7 @@ from steplab.ops.cross_entropy.functions import ReducedLoss, TokenLosses, reduce
 from steplab.ops.cross_entropy.implementations import NAMES
 from steplab.ops.cross_entropy.operators import OPERATORS
 from steplab.ops.cross_entropy.plain import plain_linear_cross_entropy
+from steplab.ops.triton_device import refuse_func_grad
 
 Reduction = Literal["mean", "sum", "none"]
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -66,6 +67,8 @@ def linear_cross_entropy(
     has_gradient = torch.is_grad_enabled() and any(
         tensor is not None and tensor.requires_grad for tensor in (hidden, weight, bias)
     )
+    if has_gradient:
+        refuse_func_grad("a chunked loss", "choose plain for it")
     if has_gradient and reduction != "none":
         return ReducedLoss.apply(  # type: ignore[no-untyped-call]
             hidden_NC, weight, bias, targets_N, mean, *terms, implementation
