@@ -35,6 +35,8 @@ from steplab.units import format_message
 WITHIN = 0.03
 WARMUP_CALLS = 10
 ROW = 50
+HELD = 1.5
+"""How long a GPU is held before a row, as a multiple of what Python took to start one."""
 
 
 def bare_call(spec: CommSpec, device: torch.device) -> Call:
@@ -72,7 +74,7 @@ def bare_s(call: Call, together: Together, repeats: int) -> float:
     for _ in range(max(round(repeats / row), 1)):
         device.synchronize()
         together.barrier()
-        device.hold(start_s)
+        device.hold(HELD * start_s)
         dist.all_reduce(token)
         call()
         start = device.mark()
