@@ -86,6 +86,25 @@ def buckets_in_short_stretches() -> None:
 
 
 @cases
+def gradients_are_those_of_torch_ddp() -> None:
+    """In buckets that get smaller, of one stretch and of many."""
+    inner = modules.plain()
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
+    reference = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
+    reference(x).square().mean().backward()
+    expected = [parameter.grad for parameter in reference.parameters()]
+    for part_bytes in (peer_parts.PART_BYTES, peer_parts.PAGE):
+        with patch.object(peer_parts, "PART_BYTES", part_bytes):
+            model = DataParallel(copy.deepcopy(inner), bucket_size_mb=TINY_MB, transport=SharedMemory())
+        assert len(model.buckets) > 2
+        model(x).square().mean().backward()
+        model.finish_gradient_synchronization()
+        torch.testing.assert_close(
+            [parameter.grad for parameter in model.parameters()], expected, rtol=1e-15, atol=1e-17
+        )
+
+
+@cases
 def landing_places_are_used_again() -> None:
     """Room for the largest bucket and little more, for some ten buckets a step."""
     with patch.object(peer_copies, "WINDOW_BYTES", 1), short_stretches():
@@ -110,7 +129,7 @@ def several_late_passes_of_an_awkward_module() -> None:
 def averages_may_be_changed_as_soon_as_they_are_there() -> None:
     """Though peers may have to fetch this rank's part of them still."""
     with short_stretches():
-        model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.005))
+        model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.001))
     for _ in range(4):
         model(torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
         model.finish_gradient_synchronization()
