@@ -44,6 +44,18 @@ def test_an_overlapped_update_is_said_to_be_planned_as_one_afterwards(update: st
     assert ("taken to come afterwards" in " ".join(plan.notes)) == (update == "overlapped")
 
 
+def test_fields_that_one_process_alone_cannot_have_are_those_of_the_layouts() -> None:
+    """A model compiled as a whole has its gradients at the end, but those of other ranks arrive one by one."""
+    fields: dict[str, Any] = {"model": "small", "compile": "default", "update": "overlapped", "bucket_size_mb": 50}
+    plan = plan_layout(gpus=2, global_batch=2, **fields)
+    specs = {each.layout: each.spec for each in plan.candidates if each.spec}
+    assert list(specs) == ["dp=2"]
+    assert (specs["dp=2"].update, specs["dp=2"].bucket_size_mb) == ("overlapped", 50)
+    assert "taken to come afterwards" in " ".join(plan.notes)
+    with pytest.raises(Unsupported, match="use --compile block"):
+        plan_layout(gpus=1, global_batch=2, model="small", compile="default", update="overlapped")
+
+
 def test_the_search_agrees_with_brute_force() -> None:
     """Every group of ranks, every micro-batch and schedule, one by one."""
     plan = planned(gpus=8, global_batch=16, gpu="A100 SXM 40GB")
@@ -136,7 +148,7 @@ def test_without_a_network_layouts_that_leave_a_node_have_no_time() -> None:
         ({"links": ["ici=90"]}, "choose node or network"),
         ({"links": ["node=-1"]}, "more than 0 GB/s"),
         ({"gpus_per_node": 0}, "at least 1"),
-        ({"spec": JOB | {"layout": "dp=2"}}, "leave --layout dp=2 out"),
+        ({"spec": JOB | {"layout": "dp=2"}}, "leave --layout out"),
     ],
 )
 def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:

@@ -16,6 +16,7 @@ from steplab.records.layout_plan import LayoutPlan
 from steplab.specs.hardware import HardwareSpec, hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
+from steplab.specs.update import AFTER
 
 _WITH_PROFILE = "steplab.comm/"
 
@@ -44,15 +45,19 @@ def plan_layout(
     check_job(gpus, global_batch)
     if gpus_per_node is not None and gpus_per_node < 1:
         raise UserError(f"gpus per node must be at least 1, not {gpus_per_node}")
-    asked, hardware, chosen = asked_step("plan_layout", spec, fields), hardware_named(gpu), gpu_named(gpu)
-    if asked.layout.world_size > 1:
-        raise UserError(f"the layouts are what is searched for; leave --layout {asked.layout} out")
-    refuse_unknown_memory(dataclasses.replace(asked, layout=Layout(dp=max(gpus, 2))))
+    if "layout" in fields or (isinstance(spec, StepSpec) and spec.layout.world_size > 1):
+        raise UserError("the layouts are what is searched for; leave --layout out")
+    # Some fields are for several processes alone, and some steps are refused for one process alone.
+    spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
+    given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
+    refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
+    asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
     refuse_unknown_step(asked, chosen)
     machine = _machine(hardware, gpus_per_node, links, profile, store)
     return plan_of_layouts(
         LayoutJob(
             spec=asked,
+            update=given.update,
             gpus=gpus,
             global_batch=global_batch,
             hardware=hardware,

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
@@ -201,12 +201,12 @@ def layout(
     """
     from steplab.lab.layout_planning import plan_layout
     from steplab.report.plan.layouts import layouts_document
-    from steplab.specs.resolve import resolve_step
 
-    spec, chosen = resolve_step(step.fields()), _chosen(out)
+    fields: dict[str, Any] = step.fields()
+    chosen = _chosen(out)
     with _shown("planning the layouts"):
         found = plan_layout(
-            spec,
+            **fields,
             gpus=gpus,
             global_batch=global_batch,
             gpu=gpu,

@@ -22,7 +22,7 @@ from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
-from steplab.specs.step import PipelineSchedule, StepSpec
+from steplab.specs.step import PipelineSchedule, StepSpec, Update
 from steplab.specs.update import OVERLAPPED
 from steplab.units import format_bytes
 
@@ -35,7 +35,10 @@ class LayoutJob:
     """What is to be spread."""
 
     spec: StepSpec
-    """The step, without a layout; its batch, micro-steps and microbatches follow from the layout."""
+    """The step, without a layout and with its update afterwards; its batch, micro-steps and microbatches follow from
+    the layout."""
+    update: Update
+    """When parameters are updated: not every layout can do so before all gradients are there."""
     gpus: int
     global_batch: int
     """Sequences in a step of all ranks together."""
@@ -66,7 +69,7 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
     notes = ["errors of what all layouts compute alike are alike, and so are left out where layouts are told apart"]
-    if job.spec.update == OVERLAPPED:
+    if job.update == OVERLAPPED:
         notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
     if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
         notes.append(
@@ -168,11 +171,13 @@ class _Search:
         )
 
     def _spec(self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule) -> StepSpec:
+        spec, update = self._job.spec, self._job.update
         if layout.pp == 1:
-            return dataclasses.replace(self._job.spec, layout=layout, batch=batch, accumulation=per_rank // batch)
+            return dataclasses.replace(spec, layout=layout, update=update, batch=batch, accumulation=per_rank // batch)
         return dataclasses.replace(
-            self._job.spec,
+            spec,
             layout=layout,
+            update=update,
             batch=per_rank,
             microbatches=per_rank // batch,
             pipeline_schedule=schedule,
