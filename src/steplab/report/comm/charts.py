@@ -168,12 +168,8 @@ def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
     axes.set_xscale("log")
     margin = 1.25 if len(places) == 1 else (places[-1] / places[0]) ** 0.06
     axes.set_xlim(places[0] / margin, places[-1] * margin)
-    if scale.log:
-        axes.set_yscale("log")
-    axes.set_ylim(scale.low, scale.high)
-    axes.minorticks_off()
+    scale.put_on(axes)
     axes.set_xticks(_apart(places, picture.width), [plot.show(x) for x in _apart(places, picture.width)], fontsize=11)
-    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
     axes.grid()
     axes.set_xlabel(plot.axis, fontsize=11)
     return axes

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit, CommRun
-from steplab.records.rows import Row, Scalar
+from steplab.records.rows import Scalar
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
 from steplab.report.comm.verdict import comm_name, comm_verdict
@@ -21,7 +21,7 @@ from steplab.report.kit.document import (
     named_section,
     notes_section,
     record_section,
-    row_of,
+    table_of,
 )
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
@@ -206,28 +206,26 @@ def _profile(profile: Sequence[CommFit]) -> Table:
             " Residual is the root mean square of the relative differences, and worst the largest of them, above zero "
             "where the fit is too long."
         )
-    return Table(
-        name="profile",
-        columns=(
+    return table_of(
+        "profile",
+        profile,
+        (
             *_HEAD[:3],
-            Column(key="ranks", header="ranks", quantity=LABEL, shared="{} rank{s}"),
+            Column(key="ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", value=_ranks_of),
             Column(key="alpha_s", header="α", quantity=TIME),
-            Column(key="bandwidth_bytes_per_s", header="1/β GB/s", quantity=GB_PER_S),
+            Column(key="bandwidth_bytes_per_s", header="1/β GB/s", quantity=GB_PER_S, value=_bandwidth_of),
             Column(key="gamma_s_per_rank", header="γ per rank", quantity=TIME),
             Column(key="rms_relative", header="residual", quantity=PERCENT),
             Column(key="worst_relative", header="worst", quantity=PERCENT, rank=1),
             Column(key="num_points", header="points", quantity=LABEL, rank=2),
         ),
-        rows=tuple(map(_fit_row, profile)),
-        caption=caption,
+        caption,
     )
 
 
-def _fit_row(fit: CommFit) -> Row:
-    return {
-        **row_of(fit, "collective", "way", "dtype", "world_size"),
-        "ranks": "all" if fit.world_size is None else fit.world_size,
-        **row_of(fit, "alpha_s", "beta_s_per_byte"),
-        "bandwidth_bytes_per_s": 1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None,
-        **row_of(fit, "gamma_s_per_rank", "rms_relative", "worst_relative", "num_points"),
-    }
+def _ranks_of(fit: CommFit) -> int | str:
+    return "all" if fit.world_size is None else fit.world_size
+
+
+def _bandwidth_of(fit: CommFit) -> float | None:
+    return 1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None

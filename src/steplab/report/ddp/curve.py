@@ -96,9 +96,7 @@ def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axe
     axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
     axes.set_xscale("log")
     axes.set_xlim(min(sizes_mb) / 1.6, max(sizes_mb) * 1.6)
-    axes.set_ylim(scale.low, scale.high)
-    axes.minorticks_off()
-    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    scale.put_on(axes)
     low, high = math.floor(math.log10(min(sizes_mb))), math.ceil(math.log10(max(sizes_mb)))
     ticks = [10.0**power for power in range(low, high + 1) if min(sizes_mb) / 1.6 <= 10.0**power <= max(sizes_mb) * 1.6]
     axes.set_xticks(ticks, [f"{tick:g} MB" for tick in ticks], fontsize=11, color=INK)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale, tidy
+from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale
 from steplab.report.kit.labels import LINE, fit_all, fitted, text_width, wrap
 
 if TYPE_CHECKING:
@@ -146,11 +146,7 @@ def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axe
     labels = below(layout, place)
     axes = drawing.axes(LEFT, labels.height_px, RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
-    if scale.log:
-        axes.set_yscale("log")
-    axes.set_ylim(scale.low, scale.high or 1)  # all zeros still need a height
-    axes.minorticks_off()
-    axes.set_yticks(scale.ticks, [tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    scale.put_on(axes)
     axes.grid(axis="y")
     axes.tick_params(axis="x", pad=7)
     axes.set_xticks(place.centers, labels.texts, fontsize=_LABEL_SIZE, color=MUTED if layout.inner else INK)

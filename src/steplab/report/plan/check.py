@@ -4,6 +4,7 @@ import itertools
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from statistics import mean, median
 from typing import TYPE_CHECKING
 
@@ -187,34 +188,29 @@ def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
 
 def _kinds(scored: Sequence[TimeCheck]) -> Table:
     """For profiled steps: seconds of the device by kind, the predicted share of the measured."""
-    rows: list[Row] = []
-    for kind in ("matmul", "attention", "streaming"):
-        pairs = [
-            (check.predicted_kinds_s.get(kind, 0.0), check.measured_kinds_s[kind])
+    found = {
+        kind: [
+            check.predicted_kinds_s.get(kind, 0.0) / check.measured_kinds_s[kind] - 1
             for check in scored
             if check.measured_kinds_s.get(kind)
         ]
-        if pairs:
-            errors = [abs(predicted / measured - 1) for predicted, measured in pairs]
-            rows.append(
-                {
-                    "kind": kind,
-                    "number": len(pairs),
-                    "median_error": median(errors),
-                    "worst_error": max(errors),
-                    "bias": median(predicted / measured - 1 for predicted, measured in pairs),
-                }
-            )
-    return Table(
-        name="kinds",
-        columns=(
-            Column(key="kind", header="kind"),
-            Column(key="number", header="profiles", quantity=LABEL),
-            Column(key="median_error", header="median error", quantity=PERCENT),
-            Column(key="worst_error", header="worst", quantity=PERCENT),
-            Column(key="bias", header="bias", quantity=PERCENT),
+        for kind in ("matmul", "attention", "streaming")
+    }
+    return table_of(
+        "kinds",
+        [kind for kind in found if found[kind]],
+        (
+            Column(key="kind", header="kind", value=str),
+            Column(key="number", header="profiles", quantity=LABEL, value=lambda kind: len(found[kind])),
+            Column(
+                key="median_error",
+                header="median error",
+                quantity=PERCENT,
+                value=lambda kind: median(map(abs, found[kind])),
+            ),
+            Column(key="worst_error", header="worst", quantity=PERCENT, value=lambda kind: max(map(abs, found[kind]))),
+            Column(key="bias", header="bias", quantity=PERCENT, value=lambda kind: median(found[kind])),
         ),
-        rows=tuple(rows),
         caption="Predicted seconds of a step, gaps between kernels included, beside the time in which its profile saw "
         "kernels of that kind run.",
     )
@@ -288,18 +284,12 @@ def _chart(scored: Sequence[TimeCheck]) -> Chart | None:
 
 
 def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
-    axes, scale = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP), ax.time_scale(times, log_from=1)
+    axes = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP)
     low, high = min(times) / 1.3, max(times) * 1.3
-    axes.set_xscale("log")
-    axes.set_yscale("log")
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
-    axes.minorticks_off()
-    names = [ax.tidy(scale.show(tick)) for tick in scale.ticks]
-    axes.set_xticks(scale.ticks, names, fontsize=11)
-    axes.set_yticks(scale.ticks, names, fontsize=11)
-    axes.set_xlim(low, high)
-    axes.set_ylim(low, high)
+    scale = ax.time_scale(times, log_from=1)
+    scale = replace(scale, low=low, high=high, ticks=tuple(tick for tick in scale.ticks if low <= tick <= high))
+    scale.put_on(axes, along="x")
+    scale.put_on(axes)
     axes.grid()
     axes.set_xlabel("measured step time", fontsize=11)
     axes.plot([low, high], [low, high], color=ax.MUTED, linewidth=1)

@@ -75,11 +75,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     num_warmup = len(warmup.best_s) if warmup else 0
     scale = ax.time_scale(samples, log_from=4)
     axes = picture.axes(56, 26, 8, 6)
-    if scale.log:
-        axes.set_yscale("log")
-    axes.set_ylim(scale.low, scale.high)
-    axes.minorticks_off()
-    axes.set_yticks(scale.ticks, [ax.tidy(scale.show(tick)) for tick in scale.ticks], fontsize=11)
+    scale.put_on(axes)
     axes.grid(axis="y")
     numbers = range(1, len(samples) + 1)
     axes.set_xlim(0.4, len(samples) + 0.6)
