@@ -47,8 +47,10 @@ def filled(steplab: Program, measured: Path) -> Program:
 
 @pytest.fixture
 def reader(steplab: Program) -> Program:
-    """The program for someone who types: in a copy of the checkout's examples, `steplab` and `python` on PATH."""
+    """The program for someone who types: beside the examples and the records, `steplab` and `python` on PATH."""
     shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
+    (steplab.cwd / "tests").mkdir(exist_ok=True)
+    (steplab.cwd / "tests" / "golden").symlink_to(REPOSITORY / "tests" / "golden")
     scripts = steplab.folder / "bin"
     scripts.mkdir()
     for name, meaning in {"steplab": "-m steplab", "python": "", "python3": ""}.items():

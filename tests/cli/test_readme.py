@@ -4,7 +4,7 @@ import re
 import shlex
 import subprocess
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ from tests.cli.program import REPOSITORY, Program, finish
 
 README = REPOSITORY / "README.md"
 SHELLS = ("sh", "bash", "shell", "console")
-NEEDS_A_GPU = "# needs a GPU"
+NOT_RUN = ("# needs a GPU", "# takes minutes")
 FOR_A_SHELL = frozenset("|&;<>$`*?~\\")
 """What a command line has a shell for; without any of these, its words are its arguments."""
 SET_UP = re.compile(r"python3? -m (venv|pip|pytest|build)\b")
@@ -32,10 +32,12 @@ class Piece:
     line: int
     language: str
     text: str
+    answer: str = ""
+    """What the page shows of a command's output."""
 
     @property
-    def needs_a_gpu(self) -> bool:
-        return NEEDS_A_GPU in self.text
+    def is_run(self) -> bool:
+        return not any(words in self.text for words in NOT_RUN)
 
     def __str__(self) -> str:
         return f"README.md line {self.line}: {self.text}"
@@ -51,12 +53,14 @@ def blocks(markdown: str) -> Iterator[Piece]:
 
 
 def commands(block: Piece) -> Iterator[Piece]:
-    """The command lines of a shell block, continued ones joined; in a console block, those after a prompt."""
-    pending, started = "", block.line
+    """The command lines of a shell block, continued ones joined; in a console block, those after a prompt, with what
+    is shown of their output."""
+    pending, started, found = "", block.line, list[Piece]()
     for number, line in enumerate(block.text.splitlines(), start=block.line):
         if not pending:
             started = number
             if block.language == "console" and not line.startswith("$ "):
+                found[-1] = replace(found[-1], answer=f"{found[-1].answer} {line}")
                 continue
         text = pending + line.removeprefix("$ ").strip()
         if text.endswith("\\"):
@@ -64,7 +68,8 @@ def commands(block: Piece) -> Iterator[Piece]:
             continue
         pending = ""
         if text and not text.startswith("#"):
-            yield Piece(line=started, language="sh", text=text)
+            found.append(Piece(line=started, language="sh", text=text))
+    yield from found
 
 
 def pieces() -> list[Piece]:
@@ -99,6 +104,7 @@ def run_piece(program: Program, piece: Piece) -> None:
         if command == "steplab" and FOR_A_SHELL.isdisjoint(text):
             result = program(*words, timeout_s=COMMAND_TIMEOUT_S)
             assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
+            assert " ".join(piece.answer.split()) in " ".join(result.stdout.split()), f"{piece}\n{result.stdout}"
             return
     else:
         result = finish(program.start("-c", piece.text, module="python"), COMMAND_TIMEOUT_S)
@@ -163,7 +169,7 @@ def test_every_command_and_every_piece_of_python_works_in_its_order(reader: Prog
     for piece in ours:
         if piece.language != "sh":
             compile(piece.text, f"README.md line {piece.line}", "exec")
-        if not piece.needs_a_gpu:
+        if piece.is_run:
             run_piece(reader, piece)
         elif piece.language == "sh":
             check_without_running(reader, piece)
