@@ -16,15 +16,16 @@ from steplab.costs.attention_operators import FUSED_ATTENTION
 from steplab.limits import LimitReached, Limits
 from steplab.traces.document import CHUNK_BYTES, Document, NotATrace
 from steplab.traces.events import (
+    CATEGORIES,
+    EVENTS,
+    EXACT_EVENT,
+    EXACT_EVENTS,
     NO_DIMS,
     AnyEvent,
     Event,
     ExactEvent,
     Number,
-    decode_categories,
-    decode_events,
-    decode_exact_event,
-    decode_exact_events,
+    decoded,
     repair_event,
 )
 from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
@@ -121,9 +122,9 @@ class Collector:
     def take(self, array: memoryview) -> bool:
         """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
         if self._is_passing_over:
-            categories = decode_categories(array)
-            if categories is not None and _WANTED.isdisjoint(categories):
-                self._count(len(categories))
+            passed = decoded(CATEGORIES, array)
+            if passed is not None and _WANTED.isdisjoint(event.cat for event in passed):
+                self._count(len(passed))
                 return True
         num_kept = self.num_kept
         taken = self._take_exactly(array) if self._exact else self._take(array)
@@ -132,7 +133,7 @@ class Collector:
         return taken
 
     def _take(self, array: memoryview) -> bool:
-        events = decode_events(array)
+        events = decoded(EVENTS, array)
         if events is None:
             return False
         groups = _grouped(events)
@@ -145,7 +146,7 @@ class Collector:
         return True
 
     def _take_exactly(self, array: memoryview) -> bool:
-        events = decode_exact_events(array)
+        events = decoded(EXACT_EVENTS, array)
         if events is not None:
             self._add_exact(events)
         return events is not None
@@ -158,7 +159,7 @@ class Collector:
         for number, element in enumerate(elements):
             if text := bytes(element).strip():
                 is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
-                event = decode_exact_event(text) if is_object else None
+                event = decoded(EXACT_EVENT, text) if is_object else None
                 if is_object and event is None and (event := repair_event(text)):
                     self.num_repaired += 1
                 if event is not None:
