@@ -1,13 +1,14 @@
 """Benchmark attention: measure a study's cells, store them as one record, and explain cells that ran out of memory."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from steplab.costs.attention_operators import attention_flops
 from steplab.errors import UserError
-from steplab.lab.benchmark import measure_benchmark
-from steplab.lab.keeping import Place, checked_name, open_store
+from steplab.lab.benchmark import Measuring, measure_benchmark
+from steplab.lab.keeping import open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress
@@ -55,31 +56,16 @@ def attention(
     return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
-def measure_attention(
-    study: AttentionStudy,
-    *,
-    name: str = "",
-    store: Path | str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_progress: OnProgress = lambda progress: None,
-    on_cell: Callable[[int, AttentionCell], None] = lambda index, cell: None,
-    place: Place | None = None,
-) -> AttentionRun:
+def measure_attention(study: AttentionStudy, **how: Unpack[Measuring]) -> AttentionRun:
     """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
-    `timeout_s` is how long one cell may go without progress. Raises UserError for a request that is not supported, and
-    SteplabError if the store cannot be written.
+    Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
     """
-    run = AttentionRun(**new_head(), name=checked_name(name), study=study)
     return measure_benchmark(
-        run,
+        AttentionRun(**new_head(), study=study),
         attention_cells(study),
-        store=store,
-        place=place,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-        on_cell=on_cell,
         with_costs=lambda cell: dataclasses.replace(cell, flops=attention_flops(cell.spec)),
+        **how,
     )
 
 

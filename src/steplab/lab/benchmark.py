@@ -3,10 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypedDict, TypeVar, Unpack
 
 from steplab.errors import SteplabError
-from steplab.lab.keeping import Place, keep, open_store
+from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.processes import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
 from steplab.measurement.processes.messages import BadMessage
@@ -18,6 +18,24 @@ from steplab.records.record import Benchmark
 from steplab.records.validation import first_problem
 from steplab.units import counted
 
+
+class Measuring(TypedDict, total=False):
+    """How a benchmark is measured and stored."""
+
+    name: str
+    """Name of the record."""
+    store: Path | str | None
+    """The store; None: the default one."""
+    timeout_s: float | None
+    """How long one cell may take, or go without progress where it tells of that; None: any time."""
+    on_progress: OnProgress
+    """Called as the processes tell where they are."""
+    on_cell: Callable[[int, Any], None]
+    """Called with the number and the result of each cell as it ends."""
+    place: Place | None
+    """Place of the record in a study, to which the record of an interrupted benchmark does not belong."""
+
+
 Cell = TypeVar("Cell", bound=Outcome)
 Run = TypeVar("Run", bound=Benchmark[Any])
 
@@ -26,33 +44,30 @@ def measure_benchmark(
     run: Run,
     cells: Cells[Cell],
     *,
-    store: Path | str | None = None,
-    timeout_s: float | None = None,
-    on_progress: OnProgress = lambda progress: None,
-    on_cell: Callable[[int, Cell], None] = lambda number, cell: None,
     with_costs: Callable[[Cell], Cell] = lambda cell: cell,
     with_facts: Callable[[Run, Any], Run] = lambda run, facts: run,
     with_traces: Callable[[Run], Run] = lambda run: run,
     concluded: Callable[[Run], Run] = lambda run: run,
-    place: Place | None = None,
+    **how: Unpack[Measuring],
 ) -> Run:
     """Measure the cells and store the record; an interrupted benchmark is stored with the cells that had ended.
 
     `run` is the record without its cells. `with_costs` adds to a cell what follows from its spec; `with_facts` adds
     the facts that the ranks report; `with_traces` reads the traces after all measuring, which reading would slow;
-    `concluded` adds what follows from all cells. `timeout_s` is how long one cell may take. `place` is that of the
-    record in a study, to which the record of an interrupted benchmark does not belong.
+    `concluded` adds what follows from all cells.
 
     Under torchrun every process calls it, and only the first stores the record. Raises UserError for a request that is
     not supported, and SteplabError if the store cannot be written.
     """
-    heard = _Heard(run, on_cell if is_first_rank() else lambda number, cell: None, with_costs, with_facts)
+    run = dataclasses.replace(run, name=checked_name(how.get("name", "")))
+    on_cell = how.get("on_cell") if is_first_rank() else None
+    heard = _Heard(run, on_cell or (lambda number, cell: None), with_costs, with_facts)
 
     def measured() -> None:
         measure_cells(
             cells,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
+            timeout_s=how.get("timeout_s"),
+            on_progress=how.get("on_progress", lambda progress: None),
             on_cell=heard.on_cell,
             on_environment=heard.on_environment,
             on_facts=heard.on_facts,
@@ -64,7 +79,7 @@ def measure_benchmark(
         if not went_well(result):
             let_the_first_store()
         return result
-    with open_store(store, write=True) as opened:
+    with open_store(how.get("store"), write=True) as opened:
         try:
             measured()
             result = concluded(with_traces(heard.record()))
@@ -78,7 +93,7 @@ def measure_benchmark(
             if isinstance(error, KeyboardInterrupt):
                 raise KeyboardInterrupt(stored) from error
             raise SteplabError(f"{error}; {stored}") from error
-        return keep(opened, result, place)
+        return keep(opened, result, how.get("place"))
 
 
 def went_well(run: Benchmark[Any]) -> bool:

@@ -1,13 +1,14 @@
 """Benchmark collectives: measure a study's cells, fit the machine's communication profile, store one record."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
 from steplab.errors import UserError
-from steplab.lab.benchmark import measure_benchmark
-from steplab.lab.keeping import Place, checked_name, open_store
+from steplab.lab.benchmark import Measuring, measure_benchmark
+from steplab.lab.keeping import open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
@@ -87,35 +88,19 @@ def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:
     return count, device
 
 
-def measure_comm(
-    study: CommStudy,
-    *,
-    device: str,
-    name: str = "",
-    store: Path | str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_progress: OnProgress = lambda progress: None,
-    on_cell: Callable[[int, CommCell], None] = lambda index, cell: None,
-    place: Place | None = None,
-) -> CommRun:
+def measure_comm(study: CommStudy, *, device: str, **how: Unpack[Measuring]) -> CommRun:
     """Measure a study's cells and store the record; an interrupted study is stored with the cells that had ended.
 
-    `device` is that of the processes, cuda or cpu; `timeout_s` is how long one cell may take. Under torchrun only the
-    first process stores the record. Raises UserError for a request that is not supported, and SteplabError if the store
-    cannot be written.
+    `device` is that of the processes, cuda or cpu. Under torchrun only the first process stores the record. Raises
+    UserError for a request that is not supported, and SteplabError if the store cannot be written.
     """
-    run = CommRun(**new_head(), name=checked_name(name), study=study)
     return measure_benchmark(
-        run,
+        CommRun(**new_head(), study=study),
         collective_cells(study, device),
-        store=store,
-        place=place,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-        on_cell=on_cell,
         with_costs=lambda cell: dataclasses.replace(cell, wire_bytes=wire_bytes(cell.spec)),
         with_facts=lambda run, facts: dataclasses.replace(run, ranks=facts.ranks, libraries=facts.libraries),
         concluded=with_profile,
+        **how,
     )
 
 

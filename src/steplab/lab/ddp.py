@@ -1,15 +1,15 @@
 """The data-parallel study: measure the variants, read their traces, store one record of all."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Unpack
 
 from steplab.errors import SteplabError, Unsupported, UserError
-from steplab.lab.benchmark import measure_benchmark
+from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
 from steplab.lab.files import Destination, folder_for
-from steplab.lab.keeping import Place, checked_name
 from steplab.lab.machine import visible_gpus
 from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
@@ -33,7 +33,6 @@ from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.specs.update import AFTER
 
-OnCell = Callable[[int, DdpCell], None]
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_PROCESSES = 2
 _SMALL_STEP = {"context": 64, "batch": 2}
@@ -132,37 +131,24 @@ def ddp_study(
 
 
 def measure_ddp(
-    study: DdpStudy,
-    *,
-    name: str = "",
-    store: Path | str | None = None,
-    traces: Path | str | None = None,
-    force: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_progress: OnProgress = lambda progress: None,
-    on_cell: OnCell = lambda number, cell: None,
-    place: Place | None = None,
+    study: DdpStudy, *, traces: Path | str | None = None, force: bool = False, **how: Unpack[Measuring]
 ) -> DdpRun:
     """Measure a study and store the record, which an interruption stores too, with the variants that it has.
 
-    `timeout_s` is how long one variant may take. A trace of each is kept in the folder `traces`; None: in none. A file
-    there that has the name of a trace and is none is replaced with `force` alone.
+    A trace of each variant is kept in the folder `traces`; None: in none. A file there that has the name of a trace and
+    is none is replaced with `force` alone.
     Under torchrun every process calls it, and the first one alone stores and reads traces. Raises UserError for a
     request that cannot be served, and SteplabError where the store cannot be written.
     """
-    run = DdpRun(**new_head(), name=checked_name(name), study=study)
-    with _folder(_destinations(study, traces, store, force)) as folder:
+    on_progress = how.get("on_progress", lambda progress: None)
+    with _folder(_destinations(study, traces, how.get("store"), force)) as folder:
         return measure_benchmark(
-            run,
+            DdpRun(**new_head(), study=study),
             ddp_cells(study, folder if study.profiled_steps else None),
-            store=store,
-            place=place,
-            timeout_s=timeout_s,
-            on_progress=on_progress,
-            on_cell=on_cell,
             with_facts=lambda run, facts: dataclasses.replace(run, facts=facts),
             with_traces=lambda run: _with_traces(run, folder, on_progress),
             concluded=_with_model,
+            **how,
         )
 
 
