@@ -213,10 +213,11 @@ def test_a_factory_that_raises_is_a_row_and_one_line(filled: Program) -> None:
     filled.write("mine.py", FACTORIES)
     result = filled("run", *tiny(), "--model", "mine:raises", "--format", "json")
     assert result.code == 1
-    assert result.stderr.splitlines() == ["steplab: error: RuntimeError: no such weights"]
+    line = FACTORIES[: FACTORIES.index("no such weights")].count("\n") + 1
+    assert result.stderr.splitlines() == [f"steplab: error: RuntimeError: no such weights (mine.py:{line})"]
     [row] = result.rows()
     assert (row["status"], row["model"], row["step_time_s"]) == ("error", "mine:raises", None)
-    assert row["failure"] == "RuntimeError: no such weights"
+    assert row["failure"] == f"RuntimeError: no such weights (mine.py:{line})"
     assert filled.rows()[0]["id"] == row["id"]
 
 

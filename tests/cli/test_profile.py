@@ -182,7 +182,8 @@ def test_a_model_that_fails_is_a_row_as_in_run(steplab: Program) -> None:
     steplab.write("mine.py", MODELS)
     result = steplab("profile", *tiny(), "--model", "mine:hopeless", "--format", "json")
     assert result.code == 1
-    assert result.stderr.splitlines() == ["steplab: error: RuntimeError: no such weights"]
+    (said,) = result.stderr.splitlines()
+    assert said.startswith("steplab: error: RuntimeError: no such weights (mine.py:")
     assert result.rows()[0]["status"] == "error"
 
 

@@ -26,7 +26,7 @@ from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.model.workload import Workload
+from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.records.timing import curve
@@ -529,6 +529,18 @@ def attending() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Attending(), lambda: torch.ones(2, 3, 16, 8)
 
 
+def giving_logits_too() -> tuple[nn.Module, Callable[[], Tensor]]:
+    class Both(Linear):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+            return x, super().forward(x)
+
+    return Both(), lambda: torch.ones(5, 8)
+
+
+def needing_more(batch: int, ctx: int, *, width: int = 8) -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Linear(), lambda: torch.ones(5, width)
+
+
 def exploding_at_once() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Failing(0, explode), batch
 
@@ -571,12 +583,26 @@ def test_an_exception_of_the_model_is_a_failure_that_names_its_stage(factory: Ca
     run = of_this_file(factory)
     assert run.failure is not None
     assert (run.status, run.failure.phase) == ("error", stage)
-    assert run.failure.message == "ZeroDivisionError: the model's own mistake"
+    line = explode.__code__.co_firstlineno + 1
+    assert run.failure.message == f"ZeroDivisionError: the model's own mistake (test_session.py:{line})"
     assert run.failure.last_lines == ("the model's own mistake", "with a second line")
     assert run.timing is None
     assert run.memory is None
     assert run.environment is not None
     assert (run.model is None) == (stage == "build")
+
+
+def test_the_loss_of_a_model_that_returns_a_tuple_is_its_one_scalar() -> None:
+    assert succeeded(of_this_file(giving_logits_too)).timing is not None
+    with pytest.raises(
+        UserError, match=r"returned a tuple of a tensor of shape \(\), a tensor of shape \(\); .* scalar"
+    ):
+        loss_of((torch.zeros(()), torch.ones(())))
+
+
+def test_a_factory_that_needs_more_than_it_is_given_is_refused() -> None:
+    with pytest.raises(UserError, match=r"needing_more has parameters that steplab does not give \(ctx\); .* batch"):
+        of_this_file(needing_more)  # type: ignore[arg-type]
 
 
 def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:

@@ -17,6 +17,7 @@ from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from steplab.explain.api import explain
 from steplab.records.codec import decode
 from steplab.records.ddp import DdpRun
+from steplab.records.failure import Failure
 from steplab.records.finding import Findings
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.numerics import Numerics
@@ -29,6 +30,7 @@ from steplab.report.kit.document import Verdict
 from steplab.report.memory.verdict import memory_verdict
 from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
+from steplab.report.profile.verdict import finding_sentences
 from steplab.report.run.cells import cells_of
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.resolve import resolve_step
@@ -78,6 +80,12 @@ def test_a_profile_with_nothing_to_gain_says_so() -> None:
     nothing = Context(findings={run.id: replace(findings(run), findings=())})
     assert "No change is predicted to save a considerable share of the step." in answer([run], nothing).sentences
     assert "saves about" not in " ".join(answer([run], nothing).sentences)
+
+
+def test_a_failed_step_is_not_said_to_have_nothing_to_gain() -> None:
+    run = replace(profiled_run(), failure=Failure(kind="error", message="why"), profile=None)
+    nothing = replace(findings(profiled_run()), findings=())
+    assert list(finding_sentences(run, nothing)) == ["The run failed, so there is no step to explain."]
 
 
 def test_bf16_that_is_slower_is_not_called_a_gain() -> None:

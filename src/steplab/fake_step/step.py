@@ -71,7 +71,8 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
             yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
     except Exception as error:
         if _depends_on_values(error):
-            where = f"{place_of(error)} ".lstrip()
+            place = place_of(error)
+            where = f"at {place} " if place else ""
             why = f"{where}it computes with values of tensors, which are not known before it runs ({_said(error)})"
             raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):

@@ -2,7 +2,7 @@
 
 import importlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +103,7 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
     parameters = inspect.signature(factory).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {parameter.name for parameter in parameters}
+    _refuse_other_parameters(spec.model.name, parameters, offered)
     made = factory(**{key: value for key, value in offered.items() if takes_any or key in named})
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
@@ -116,6 +117,24 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
         f"{spec.model.name} returned {type(made).__name__}; "
         "it must return (module, make_batch), or a callable that runs one step"
     )
+
+
+def _refuse_other_parameters(
+    name: str, parameters: Collection[inspect.Parameter], offered: Mapping[str, object]
+) -> None:
+    """Raise UserError for a factory that needs what it is not given."""
+    by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    missing = [
+        each.name
+        for each in parameters
+        if each.default is each.empty
+        and (each.kind is each.POSITIONAL_ONLY or (each.kind in by_name and each.name not in offered))
+    ]
+    if missing:
+        raise UserError(
+            f"{name} has parameters that steplab does not give ({', '.join(missing)}); those it may have are "
+            f"{', '.join(offered)}, each by its name; give the others a default"
+        )
 
 
 def _find(name: str) -> Callable[..., Any]:

@@ -15,7 +15,7 @@ class Workload:
     """A model ready to be stepped: either `module` with `make_batch`, or `step` alone."""
 
     module: nn.Module | None = None
-    """The module, called with a batch; it returns a scalar loss, or an object with `.loss`."""
+    """The module, called with a batch; its loss is what `loss_of` finds in its result."""
     make_batch: Callable[[], Any] | None = None
     """Returns one batch on the device: a tensor, a tuple (positional) or a dict (by keyword)."""
     step: Callable[[], object] | None = None
@@ -38,14 +38,26 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar to differentiate. Raises UserError if the module returns none."""
+    """The scalar to differentiate: what the module returns, its `.loss`, or the one scalar of a tuple such as (logits,
+    loss). Raises UserError if there is none."""
     loss = getattr(output, "loss", output)
+    if isinstance(loss, (tuple, list)):
+        scalars = [each for each in loss if isinstance(each, Tensor) and each.numel() == 1]
+        loss = scalars[0] if len(scalars) == 1 else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
-        shown = f"a tensor of shape {tuple(loss.shape)}" if isinstance(loss, Tensor) else type(loss).__name__
         raise UserError(
-            f"the model returned {shown}; a pass with gradients needs a scalar loss, or an object with .loss"
+            f"the model returned {_shown(loss)}; a pass with gradients needs a scalar loss, an object with .loss, or a "
+            "tuple in which one tensor is a scalar"
         )
     return loss
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, (tuple, list)):
+        return f"a {type(value).__name__} of {', '.join(map(_shown, value)) or 'nothing'}"
+    return type(value).__name__
 
 
 def num_parameters(module: nn.Module) -> int:

@@ -34,10 +34,19 @@ def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: De
 
 
 def place_of(error: BaseException) -> str:
-    """Where an error began in code that is neither torch's nor steplab's, as ' at model.py:12'; else empty."""
-    known = tuple(f"{folder}{os.sep}" for folder in (Path(torch.__file__).parent, Path(__file__).parents[2]))
-    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not frame.filename.startswith(known)]
-    return f" at {Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+    """Where an error began in the user's code, or a library's of models, as 'model.py:12'; empty if it began in code of
+    Python's, torch's, Triton's or steplab's alone."""
+    frames = [frame for frame in traceback.extract_tb(error.__traceback__) if not _is_underneath(frame.filename)]
+    return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
+
+
+def _is_underneath(filename: str) -> bool:
+    """Whether a file is of what models are built on, or generated."""
+    folder = Path(torch.__file__).parent
+    own = (folder, folder.with_name("triton"), Path(__file__).parents[2])
+    pythons = filename.startswith(os.path.dirname(os.__file__) + os.sep) and "-packages" + os.sep not in filename
+    generated = filename.startswith("<") or "torchinductor" in filename
+    return pythons or generated or filename.startswith(tuple(f"{folder}{os.sep}" for folder in own))
 
 
 def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:
@@ -60,6 +69,8 @@ def failure_of(error: BaseException, stage: str | None) -> Failure:
     """Any other error as a Failure: its cause where that is known, its first line, and its last lines."""
     lines = tuple(str(error).splitlines()[-_LAST_LINES:])
     cause, first_line = cause_of(str(error)), _first_line(error)
+    if not isinstance(error, SteplabError) and (place := place_of(error)):
+        first_line += f" ({place})"
     return Failure(
         kind=cause.kind if cause else "error",
         message=f"{cause.words} ({first_line})" if cause else first_line,

@@ -142,7 +142,8 @@ class GraphedStep:
             raise
         except Exception as error:  # it ran before, so it is the capture that it does not bear
             said = (str(error).splitlines() or [type(error).__name__])[0]
-            why = f"its {phase.name} cannot be captured{place_of(error)} ({said})"
+            where = f" at {place}" if (place := place_of(error)) else ""
+            why = f"its {phase.name} cannot be captured{where} ({said})"
             raise Unsupported(self._what, why, _REMOVE) from error
         if peak := self._device.peak(phase.name):
             self.phase_peaks[phase.name] = peak.with_larger_of(self.phase_peaks.get(phase.name, peak))

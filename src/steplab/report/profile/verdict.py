@@ -20,7 +20,9 @@ _COLOR = 1
 def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     """What would save most and what comes next; without findings, where the time goes."""
     if findings is None or not findings.findings:
-        if findings is not None:
+        if run.failure:
+            yield "The run failed, so there is no step to explain."
+        elif findings is not None:
             yield "No change is predicted to save a considerable share of the step."
         if run.profile:
             yield time_sentence(run, run.profile)

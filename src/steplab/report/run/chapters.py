@@ -42,7 +42,7 @@ from steplab.report.run.first_steps import first_steps_reasons, first_steps_tabl
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.narrative import facts
 from steplab.report.run.one_run import (
-    failure_sections,
+    failure_blocks,
     phase_blocks,
     step_time_pairs,
     utilization_blocks,
@@ -99,7 +99,7 @@ def summary_chapter(cells: Sequence[RunCell], of_memory: Iterable[Fact]) -> Sect
 def failure_chapter(cells: Sequence[RunCell]) -> Section | None:
     """The circumstances of a single run's failure. Reasons of several runs are in `missing_chapter`."""
     failure = cells[0].run.failure if len(cells) == 1 else None
-    return chapter("Failure", "failure", *failure_sections(failure)) if failure else None
+    return chapter("Failure", "failure", *failure_blocks(failure)) if failure else None
 
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:

@@ -27,7 +27,7 @@ _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
 
 
-def failure_sections(failure: Failure) -> Iterator[Section]:
+def failure_blocks(failure: Failure) -> Iterator[Block | Section]:
     """The circumstances of a failure, and the last lines that the process wrote."""
     pairs = [
         ("during", failure.phase),
@@ -39,7 +39,7 @@ def failure_sections(failure: Failure) -> Iterator[Section]:
         ("signal", failure.signal),
     ]
     if known := tuple((name, value) for name, value in pairs if value):
-        yield named_section("Failure", Pairs(pairs=known))
+        yield Pairs(pairs=known)
     if failure.last_lines:
         yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
 
