@@ -5,6 +5,7 @@ import json
 import os
 import random
 import tracemalloc
+from dataclasses import fields
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from msgspec import Raw
 from steplab.errors import UserError
 from steplab.traces.microseconds import MISSING, duration_nanoseconds, float_nanoseconds, text_nanoseconds
 from steplab.traces.reading import read_trace
-from steplab.traces.trace import NONE, Inputs, Trace, TraceBuilder
+from steplab.traces.trace import NONE, DeviceWork, Inputs, Ranges, Trace, TraceBuilder
 
 KERNEL = {
     "ph": "X",
@@ -333,7 +334,7 @@ def test_lists_of_tensors_take_an_entry_for_each_tensor(tmp_path: Path) -> None:
 def test_tables_are_in_the_order_of_start_outer_before_inner(spans: list[tuple[int, int]]) -> None:
     builder = TraceBuilder("kineto")
     for number, (start_ns, duration_ns) in enumerate(spans):
-        builder.add_range(builder.names[str(number)], start_ns, duration_ns, 0)
+        builder.add(Ranges, name=builder.names[str(number)], start_ns=start_ns, duration_ns=duration_ns, thread=0)
     trace = builder.build()
     found = [spans[int(trace.names[number])] for number in trace.ranges.name]
     assert found == sorted(spans, key=lambda span: (span[0], -span[1]))
@@ -342,9 +343,14 @@ def test_tables_are_in_the_order_of_start_outer_before_inner(spans: list[tuple[i
 
 def test_columns_are_as_narrow_as_they_can_be() -> None:
     builder = TraceBuilder("kineto")
-    builder.add_work([0, 0], [1, 2], [1, 1], [0, -1], [7, 7], [1, 2**15 - 1], [5, 5])
-    builder.add_work(0, 3, 2**15, 0, [2**15], np.array([2**31 - 1]), -(2**31))
-    builder.add_work([0], 4, 1, 0, 7, np.array([2**31]), [2**63 - 1])
+    columns = [field.name for field in fields(DeviceWork)]
+    rows: tuple[tuple[Any, ...], ...] = (
+        ([0, 0], [1, 2], [1, 1], [0, -1], [7, 7], [1, 2**15 - 1], [5, 5]),
+        (0, 3, 2**15, 0, [2**15], np.array([2**31 - 1]), -(2**31)),
+        ([0], 4, 1, 0, 7, np.array([2**31]), [2**63 - 1]),
+    )
+    for values in rows:
+        builder.add(DeviceWork, **dict(zip(columns, values, strict=True)))
     work = builder.build().work
     assert work.correlation.tolist() == [1, 2**15 - 1, 2**31 - 1, 2**31]
     assert work.size_bytes.tolist() == [5, 5, -(2**31), 2**63 - 1]
@@ -360,7 +366,7 @@ def test_long_tables_are_sorted_stretch_by_stretch(num_rows: int, spread: int) -
     chance = np.random.default_rng(num_rows + spread)
     start_ns, duration_ns = chance.integers(0, spread, num_rows), chance.integers(0, 3, num_rows)
     builder = TraceBuilder("kineto")
-    builder.add_range(np.arange(num_rows), start_ns, duration_ns, np.zeros(num_rows))
+    builder.add(Ranges, name=np.arange(num_rows), start_ns=start_ns, duration_ns=duration_ns, thread=np.zeros(num_rows))
     ranges = builder.build().ranges
     expected = np.lexsort((-duration_ns, start_ns))
     assert ranges.name.tolist() == expected.tolist(), "and in the order of the file among equals"

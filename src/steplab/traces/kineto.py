@@ -5,9 +5,9 @@ Python frames, arrows between events, counters and metadata are skipped.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -30,7 +30,21 @@ from steplab.traces.events import (
 )
 from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
 from steplab.traces.splitting import LONGEST_EVENT_BYTES
-from steplab.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Inputs, Numbering, Trace, TraceBuilder
+from steplab.traces.trace import (
+    EARLIEST_NS,
+    LATEST_NS,
+    LONGEST_NS,
+    NONE,
+    DeviceWork,
+    HostCalls,
+    Inputs,
+    Numbering,
+    Ops,
+    Ranges,
+    Trace,
+    TraceBuilder,
+    Values,
+)
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked
 
@@ -49,6 +63,8 @@ _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 
 
 SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
+Columns = Mapping[str, Values]
+"""The columns that events of every kind have."""
 
 
 def read_kineto(source: Unpacked, *, limits: Limits | None = None, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
@@ -200,40 +216,42 @@ class Collector:
             begin, end = end, end + size
             if size:
                 span = slice(begin, end)
-                add(kept[span], _Common(names[span], start_ns[span], duration_ns[span]))
+                add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
 
-    def _add_work(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+    def _add_work(self, events: Sequence[AnyEvent], common: Columns) -> None:
         args = [event.args for event in events]
         device = _integers([a.device for a in args])
         self.devices.update(device.tolist())
-        self.builder.add_work(
-            *common,
+        self.builder.add(
+            DeviceWork,
+            **common,
             device=device,
             stream=_integers([a.stream for a in args]),
             correlation=_integers([a.correlation for a in args]),
             size_bytes=_integers([a.size_bytes for a in args]),
         )
 
-    def _add_calls(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+    def _add_calls(self, events: Sequence[AnyEvent], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
-        self.builder.add_call(*common, thread=self._threads(events), correlation=correlation)
+        self.builder.add(HostCalls, **common, thread=self._threads(events), correlation=correlation)
 
-    def _add_ops(self, events: Sequence[AnyEvent], common: "_Common") -> None:
+    def _add_ops(self, events: Sequence[AnyEvent], common: Columns) -> None:
         args = [event.args for event in events]
         numbers, join = self._inputs, b",".join
         texts = [
             (a.dims, a.types, a.concrete) if event.name in FUSED_ATTENTION else (a.dims, a.types)
             for event, a in zip(events, args, strict=True)
         ]
-        self.builder.add_op(
-            *common,
+        self.builder.add(
+            Ops,
+            **common,
             thread=self._threads(events),
             sequence=_integers([a.sequence for a in args]),
             inputs=[NONE if text[0] is NO_DIMS else numbers[join(text)] for text in texts],
         )
 
-    def _add_ranges(self, events: Sequence[AnyEvent], common: "_Common") -> None:
-        self.builder.add_range(*common, thread=self._threads(events))
+    def _add_ranges(self, events: Sequence[AnyEvent], common: Columns) -> None:
+        self.builder.add(Ranges, **common, thread=self._threads(events))
 
     def _threads(self, events: Sequence[AnyEvent]) -> list[int]:
         numbers = self.builder.threads
@@ -248,14 +266,6 @@ def _grouped(events: Sequence[SomeEvent]) -> tuple[list[SomeEvent], ...]:
         if append := appends.get(event.cat):
             append(event)
     return groups
-
-
-class _Common(NamedTuple):
-    """The columns that every table begins with."""
-
-    name: list[int]
-    start_ns: Integers
-    duration_ns: Integers
 
 
 def _integers(values: list[Number]) -> Integers:

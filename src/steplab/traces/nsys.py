@@ -17,7 +17,18 @@ from numpy.typing import NDArray
 
 from steplab.errors import UserError
 from steplab.limits import Limits
-from steplab.traces.trace import EARLIEST_NS, LATEST_NS, LONGEST_NS, NONE, Numbering, Trace, TraceBuilder
+from steplab.traces.trace import (
+    EARLIEST_NS,
+    LATEST_NS,
+    LONGEST_NS,
+    NONE,
+    DeviceWork,
+    HostCalls,
+    Numbering,
+    Ranges,
+    Trace,
+    TraceBuilder,
+)
 from steplab.units import MIB
 from steplab.unpacking import OnProgress
 
@@ -142,7 +153,8 @@ class _Export:
         columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid", "bytes")
         for start_ns, duration_ns, name, device, stream, correlation, process, size in self._rows(base, columns):
             self._devices.update(device)
-            self._builder.add_work(
+            self._builder.add(
+                DeviceWork,
                 name=[self._builder.names[text(value)] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
@@ -156,7 +168,8 @@ class _Export:
         for start_ns, duration_ns, name, thread, correlation in self._rows(
             _CALLS, (("nameId",), "globalTid", "correlationId")
         ):
-            self._builder.add_call(
+            self._builder.add(
+                HostCalls,
                 name=[self._builder.names[_CALL_VERSION.sub("", self._text(value))] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
@@ -167,7 +180,8 @@ class _Export:
     def _read_ranges(self) -> None:
         kinds = f"eventType IN ({_PUSH_POP}, {_START_END})"
         for start_ns, duration_ns, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
-            self._builder.add_range(
+            self._builder.add(
+                Ranges,
                 name=[self._builder.names[self._text(value)] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,

@@ -6,7 +6,7 @@ narrow as their values allow, int16, int32 or int64: widen them before arithmeti
 """
 
 from array import array
-from collections.abc import Hashable, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, TypeVar
 
@@ -28,12 +28,18 @@ NONE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class DeviceWork:
-    """The work of the device (kernels, copies and fills) in the order of start."""
+class Events:
+    """Events of one kind, in the order of start, an outer one before what it contains."""
 
     name: Column
     start_ns: Column
     duration_ns: Column
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DeviceWork(Events):
+    """The work of the device: kernels, copies and fills."""
+
     device: Column
     stream: Column
     correlation: Column
@@ -43,24 +49,18 @@ class DeviceWork:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HostCalls:
+class HostCalls(Events):
     """Calls into the CUDA runtime or driver: launches, copies, synchronisations."""
 
-    name: Column
-    start_ns: Column
-    duration_ns: Column
     thread: Column
     """The number of the thread, counted from 0 in the order of appearance."""
     correlation: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ops:
+class Ops(Events):
     """Operators on the host, such as aten::mm; they nest."""
 
-    name: Column
-    start_ns: Column
-    duration_ns: Column
     thread: Column
     sequence: Column
     """Autograd's number: a forward operator and its backward operator carry the same."""
@@ -69,12 +69,9 @@ class Ops:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Ranges:
+class Ranges(Events):
     """Named stretches of host time: record_function and NVTX; they nest."""
 
-    name: Column
-    start_ns: Column
-    duration_ns: Column
     thread: Column
 
 
@@ -148,48 +145,19 @@ class TraceBuilder:
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[Hashable]()
         """The numbers of threads, by whatever the file tells them apart by."""
-        self._work, self._calls, self._ops, self._ranges = (_Table(t) for t in (DeviceWork, HostCalls, Ops, Ranges))
+        kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
+        self._tables = {kind: _Table(kind) for kind in kinds}
 
-    def _count(self, start_ns: Values) -> None:
+    def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
+        """Add an event or many of a kind, with all columns of the kind."""
         self._num_left -= 1 if isinstance(start_ns, int) else len(start_ns)
         if self._num_left < 0:
             raise LimitReached(f"it has more than {self._most:,} kernels, copies, calls, operators and ranges")
-
-    def add_work(
-        self,
-        name: Values,
-        start_ns: Values,
-        duration_ns: Values,
-        device: Values,
-        stream: Values,
-        correlation: Values,
-        size_bytes: Values,
-    ) -> None:
-        self._count(start_ns)
-        self._work.extend(name, start_ns, duration_ns, device, stream, correlation, size_bytes)
-
-    def add_call(
-        self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, correlation: Values
-    ) -> None:
-        self._count(start_ns)
-        self._calls.extend(name, start_ns, duration_ns, thread, correlation)
-
-    def add_op(
-        self, name: Values, start_ns: Values, duration_ns: Values, thread: Values, sequence: Values, inputs: Values
-    ) -> None:
-        self._count(start_ns)
-        self._ops.extend(name, start_ns, duration_ns, thread, sequence, inputs)
-
-    def add_range(self, name: Values, start_ns: Values, duration_ns: Values, thread: Values) -> None:
-        self._count(start_ns)
-        self._ranges.extend(name, start_ns, duration_ns, thread)
+        self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:
-        """The Trace: each table in the order of start, an outer range or operator before what it contains.
-
-        It ends the builder: its tables become the trace's.
-        """
-        calls = HostCalls(**self._calls.build())
+        """The Trace, which ends the builder: its tables become the trace's."""
+        calls = HostCalls(**self._tables[HostCalls].build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
                 f"{repeated} correlation ids belong to more than one host call, so it is uncertain which of them "
@@ -199,10 +167,10 @@ class TraceBuilder:
             source=self.source,
             names=tuple(self.names),
             inputs=tuple(self.inputs),
-            work=DeviceWork(**self._work.build()),
+            work=DeviceWork(**self._tables[DeviceWork].build()),
             calls=calls,
-            ops=Ops(**self._ops.build()),
-            ranges=Ranges(**self._ranges.build()),
+            ops=Ops(**self._tables[Ops].build()),
+            ranges=Ranges(**self._tables[Ranges].build()),
             device_name=self.device_name,
             notes=tuple(self.notes),
             damage=tuple(self.damage),
@@ -221,11 +189,12 @@ class _Table:
     An array grows in place where the system can move its pages, so that nothing is stored twice.
     """
 
-    def __init__(self, kind: type) -> None:
+    def __init__(self, kind: type[Events]) -> None:
         self._columns = {field.name: array("q" if field.name == "start_ns" else "h") for field in fields(kind)}
 
-    def extend(self, *values: Values) -> None:
-        for name, value in zip(self._columns, values, strict=True):
+    def extend(self, values: Mapping[str, Values]) -> None:
+        assert values.keys() == self._columns.keys()
+        for name, value in values.items():
             given = value if isinstance(value, list) else np.atleast_1d(np.asarray(value, dtype=np.int64))
             while not _appended(self._columns[name], given):
                 column = self._columns[name]
