@@ -17,6 +17,7 @@ from tests.unit.memory_records import imported_snapshot, prediction_of, watched_
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.page import render_page
+from steplab.report.sections import Context
 
 CHROMIUM = next(
     filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable"))),
@@ -189,7 +190,8 @@ def test_no_label_of_watched_memory_is_cut_or_runs_into_another(tmp_path: Path) 
     profile = watched[0].memory_profile
     assert profile is not None
     predictions = {watched[0].id: prediction_of(profile)}
-    told = labels_seen(render_page([*watched, imported_snapshot()], title="t", predictions=predictions), tmp_path, 1200)
+    page = render_page([*watched, imported_snapshot()], title="t", about=Context(predictions=predictions))
+    told = labels_seen(page, tmp_path, 1200)
     assert re.fullmatch(r"(\d+ seen(; |$))+", told), told
 
 

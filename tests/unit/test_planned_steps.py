@@ -12,6 +12,7 @@ from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
 from steplab.report.plan.steps import planned_document, planned_table
+from steplab.report.sections import Context
 from steplab.specs.study import study_from_grids
 
 SMALL: dict[str, Any] = {"model": ["tiny"], "model.num_layers": [1, 2], "context": [32, 64], "precision": ["bf16"]}
@@ -66,7 +67,7 @@ def test_a_page_sets_the_plan_beside_the_measurement() -> None:
     runs = grid({"model": ["tiny"], "context": [32, 64]})
     plans = plans_of([*runs, make_run({"model": "tiny", "pass": "forward"}), recorder_run()])
     assert list(plans) == [run.id for run in runs], "training steps of known models"
-    page = render_page(runs, title="planned", plans=plans)
+    page = render_page(runs, title="planned", about=Context(plans=plans))
     assert ">Planning<" in page
     assert "smallest GPU that fits" in page
 

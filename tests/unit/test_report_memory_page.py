@@ -18,6 +18,7 @@ from steplab.report.memory.document import memory_chapter, watched_in_full
 from steplab.report.memory.facts import memory_facts
 from steplab.report.page import render_page
 from steplab.report.run.cells import cells_of
+from steplab.report.sections import Context
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m$&|{{7*7}}"
 CONTEXTS = [
@@ -140,7 +141,7 @@ def test_each_run_is_compared_with_its_own_counterpart() -> None:
 def test_predictions_stand_beside_what_was_measured() -> None:
     run = CONTEXTS[0]
     prediction = prediction_of(profile_of(run), 1.05)
-    page = render_page([run], title="x", predictions={run.id: prediction})
+    page = render_page([run], title="x", about=Context(predictions={run.id: prediction}))
     section = section_of(page)
     for size in [*prediction.at_peak.values(), prediction.peak_bytes]:
         assert f">{size:,}</td>" in section

@@ -1,20 +1,17 @@
 """Records as one self-contained web page, without scripts, further files or network access."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import chain
 from typing import Any
 
 from steplab import units
 from steplab.records.environment import Environment
-from steplab.records.finding import Findings
-from steplab.records.memory_references import MemoryReferences
-from steplab.records.prediction import MemoryPrediction
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.records.step_time import PlannedStep
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
@@ -37,6 +34,7 @@ _OF_ALL: Terms = (
     ("–", "Not measured, or not known; never zero."),
 )
 """Terms of every page."""
+_NOTHING = Context()
 
 
 def render_page(
@@ -44,18 +42,13 @@ def render_page(
     *,
     title: str,
     description: str = "",
-    predictions: Mapping[str, MemoryPrediction] | None = None,
-    references: MemoryReferences | None = None,
-    plans: Mapping[str, PlannedStep] | None = None,
-    findings: Mapping[str, Findings] | None = None,
+    about: Context = _NOTHING,
     attempts: Attempts | None = None,
     write: Callable[[Document, Mapping[str, str]], str] = html.to_html,
 ) -> str:
     """The page for records of any kinds, as HTML.
 
-    `predictions` of the memory of runs, by the runs' ids, are shown beside the measurements; `references` are the runs
-    that their memory is compared with; `plans` are predictions of steps by the runs' ids; `findings` on profiled runs,
-    by the runs' ids, are the answer of those.
+    `about` has what is shown beside the records: predictions and findings.
 
     A record from which a section cannot be drawn is left out of that section, and the page says so; `attempts` has the
     records left out before. `write` prints the page's document and the sections that are finished, by their anchors.
@@ -64,14 +57,7 @@ def render_page(
     tries = attempts if attempts is not None else Attempts()
     runs = [record for record in records if isinstance(record, Run)]
     cells = tries.draw("the page", runs, cells_of)
-    context = Context(
-        cells=cells,
-        predictions=predictions or {},
-        references=references,
-        plans=plans or {},
-        findings=findings or {},
-        answered=len(records) == 1,
-    )
+    context = replace(about, cells=cells, answered=len(records) == 1)
     of_kind: dict[str, Sequence[Any]] = {
         kind: cells if kind == "run" else [record for record in records if kind_of(record).name == kind]
         for kind in KINDS

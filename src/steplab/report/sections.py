@@ -66,6 +66,9 @@ class Context:
         return [cell.run for cell in self.cells]
 
 
+_NOTHING = Context()
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Chapter:
     """A chapter of a page."""
@@ -112,30 +115,17 @@ def _planning(cells: Sequence[RunCell], context: Context) -> Section | None:
     return planning_chapter([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
 
 
-def _run_document(record: Run, context: Context) -> Document:
-    """All that is said of one run: the chapters of a page about it alone."""
-    context = replace(context, cells=cells_of([record]))
+def _runs_document(runs: Sequence[Run], context: Context = _NOTHING) -> Document:
+    """The chapters of a page about these runs, without what only a page can show; of a single one also where it ran."""
+    context = replace(context, cells=cells_of(runs))
     chapters = (part.make(context.cells, context) for part in SECTIONS["run"].chapters)
+    alone = runs[0] if len(runs) == 1 else None
     return Document(
-        title=run_title(record),
-        subtitle=run_subtitle(record),
+        title=run_title(alone) if alone else counted(len(runs), "run"),
+        subtitle=run_subtitle(alone) if alone else "",
         verdict=_runs_verdict(context.cells, context),
-        sections=(*filter(None, chapters), *environment_section(record.environment)),
-        data=Table(name="runs", columns=(), rows=(run_row(record),)),
-    )
-
-
-def _runs_document(runs: Sequence[Run]) -> Document:
-    """Several runs: the chapters of a page about them, without what only a page can show."""
-    if len(runs) == 1:
-        return _run_document(runs[0], Context())
-    context = Context(cells=cells_of(runs))
-    chapters = (part.make(context.cells, context) for part in SECTIONS["run"].chapters)
-    return Document(
-        title=counted(len(runs), "run"),
-        verdict=_runs_verdict(context.cells, context),
-        sections=tuple(filter(None, chapters)),
-        data=Table(name="runs", columns=(), rows=tuple(run_row(run) for run in runs)),
+        sections=(*filter(None, chapters), *(environment_section(alone.environment) if alone else ())),
+        data=Table(name="runs", columns=(), rows=tuple(map(run_row, runs))),
     )
 
 
@@ -175,7 +165,7 @@ def _of_each(make: Callable[[Any], Verdict], name: Callable[[Any], str]) -> Call
 
 SECTIONS: dict[str, Sections] = {
     "run": Sections(
-        document=_run_document,
+        document=lambda run, context: _runs_document([run], context),
         together=_runs_document,
         verdict=_runs_verdict,
         chapters=(

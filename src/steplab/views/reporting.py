@@ -20,7 +20,7 @@ from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
 from steplab.report.page import render_page
 from steplab.report.run.cells import cells_of
-from steplab.report.sections import SECTIONS, Sections
+from steplab.report.sections import SECTIONS, Context, Sections
 from steplab.views.view import View
 
 
@@ -71,19 +71,18 @@ def _page(
     attempts = Attempts()
     runs = found.of("run")
     watched = attempts.draw("memory", runs, lambda some: [cell.run for cell in watched_in_full(cells_of(some))])
-    predictions = attempts.draw("predictions", watched, lambda some: predictions_of(some, on_progress))
-    references = attempts.draw("comparisons", watched, lambda some: memory_references(some, store))
-    plans = attempts.draw("plans", runs, plans_of)
-    findings = attempts.draw("findings", runs, lambda some: findings_of(some, store))
+    about = Context(
+        predictions=attempts.draw("predictions", watched, lambda some: predictions_of(some, on_progress)),
+        references=attempts.draw("comparisons", watched, lambda some: memory_references(some, store)),
+        plans=attempts.draw("plans", runs, plans_of),
+        findings=attempts.draw("findings", runs, lambda some: findings_of(some, store)),
+    )
     on_progress(Progress(stage="draw", done=0, total=0))
     return render_page(
         found.records,
         title=title,
         description=found.description,
-        predictions=predictions,
-        references=references,
-        plans=plans,
-        findings=findings,
+        about=about,
         attempts=attempts,
         write=to_fragment if in_notebook else to_html,
     )
