@@ -193,14 +193,14 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
         now += 2.0  # when a side is built, and for each turn: of a plain difference and of none 12, else 20
         return product(spec) * (0.98 if spec.model.shape and spec.model.shape.projections == "merged" else 1.0)
 
-    advice = walk(told, budget_s=200.0, clock=lambda: now)
+    advice = walk(told, budget_s=210.0, clock=lambda: now)
     took = {tried.words: tried.took_s for tried in advice.tried}
-    assert {"projections merged", "precision bf16", "attention auto"} <= took.keys()
-    assert took == dict.fromkeys(took, 26.0) | {"projections merged": 42.0}
+    assert {"block_ops triton", "precision bf16", "attention auto"} <= took.keys()
+    assert took == dict.fromkeys(took, 26.0) | {"block_ops triton": 42.0}  # which merges projections
     assert advice.untried_s is not None
     assert len(advice.untried) == len(advice.untried_shares) > 0
-    assert 200.0 - now < advice.untried_s
-    assert now <= 200.0
+    assert 210.0 - now < advice.untried_s
+    assert now <= 210.0
     text = " ".join(render(advice_document(advice), "table", width=200).split())
     assert "because time was over" in text
     assert "more of --budget" in text

@@ -235,12 +235,24 @@ def test_the_rates_of_products_are_found_again() -> None:
 def test_what_a_step_adds_is_found_again() -> None:
     """The five figures of a step, from phases that are made of them."""
     true = StepRates(
-        gap_s=3e-6, product_factor=1.2, streaming_factor=0.9, throttle_from=0.3, throttle=0.5, spread={}
-    )  # fmt: skip
+        gap_s=3e-6,
+        replayed_gap_s=2e-6,
+        product_factor=1.2,
+        streaming_factor=0.9,
+        throttle_from=0.3,
+        throttle=0.5,
+        spread={},
+    )
     runs = [run for run in golden_runs() if run.spec and run.timing and run.spec.model.kind == "transformer"]
     alone = StepRates(
-        gap_s=0, product_factor=1, streaming_factor=1, throttle_from=1, throttle=0, spread={"elsewhere": 1}
-    )  # fmt: skip
+        gap_s=0,
+        replayed_gap_s=0,
+        product_factor=1,
+        streaming_factor=1,
+        throttle_from=1,
+        throttle=0,
+        spread={"elsewhere": 1},
+    )
     cells = phase_cells(runs[::4], with_rates(H200, step=alone))
     made = [dataclasses.replace(cell, measured_s=cell.in_step_s(true)) for cell in cells]
     found = fit_step(made)

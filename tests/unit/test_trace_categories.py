@@ -12,6 +12,7 @@ KERNELS = {
     "void cublasLt::splitKreduce_kernel<32, 16, int, float, __nv_bfloat16>(cublasLt::cublasSplitKParams)": "matmul",
     "triton_tem_fused_mm_3": "matmul",
     "void pytorch_flash::flash_fwd_kernel<Flash_fwd_kernel_traits<64, 128, 128, 4>, true>": "attention",
+    "attention_backward": "attention",
     "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_128x128x128": "attention",
     "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>": "softmax",
     "at::native::cunn_SoftMaxForward<4, float, float, float, at::native::Epilogue>": "softmax",

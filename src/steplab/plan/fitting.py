@@ -5,6 +5,7 @@ ahead, and the interval to what such a fit gets wrong of sizes that it has not s
 """
 
 import dataclasses
+import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median
@@ -13,6 +14,7 @@ import msgspec
 
 from steplab.errors import Unsupported, UserError
 from steplab.plan.kernel_fit import (
+    STAY,
     Params,
     fit_attention,
     fit_products,
@@ -36,7 +38,13 @@ from steplab.stats import percentile
 _LEAST_PRODUCTS = 20
 """Products that a number format needs in the records before its rates are fitted."""
 _ALONE = StepRates(
-    gap_s=0.0, product_factor=1.0, streaming_factor=1.0, throttle_from=1.0, throttle=0.0, spread={"elsewhere": 1.0}
+    gap_s=0.0,
+    replayed_gap_s=0.0,
+    product_factor=1.0,
+    streaming_factor=1.0,
+    throttle_from=1.0,
+    throttle=0.0,
+    spread={"elsewhere": 1.0},
 )
 """A step that is its kernels."""
 _INTERVAL = 95
@@ -120,14 +128,16 @@ class _Load:
     kernels: int
     at_peak_s: float
     """Seconds that the FLOPs on tensor cores would take at the stated peak."""
+    replayed: bool
+    """Whether a CUDA graph launches the kernels."""
 
     def in_step_s(self, rates: StepRates, slower: float) -> float:
         """Seconds within a step that lowers the clock by `slower`."""
         products = (self.tensor_s * slower + self.vector_s) * rates.product_factor
-        return products + self.streaming_s * rates.streaming_factor + self.kernels * rates.gap_s
+        return products + self.streaming_s * rates.streaming_factor + self.kernels * rates.gap(self.replayed)
 
 
-def _load(parts: Sequence[TimePart], gpu: Gpu) -> _Load:
+def _load(parts: Sequence[TimePart], gpu: Gpu, *, replayed: bool) -> _Load:
     tensor = [part for part in parts if on_tensor_cores(part)]
     streaming_s = sum(part.seconds for part in parts if part.kind == "streaming")
     tensor_s = sum(part.seconds for part in tensor)
@@ -137,6 +147,7 @@ def _load(parts: Sequence[TimePart], gpu: Gpu) -> _Load:
         streaming_s=streaming_s,
         kernels=sum(part.kernels for part in parts),
         at_peak_s=sum(part.flops / gpu.peaks[part.dtype] for part in tensor),
+        replayed=replayed,
     )
 
 
@@ -189,7 +200,8 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
             samples = run.timing.phase(phase)
             own = [part for part in known[run.spec] if part.phase == phase]
             if samples is not None and samples.best_s and own:
-                loads = _load(own, gpu), _load(known[run.spec], gpu)
+                replayed = run.spec.replays_model
+                loads = (_load(each, gpu, replayed=replayed) for each in (own, known[run.spec]))
                 found.append(PhaseCell(run, phase, median(samples.best_s), *loads))
     return found
 
@@ -204,7 +216,7 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
     """Seconds of Python for each kernel, by machine and way of compiling: the median of the phases that waited."""
     found: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for cell in cells:
-        if cell.measured_s > _WAITED * cell.device_s:
+        if cell.measured_s > _WAITED * cell.device_s and not cell.own.replayed:
             found[cell.machine].append(cell.measured_s / cell.kernels)
     return {machine: median(paces) for machine, paces in found.items()}
 
@@ -252,6 +264,8 @@ def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], fl
 def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
     """Whether the device may have waited for the host: the kernels take little longer than the host of that machine,
     or than the median host where the machine's pace is not known."""
+    if cell.own.replayed:
+        return False
     pace = paces.get(cell.machine)
     if pace is None:
         usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
@@ -260,14 +274,26 @@ def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
 
 
 def fit_step(cells: Sequence[PhaseCell]) -> StepRates:
-    """What phases add to their kernels, from those in which the device never waited."""
+    """What phases add to their kernels, from those in which the device never waited; the gap in CUDA graphs by itself,
+    from those that graphs replay."""
+    launched, replayed = ([cell for cell in cells if cell.own.replayed == each] for each in (False, True))
 
-    def error(params: Params) -> float:
-        rates = msgspec.convert(params | {"spread": {}}, StepRates)
-        return relative_error((cell.in_step_s(rates), cell.measured_s) for cell in cells)
+    def fitted(start: Params, known: Params, own: Sequence[PhaseCell]) -> Params:
+        def error(params: Params) -> float:
+            rates = msgspec.convert({"replayed_gap_s": 0.0, "spread": {}} | known | params, StepRates)
+            away = sum(abs(math.log(params[name] / start[name])) for name in start)
+            return relative_error((cell.in_step_s(rates), cell.measured_s) for cell in own) + STAY * away
+
+        return known | search(error, start)
 
     start = {"gap_s": 1e-6, "product_factor": 1.02, "streaming_factor": 1.02, "throttle_from": 0.4, "throttle": 0.3}
-    return msgspec.convert(search(error, start) | {"spread": {}}, StepRates)
+    found = fitted(start, {}, launched)
+    found = (
+        fitted({"replayed_gap_s": found["gap_s"]}, found, replayed)
+        if replayed
+        else found | {"replayed_gap_s": found["gap_s"]}
+    )
+    return msgspec.convert(found | {"spread": {}}, StepRates)
 
 
 def fit_hidden_update(records: Sequence[Record]) -> float:

@@ -15,6 +15,8 @@ from steplab.plan.dry_run.events import Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 """Parts of the names of operators that sum over a dimension."""
+_OF_WEIGHTS_TOO = "norm_backward"
+"""End of the names of operators whose gradient of a weight is a sum over rows, beside one that is made row by row."""
 _ALONE = (
     *("_fused_adamw_", "adamw_kernel", "_foreach_", "embedding_dense_backward", "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu"),
@@ -40,11 +42,16 @@ class Kernel:
     """Whether it is made of operators between products; else it is the operator as it is."""
     reduces: bool = False
     """Whether one of them sums over a dimension."""
+    sums_rows: bool = False
+    """Whether it adds up rows, which needs a pass of its own beside kernels that go row by row."""
 
 
-def fused_kernels(operators: Sequence[Operator]) -> list[Kernel]:
-    """The kernels of a step whose model is compiled, in the order in which they begin."""
-    fuser = _Fuser()
+def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
+    """The kernels of a step whose model is compiled, in the order in which they begin.
+
+    With `blocks_alone` each block is compiled by itself: what lies outside of them is not, and no kernel is of two.
+    """
+    fuser = _Fuser(blocks_alone)
     for op in operators:
         fuser.take(op)
     fuser.join_only_readers()
@@ -56,6 +63,8 @@ class _Group:
     """Operators that become one kernel."""
 
     pass_name: str
+    unit: str
+    """What is compiled together: a block, or nothing for the whole model."""
     level: int
     """Number of products on the longest way to it."""
     operators: list[Operator] = field(default_factory=list)
@@ -81,14 +90,15 @@ class _Made:
 
 
 class _Fuser:
-    def __init__(self) -> None:
+    def __init__(self, blocks_alone: bool) -> None:
+        self._blocks_alone = blocks_alone
         self._order: list[_Group | Operator] = []
         self._written: dict[int, int] = {}
         self._made: dict[Version, _Made] = {}
         self._needed: set[Version] = set()
         """What operators by themselves read."""
         self._readers: dict[Version, list[_Group]] = {}
-        self._casts: dict[tuple[Version, int, str], Version] = {}
+        self._casts: dict[tuple[Version, int, str, str], Version] = {}
         self._same: dict[Version, Version] = {}
         """A cast that was made a second time -> the first."""
 
@@ -96,18 +106,19 @@ class _Fuser:
         """The next operator of the step."""
         read = [(self._now(each.memory), Spans({(each.start, each.num_bytes)})) for each in op.reads]
         level = max((self._made[version].level for version, _ in read if version in self._made), default=0)
-        if op.kind != "streaming" or op.name.startswith(_ALONE):
+        unit = self._unit(op)
+        if op.kind != "streaming" or op.name.startswith(_ALONE) or unit is None:
             self._needed.update(version for version, _ in read)
             self._write(op.writes, None, level + 1)
             self._order.append(op)
             return
         cast_of = read[0][0] if op.name == "copy" and not op.strided and read else None
         if cast_of is not None:
-            known = self._casts.get((cast_of, op.written_bytes, _pass(op)))
+            known = self._casts.get((cast_of, op.written_bytes, _pass(op), unit))
             if known is not None:
                 self._same[self._next(op.writes[0].memory)] = known
                 return
-        group = self._group(op, [version for version, _ in read], level)
+        group = self._group(op, unit, [version for version, _ in read], level)
         for version, spans in read:
             if version not in group.made:
                 group.reads[version] = spans | group.reads.get(version, Spans())
@@ -115,9 +126,15 @@ class _Fuser:
         for version in self._write(op.writes, group, level):
             self._made[version].reads = read
             if cast_of is not None:
-                self._casts[cast_of, op.written_bytes, _pass(op)] = version
+                self._casts[cast_of, op.written_bytes, _pass(op), unit] = version
                 if cast_of in self._made:
                     self._made[cast_of].casts.append(version)
+
+    def _unit(self, op: Operator) -> str | None:
+        """What an operator is compiled with; None: it is not compiled."""
+        if not self._blocks_alone:
+            return ""
+        return op.where if op.where.startswith("block ") else None
 
     def _now(self, memory: int) -> Version:
         version = (memory, self._written.get(memory, 0))
@@ -140,17 +157,18 @@ class _Fuser:
         if group not in readers:
             readers.append(group)
 
-    def _group(self, op: Operator, read: list[Version], level: int) -> _Group:
+    def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
         """The kernel that makes or reads one of the inputs with no product between; those of all inputs are joined."""
         found: list[_Group] = []
         for version in read:
             made = self._made.get(version)
             near = [made.group] if made and made.group else []
             for group in (*near, *self._readers.get(version, ())):
-                if group.level == level and group.pass_name == _pass(op) and group not in found:
+                same = (group.level, group.pass_name, group.unit) == (level, _pass(op), unit)
+                if same and group not in found:
                     found.append(group)
         if not found:
-            found = [_Group(_pass(op), level)]
+            found = [_Group(_pass(op), unit, level)]
             self._order.append(found[0])
         for other in found[1:]:
             self._join(found[0], other)
@@ -184,7 +202,8 @@ class _Fuser:
             for version in item.made:
                 readers += [r for r in self._readers.get(version, ()) if r.pass_name == item.pass_name]
             only = readers[0] if readers else None
-            if only and all(r is only for r in readers) and not any(v in self._needed for v in item.made):
+            alone = only and only.unit == item.unit and all(r is only for r in readers)
+            if only and alone and not any(v in self._needed for v in item.made):
                 self._join(only, item)
 
     def kernels(self) -> Iterator[Kernel]:
@@ -200,6 +219,9 @@ class _Fuser:
                 reduces = any(part in op.name for op in item.operators for part in _REDUCTIONS)
                 moved = item.unnamed_bytes + sum(map(_covered_bytes, reads.values())) + written
                 yield Kernel(item.operators[0], moved, fused=True, reduces=reduces)
+                for op in item.operators:
+                    if op.name.endswith(_OF_WEIGHTS_TOO):
+                        yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
 
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
         """What is read in place of what the eager step reads: of a kernel of an earlier pass, what is in memory."""

@@ -29,6 +29,9 @@ Params = dict[str, float]
 
 _FIRST_STEP, _LAST_STEP = 0.3, 0.004
 """Relative size of the first and of the last changes that the search tries."""
+STAY = 0.001
+"""Error that a figure of a step must save to move by a factor of e from where its search starts, so that one which no
+record shows stays, as the throttling of steps that keep their clock."""
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
 """Operators whose kernels a trace cannot tell apart: masking out of place copies first, and the softmax's backward pass
@@ -207,7 +210,8 @@ def _fused_sums(runs: Sequence[Run]) -> list[_Sum]:
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile == "off":
             continue
-        kernels = fused_kernels(operators_of(dataclasses.replace(run.spec, compile="off")))
+        operators = operators_of(dataclasses.replace(run.spec, compile="off"))
+        kernels = fused_kernels(operators, blocks_alone=run.spec.compile == "block")
         for phase in ("forward", "backward"):
             for reduces in (False, True):
                 own = [k for k in kernels if k.fused and k.operator.phase == phase and k.reduces == reduces]

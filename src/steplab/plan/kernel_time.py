@@ -31,11 +31,13 @@ USUAL_ATTENTION = "sdpa_flash"
 """Whose rates stand for those of an implementation that was not measured."""
 
 
-def kernel_in_step_s(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds from the begin of a kernel to that of the next, within a step whose host is ahead."""
-    step = gpu.rates.step
-    factor = step.streaming_factor if kernel.operator.kind == "streaming" else step.product_factor
-    return kernel_s(kernel, gpu) * factor + step.gap_s
+def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> float:
+    """Seconds from the begin of a kernel to that of the next, within a step whose host is ahead; replayed: whether a
+    CUDA graph launches them."""
+    step, factor = gpu.rates.step, gpu.rates.step.product_factor
+    if kernel.operator.kind == "streaming":
+        factor = 1.0 if kernel.operator.phase == "optimizer" else step.streaming_factor  # of updates, steps were fitted
+    return kernel_s(kernel, gpu) * factor + step.gap(replayed)
 
 
 def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
@@ -51,7 +53,7 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
 def streaming_name(kernel: Kernel) -> str:
     """By which name the rates have it."""
     if kernel.fused:
-        return "fused reduction" if kernel.reduces else "fused"
+        return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator
     if op.name.removesuffix("_backward") in _ONE_PASS:
         return "copy"

@@ -83,6 +83,8 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     gap_s: float
     """Seconds between a kernel and the next, while the host is ahead."""
+    replayed_gap_s: float
+    """The same where a CUDA graph launches the kernels."""
     product_factor: float
     """Times which products and fused attention take longer."""
     streaming_factor: float
@@ -96,6 +98,10 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     spread: dict[str, float]
     """Half of the 90 % interval around the central value, as a share of it, by what was fitted: eager, compiled, and
     'elsewhere' for GPUs and number formats without a fit of their own."""
+
+    def gap(self, replayed: bool) -> float:
+        """Seconds between a kernel and the next."""
+        return self.replayed_gap_s if replayed else self.gap_s
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from steplab.errors import Unsupported
-from steplab.plan.kernel_fit import Params, search
+from steplab.plan.kernel_fit import STAY, Params, search
 from steplab.plan.public import PublicLoad, PublicRow, load_of
 from steplab.plan.rates import StackRates, fitted_rates, gpu_with
 from steplab.specs.hardware import hardware_named
@@ -23,8 +23,6 @@ _INTERVAL = 90
 _MANY_ROWS = 20
 """From which on products, attention and streaming have a factor each, rather than one together."""
 _KINDS = ("product_factor", "attention_factor", "streaming_factor")
-_STAY = 0.001
-"""Error that a figure must save to move by a factor of e from where it starts, so that one which no row shows stays."""
 _NETWORK = {
     True: {"network_bytes_per_s": 50e9, "exposed": 0.1},
     False: {"network_bytes_per_s": 50e9, "hop_s": 1e-5},
@@ -108,6 +106,6 @@ def _fitted(own: Sequence[Loaded], group: str, gpu: str) -> StackRates:
             return math.inf
         trial = stack(params)
         away = sum(abs(math.log(params[name] / start[name])) for name in start)
-        return sum(abs(math.log(load.seconds(trial) / measured)) for _, load, measured in own) / len(own) + _STAY * away
+        return sum(abs(math.log(load.seconds(trial) / measured)) for _, load, measured in own) / len(own) + STAY * away
 
     return stack(search(error, start))

@@ -18,7 +18,7 @@ from steplab.ops.attention.choice_table import FALLBACK
 from steplab.plan.dry_run.events import READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s
+from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s, streaming_name
 from steplab.plan.rates import Gpu, StepRates
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, CompiledShares, PhaseTimes, StepTimePrediction, TimePart
@@ -47,7 +47,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     after = dataclasses.replace(spec, update=AFTER)
-    parts = parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu))
+    parts = parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu, spec))
     parts = throttled(parts, gpu)
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
@@ -255,29 +255,29 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
     assert shape is not None
     model = dataclasses.replace(spec.model, shape=dataclasses.replace(shape, num_layers=num_layers))
     kernels = kernels_of(dataclasses.replace(spec, model=model))
-    return _sums(kernels, gpu)
+    return _sums(kernels, gpu, spec)
 
 
 def kernels_of(spec: StepSpec) -> list[Kernel]:
     """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
-    return _kernels(operators_of(spec), spec.compile)
+    return _kernels(operators_of(spec), spec.compile, blocks_alone=spec.compile == "block")
 
 
-def _kernels(operators: Sequence[Operator], compile: str) -> list[Kernel]:
+def _kernels(operators: Sequence[Operator], compile: str, *, blocks_alone: bool = False) -> list[Kernel]:
     if compile != "off":
-        return fused_kernels(operators)
+        return fused_kernels(operators, blocks_alone=blocks_alone)
     return [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
 
 
-def _sums(kernels: Sequence[Kernel], gpu: Gpu) -> dict[_Key, _Sum]:
+def _sums(kernels: Sequence[Kernel], gpu: Gpu, spec: StepSpec) -> dict[_Key, _Sum]:
     found: dict[_Key, _Sum] = defaultdict(_Sum)
     known: dict[tuple[object, ...], float] = {}
     for kernel in kernels:
         op = kernel.operator
         what = "fused" if kernel.fused else op.name
-        sizes = (what, op.kind, op.dtype, op.strided, kernel.reduces, op.product, op.flops, kernel.moved_bytes)
+        sizes = (what, streaming_name(kernel), op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
         if sizes not in known:
-            known[sizes] = kernel_in_step_s(kernel, gpu)
+            known[sizes] = kernel_in_step_s(kernel, gpu, replayed=spec.replays_model)
         key = (op.phase, op.kind, what, op.dtype)
         found[key] = found[key].plus(_Sum(1, known[sizes], op.flops, kernel.moved_bytes))
     return found

@@ -27,7 +27,10 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ),
     (
         "attention",
-        (r"flash|fmha|mha_|sdpa|flex_attention|attention_kernel|Attention(Backward)?Kernel|_attn_(fwd|bwd)",),
+        (
+            r"flash|fmha|mha_|sdpa|flex_attention|attention_kernel|Attention(Backward)?Kernel|_attn_(fwd|bwd)",
+            r"^attention_",
+        ),
     ),
     ("optimizer", (r"adam|sgd_|FusedOptimizer|multi_tensor_apply|adagrad|lamb_|amp_update_scale|amp_non_finite",)),
     (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.parts import PartName, Parts
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import kernel_in_step_s, streaming_s
+from steplab.plan.kernel_time import kernel_in_step_s, streaming_name, streaming_s
 from steplab.plan.rates import Gpu
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
@@ -85,8 +85,7 @@ class PartTimes:
         total = Work()
         for kernel in kernels:
             op = kernel.operator
-            sizes = (kernel.fused or op.name, op.kind, op.dtype, op.strided, kernel.reduces, op.product, op.flops,
-                     kernel.moved_bytes)  # fmt: skip
+            sizes = (streaming_name(kernel), op.name, op.kind, op.dtype, op.product, op.flops, kernel.moved_bytes)
             if sizes not in self._kernels:
                 self._kernels[sizes] = kernel_in_step_s(kernel, self._gpu)
             seconds = self._kernels[sizes]
