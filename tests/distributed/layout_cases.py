@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
@@ -22,6 +23,7 @@ from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
+from steplab.model.workload import loss_of
 from steplab.parallel.collectives import GroupCollectives
 from steplab.parallel.mesh import open_mesh
 from steplab.specs.layout import parse_layout
@@ -85,12 +87,13 @@ def batches() -> list[tuple[Tensor, Tensor]]:
 
 def alone(dtype: torch.dtype, spec: StepSpec) -> tuple[list[float], dict[str, Tensor]]:
     """Losses by step, and weights after them, of one process that has the whole batch, with the spec's model."""
-    model = build_workload(replace(spec_of("dp=1"), model=spec.model), here().torch_device).module
+    single = replace(spec_of("dp=1"), model=spec.model, attention=spec.attention)
+    model = build_workload(single, here().torch_device).module
     assert model is not None
     model.to(dtype)
     losses = []
     for tokens, targets in batches():
-        loss = model(tokens, targets)
+        loss = loss_of(model(tokens, targets))
         loss.backward()
         losses.append(loss.item())
         with torch.no_grad():
@@ -147,6 +150,50 @@ def local(parameter: Tensor) -> Tensor:
 
 def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
     spec = spec_of(layout, **fields)
+    check_bytes(check_training(spec), spec)
+
+
+class Foreign(nn.Module):
+    """A model as one's own may be: blocks in a list, and a head that is tied to the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, FF), nn.GELU(), nn.Linear(FF, WIDTH))
+            for _ in range(LAYERS)
+        )
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> tuple[Tensor, Tensor]:
+        x_BTC = self.embedding(tokens_BT)
+        for block in self.blocks:
+            x_BTC = x_BTC + block(x_BTC)
+        logits_BTV = self.head(x_BTC)
+        return logits_BTV, nn.functional.cross_entropy(logits_BTV.flatten(0, 1), targets_BT.flatten())
+
+
+def foreign() -> tuple[nn.Module, Any]:
+    return Foreign(), lambda: batches()[0]
+
+
+def case_foreign_trains_alike(layout: str, fields: dict[str, object]) -> None:
+    """Each rank keeps its part of every parameter, and FSDP2 gathers the blocks one by one."""
+    ranks = parse_layout(layout).data_ranks
+    common = {"optimizer": "sgd", "context": CONTEXT, "device": here().torch_device.type, "layout": layout}
+    micro_steps = int(str(fields.get("accumulation", 1)))
+    spec = resolve_step({"model": f"{__name__}:foreign", **common, "batch": BATCH // ranks // micro_steps, **fields})
+    step = check_training(spec)
+    kept = sum(local(parameter).numel() for parameter in step.module.parameters())
+    everyone: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, kept)
+    assert sum(everyone) == spec.layout.dp * sum(parameter.numel() for parameter in Foreign().parameters())
+    assert all(isinstance(block, FSDPModule) for block in step.module.blocks)  # type: ignore[union-attr]
+
+
+def check_training(spec: StepSpec) -> ModelStep:
+    """Train, and hold losses and weights to those of one process; gives the step of this rank."""
     step = laid_out(spec)
     expected_losses, expected = alone(torch.float64, spec)
     close_losses, close = alone(torch.float32, spec)
@@ -162,7 +209,7 @@ def case_trains_alike(layout: str, fields: dict[str, object]) -> None:
         allowed = 4 * (close[name] - expected[name]).abs().max() + 4 * torch.finfo(torch.float32).eps * size
         difference = (weight - expected[name]).abs().max()
         assert difference <= allowed, f"{name} is off by {difference:.1e}, and {allowed:.1e} is allowed"
-    check_bytes(step, spec)
+    return step
 
 
 def case_compiled_trains_alike(layout: str, fields: dict[str, object]) -> None:

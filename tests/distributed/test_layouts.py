@@ -47,6 +47,15 @@ def test_two_ranks_train_as_one(layout: str, fields: dict[str, object]) -> None:
 
 
 @pytest.mark.parametrize(
+    ("layout", "fields"),
+    [("fsdp=4", {}), ("dp=2,fsdp=2", {"accumulation": 2, "reshard_after_forward": "never"})],
+    ids=str,
+)
+def test_a_model_of_ones_own_trains_as_one(layout: str, fields: dict[str, object]) -> None:
+    on_ranks(4, cases.case_foreign_trains_alike, layout, fields)
+
+
+@pytest.mark.parametrize(
     ("layout", "checkpointing"), [("fsdp=2", "selective"), ("tp=2", "selective"), ("tp=2", "full")]
 )
 def test_alike_blocks_are_compiled_once(layout: str, checkpointing: str) -> None:

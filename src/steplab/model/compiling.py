@@ -36,7 +36,7 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
         raise Unsupported(
             "working block by block",
             "the model has no nn.ModuleList of blocks",
-            "use another model, or leave out what needs them, such as --compile block and --update overlapped",
+            "use another model, or leave out what needs them: --compile block, --update overlapped, --layout fsdp",
         )
     largest = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
     return list(largest)

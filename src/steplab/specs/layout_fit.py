@@ -21,9 +21,12 @@ def refuse_unserved_layout(
     if layout.world_size == layout.dp:
         return
     if model.kind != "transformer":
-        raise Unsupported(
-            f"{what} for {model.name}", "only steplab's own Transformer can be split along fsdp, tp and pp", only_dp
-        )
+        if layout.tp > 1 or layout.pp > 1:
+            why = "only steplab's own Transformer can be split along tp and pp"
+            raise Unsupported(f"{what} for {model.name}", why, f"{only_dp} or fsdp={layout.world_size}")
+        if compile not in ("off", "block"):
+            why = "its parameters are gathered and freed block by block"
+            raise Unsupported(f"compile {compile} with {what} for {model.name}", why, "use --compile block")
     if model.shape is not None and model.shape.head == "tied":
         why = "the embedding and the head share a weight, and are split and gathered apart"
         raise Unsupported(f"model.head tied with {what}", why, f"use --model.head untied, or {only_dp}")

@@ -16,12 +16,18 @@ from torch import nn
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distributed import Distributed, make_whole
-from steplab.measurement.step.laying_out import lay_out_transformer, prepare_blocks, sharding_of, units_of
+from steplab.measurement.step.laying_out import (
+    forget_the_whole,
+    lay_out_transformer,
+    prepare_blocks,
+    sharding_of,
+    units_of,
+)
 from steplab.model.compiling import compile_blocks, compiled
 from steplab.model.transformer import Transformer
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.layout import lay_out, no_gradient_sync
-from steplab.parallel.mesh import open_mesh
+from steplab.parallel.mesh import data_share, open_mesh
 from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
@@ -45,12 +51,10 @@ def make_ready(
     if world is None:
         return Distributed(module=module, call=_compiled(module, spec, by_block=spec.compile == "block"))
     if variant is None and spec.layout.world_size != spec.layout.dp:
-        assert isinstance(module, Transformer)  # the spec refuses any other
-        return lay_out_transformer(module, spec, world, autocast)
+        return _laid_out(module, spec, spec.layout, world, autocast)
     variant = variant or _variant_of(spec)
     if variant.kind == "fsdp2":
-        sharded = replace(spec, layout=Layout(fsdp=world.size)) if isinstance(module, Transformer) else spec
-        return _fully_sharded(module, sharded, world, autocast)
+        return _laid_out(module, spec, Layout(fsdp=world.size), world, autocast)
     called = _compiled(module, spec, by_block=isinstance(module, Transformer) or spec.compile == "block")
     return _data_parallel(module, called, variant, world)
 
@@ -140,19 +144,22 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
     return [*blocks, *(inner for inner in outside if any(True for _ in inner.parameters(recurse=False)))]
 
 
-def _fully_sharded(module: nn.Module, spec: StepSpec, world: World, autocast: Autocast) -> Distributed:
-    """Shard along fsdp alone; a foreign model is sharded by its repeated blocks."""
+def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, autocast: Autocast) -> Distributed:
+    """Lay the module out by torch's engine; a foreign model along dp and fsdp, by its repeated blocks."""
     if isinstance(module, Transformer):
-        return lay_out_transformer(module, spec, world, autocast)
-    mesh = open_mesh({"fsdp": world.size}, world.device.torch_device.type)
+        return lay_out_transformer(module, replace(spec, layout=layout), world, autocast)
+    device, sharding = world.device.torch_device, sharding_of(module, spec)
+    mesh = open_mesh({"dp": layout.dp, "fsdp": layout.fsdp}, device.type)
+    data_index, _ = data_share(mesh)
     lay_out(
         module,
         mesh,
         tensor_plan={},
         units=units_of(module),
         wrap_units=lambda: _compiled(module, spec, by_block=True),
-        sharding=sharding_of(module, spec),
+        sharding=sharding,
     )
-    return Distributed(
-        module=module, call=module, data_index=world.rank, no_sync=lambda: no_gradient_sync(module, keep_gathered=False)
-    )
+    forget_the_whole(device)
+    keep = not sharding.reshard_after_forward
+    no_sync = partial(no_gradient_sync, module, keep_gathered=keep)
+    return Distributed(module=module, call=module, data_index=data_index, no_sync=no_sync)

@@ -49,7 +49,7 @@ def lay_out_transformer(model: Transformer, spec: StepSpec, world: World, autoca
         if spec.layout.data_ranks > 1:
             keep = not sharding_of(model, spec).reshard_after_forward
             laid_out = replace(laid_out, no_sync=lambda: no_gradient_sync(model, keep_gathered=keep))
-    _forget_the_whole(device)
+    forget_the_whole(device)
     return laid_out
 
 
@@ -148,7 +148,7 @@ def _in_stages(
     return pipeline, nn.ModuleList(stages)
 
 
-def _forget_the_whole(device: torch.device) -> None:
+def forget_the_whole(device: torch.device) -> None:
     """Free the memory of the whole model, so that it is not part of the step's peaks."""
     if device.type == "cuda":
         gc.collect()
