@@ -4,9 +4,8 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
 
-from steplab.comparison.kernels import kernel_changes
+from steplab.comparison.differences import kernel_changes, memory_changes
 from steplab.comparison.likeness import unlike, whole_key
-from steplab.comparison.memory import memory_changes
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError

@@ -1,18 +1,53 @@
-"""What holds different memory at the peaks of two watched steps: category by category, with the tensors."""
+"""Where two steps differ beneath their figures: part by part of the model in time, tensor by tensor in memory."""
 
 import re
 from collections import defaultdict
 from collections.abc import Iterable
 
-from steplab.records.comparison import MemoryChange, TensorBytes
+from steplab.records.comparison import KernelChange, KernelCount, MemoryChange, TensorBytes
 from steplab.records.memory_profile import Allocation, MemoryProfile
+from steplab.records.profile import Profile
 
-_NOTICEABLE = 0.001
-"""Share of the peak from which a difference is told."""
 _MOST = 12
+_NOTICEABLE_TIME = 0.005
+"""Share of a step's busy time from which a difference of one part is told."""
+_NOTICEABLE_BYTES = 0.001
+"""Share of the peak from which a difference is told."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 _Group = tuple[str, str, tuple[int, ...] | None]
+
+
+def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
+    """The parts of the model whose kernels take different time in a step of B, the largest difference first.
+
+    A part is a phase and a range; if one of the profiles has no ranges, it is a phase and a category of kernels.
+    """
+    by_range = all(any(kernel.range for kernel in profile.kernels) for profile in (a, b))
+    before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
+    least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
+    found = [
+        KernelChange(cell=cell, phase=part[0], range=part[1], a=before.get(part, ()), b=after.get(part, ()))
+        for part in dict.fromkeys((*before, *after))
+    ]
+    changed = [change for change in found if abs(change.b_s - change.a_s) >= least_s]
+    return tuple(sorted(changed, key=lambda change: -abs(change.b_s - change.a_s))[:_MOST])
+
+
+def _parts(profile: Profile, *, by_range: bool) -> dict[tuple[str, str], tuple[KernelCount, ...]]:
+    """The kernels of each part, per step."""
+    calls: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    for kernel in profile.kernels:
+        counted = calls[kernel.phase, kernel.range if by_range else kernel.category][kernel.name]
+        counted[0] += kernel.calls / profile.num_steps
+        counted[1] += kernel.total_s / profile.num_steps
+    return {
+        part: tuple(
+            KernelCount(name=name, calls=number, time_s=time_s)
+            for name, (number, time_s) in sorted(kernels.items(), key=lambda item: -item[1][1])
+        )
+        for part, kernels in calls.items()
+    }
 
 
 def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tuple[MemoryChange, ...]:
@@ -22,7 +57,7 @@ def memory_changes(a: MemoryProfile, b: MemoryProfile, *, cell: str = "") -> tup
     records name the largest allocations, so that small ones may be missing.
     """
     before, after = _groups(a.largest), _groups(b.largest)
-    least = _NOTICEABLE * max(a.peak_bytes, b.peak_bytes)
+    least = _NOTICEABLE_BYTES * max(a.peak_bytes, b.peak_bytes)
     found = []
     for group in dict.fromkeys((*before, *after)):
         category, module, shape = group
