@@ -32,6 +32,8 @@ from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
 from steplab.report.run.cells import cells_of
+from steplab.report.run.effects import effects_of
+from steplab.report.run.narrative import gain_of
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.resolve import resolve_step
 
@@ -86,6 +88,24 @@ def test_a_failed_step_is_not_said_to_have_nothing_to_gain() -> None:
     run = replace(profiled_run(), failure=Failure(kind="error", message="why"), profile=None)
     nothing = replace(findings(profiled_run()), findings=())
     assert list(finding_sentences(run, nothing)) == ["The run failed, so there is no step to explain."]
+
+
+@pytest.mark.parametrize(
+    ("after_s", "figure"), [((0.005, 0.0051, 0.0049) * 3, "2.00×"), ((0.004, 0.012, 0.008) * 3, "undecided")]
+)
+def test_a_gain_that_is_not_certain_has_no_figure(after_s: tuple[float, ...], figure: str) -> None:
+    """Of the second the intervals overlap: its medians are 1.25 times apart."""
+    before = steps(make_run({"precision": "fp32"}), *(0.010, 0.0101, 0.0099) * 3)
+    (effect,) = effects_of(cells_of([before, steps(make_run({"precision": "bf16"}), *after_s)]))
+    assert gain_of(effect).figure == figure
+
+
+def test_a_step_without_a_peak_says_how_its_mfu_is_had() -> None:
+    why = "no fp32 peak is known for a CPU; `steplab doctor` measures one for later runs"
+    run = make_run()
+    used = tuple(replace(u, peak_flops_per_s=None, value=None, peak_source=why) for u in run.utilizations)
+    assert f"Its MFU is not known: {why}." in answer([replace(run, utilizations=used)], Context()).sentences
+    assert "not known" not in " ".join(answer([run], Context()).sentences)
 
 
 def test_bf16_that_is_slower_is_not_called_a_gain() -> None:

@@ -19,7 +19,7 @@ from steplab.cli.options import PageOptions
 
 def compare(
     a: Annotated[str, Parameter(help="What to compare with", show_default=False)],
-    b: Annotated[str, Parameter(help="What is compared", show_default=False)] = "last",
+    b: Annotated[str, Parameter(help="What is compared")] = "last",
     /,
     *,
     allow: Annotated[

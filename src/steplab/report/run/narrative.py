@@ -24,7 +24,7 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     """The effect of each choice that the answer does not tell; those with a negligible effect share one sentence."""
     told = {effect.choice for effect in main_effects(cells)}
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
-    gains = [_gain(effect) for effect in effects if not effect.is_negligible]
+    gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
         share = f"{NEGLIGIBLE:.0%}".replace("%", " %")
         text = f"Step time changes by less than {share} in every pair of runs that differ in one of these choices only"
@@ -32,10 +32,11 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     return gains
 
 
-def _gain(effect: Effect) -> Fact:
-    """The range of the gains over all pairs, and how many of them are certain."""
-    least, most = (times_words(effect.pairs[place].ratio) for place in (0, -1))
-    return Fact(figure=" to ".join(dict.fromkeys((least, most))), text=effect_words(effect), wide=True)
+def gain_of(effect: Effect) -> Fact:
+    """The range of the gains over the pairs that are certain, and how many those are."""
+    ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.is_certain]
+    figure = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "undecided"
+    return Fact(figure=figure, text=effect_words(effect), wide=True)
 
 
 def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:

@@ -51,6 +51,8 @@ def _one(run: Run) -> Iterator[str]:
         told.append(f"{rate} of model FLOPs{share}")
     if told:
         yield f"That is {'; '.join(told)}."
+    if used and used.value is None:
+        yield f"Its MFU is not known: {used.peak_source}."
 
 
 def run_cautions(run: Run) -> Iterator[str]:
