@@ -9,6 +9,7 @@ from typing import TypeVar
 import pytest
 
 from steplab.costs.communication import wire_bytes
+from steplab.plan.rates import gpu_named
 from steplab.records.codec import decode
 from steplab.records.comm import CommRun
 from steplab.records.ddp import COMPUTE_ROW, DdpCell, DdpRun
@@ -33,6 +34,12 @@ def studies() -> dict[str, DdpRun]:
     """By id; the first three by their names."""
     runs = records("ddp_h200_202611.jsonl.gz", DdpRun)
     return {run.id: run for run in runs} | {run.name: run for run in runs[:3]}
+
+
+@pytest.fixture(scope="module")
+def studies_of_updates() -> dict[str, DdpRun]:
+    """By id."""
+    return {run.id: run for run in records("ddp_update_h200_202611.jsonl.gz", DdpRun)}
 
 
 def cell(run: DdpRun, label: str) -> DdpCell:
@@ -73,6 +80,51 @@ def test_four_ranks_that_send_in_turns_expose_a_third_at_every_bucket_size(
     assert exposed_s / best_s == pytest.approx(share, abs=0.005)
     assert exposed_s < 0.9 * earlier_s
     assert figures.usual_baseline_s(turns) == pytest.approx(figures.usual_baseline_s(before), rel=0.005)
+
+
+@pytest.mark.parametrize(
+    ("study", "shares"),
+    [
+        ("8e899e122774", {"100 MB": (0.24, 0.21), "200 MB": (0.30, 0.28), "400 MB": (0.33, 0.27)}),
+        ("12a6bcc50b23", {"100 MB": (0.27, 0.23), "200 MB": (0.27, 0.23), "400 MB": (0.32, 0.25)}),
+    ],
+)
+def test_shares_of_what_torch_ddp_adds_with_the_update_afterwards_and_overlapped(
+    studies_of_updates: dict[str, DdpRun], study: str, shares: dict[str, tuple[float, float]]
+) -> None:
+    run = studies_of_updates[study]
+    best_s = figures.best_ddp_s(run.cells)
+    assert best_s is not None
+    for size, both in shares.items():
+        for update, share in zip(("", ", update overlapped"), both, strict=True):
+            exposed_s = figures.exposed_s(cell(run, f"bucketed {size}, peer_copy{update}"))
+            assert exposed_s is not None
+            assert exposed_s / best_s == pytest.approx(share, abs=0.005), (size, update)
+    sharded_s = figures.exposed_s(cell(run, "sharded 100 MB, peer_copy"))
+    assert sharded_s is not None
+    assert sharded_s < 0
+
+
+def test_peer_copies_slow_the_backward_pass_by_part_of_what_their_bytes_take(
+    studies_of_updates: dict[str, DdpRun],
+) -> None:
+    """Bytes through each GPU's memory (sent, landed, averaged, returned, arrived), at its stated bandwidth."""
+    shares, bytes_per_s = [], gpu_named("H200 SXM").bandwidth_bytes_per_s
+    for run in studies_of_updates.values():
+        size = run.study.processes
+        assert run.facts is not None
+        for one in run.cells:
+            if one.contender.transport != "peer_copy":
+                continue
+            sharded = one.contender.kind == "sharded"
+            moved_bytes = ((3 if sharded else 5) * size - (1 if sharded else 3)) / size * run.facts.gradient_bytes
+            beside_s, by_itself_s = (
+                max(median(rank.samples("backward", baseline=baseline)) for rank in one.ranks)
+                for baseline in (False, True)
+            )
+            shares.append((beside_s - by_itself_s) / (moved_bytes / bytes_per_s))
+    assert len(shares) >= 20
+    assert (round(min(shares), 2), round(max(shares), 2)) == (0.62, 0.84)
 
 
 def test_with_a_head_start_python_was_ahead_of_every_step(studies: dict[str, DdpRun]) -> None:
