@@ -15,7 +15,8 @@ no rank has memory for the averages of others.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers where they are connected by an
 NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a stretch are made, and
-the ranks tell each other, the engine sends the next one. The last means go home when their bucket is waited for.
+the ranks tell each other, the engine sends the next one. The last means of a bucket go home behind the next bucket's
+first gradients, or when their own bucket is waited for; between two ranks, whose link has time, they go at once.
 
 *Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. It would not stay
 so by itself: once two ranks copy to a third one, each gets half of its link, and another rank receives nothing. So a
@@ -122,7 +123,7 @@ class PeerCopies:
         if home:
             latest = max(bucket.number for bucket in home)
             if latest == self.num_launched:
-                self._return_last()
+                self.return_last()
             self.memory.current_awaits(self._means_told, latest)  # counters only grow: all of them are home then
         for bucket in home:
             bucket.drop()
@@ -164,7 +165,7 @@ class PeerCopies:
         self.copy(stretch.home)
         self.memory.signal(COPIES, self._tell_of_means, number)
 
-    def _return_last(self) -> None:
+    def return_last(self) -> None:
         """Send home the means of the last stretch, if they are not on their way."""
         if self._unreturned is not None:
             self.memory.follow_line(COPIES, MEANS)
@@ -196,7 +197,7 @@ class PeerCopies:
 
     def await_launch(self, number: int) -> None:
         """The current stream's next work waits until the stretch of this number and those before have come home."""
-        self._return_last()
+        self.return_last()
         if self._num_awaited < number:
             self.memory.current_awaits(self._means_told, number)
             self._num_awaited = number
@@ -298,6 +299,8 @@ class PeerBucket:
         copies.memory.follow_current(COPIES)
         for stretch in self._stretches:
             copies.start(stretch, addresses, room)
+        if len(copies.peers) == 1:
+            copies.return_last()
         self.number = copies.num_launched
         copies.under_way.append(self)
 
