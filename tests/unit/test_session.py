@@ -23,12 +23,13 @@ from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.observer import Observer
 from steplab.measurement.step import session
 from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
-from steplab.records.run import Run
+from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES
@@ -673,6 +674,16 @@ def test_what_a_model_of_ones_own_needs_leaves_out_what_it_recomputes() -> None:
     assert recomputed is not None
     assert (plain.counted_flops, plain.needed_flops) == ((4 + 7) * product, (4 + 7) * product)
     assert (recomputed.counted_flops, recomputed.needed_flops) == ((4 + 7 + 3) * product, 3 * 4 * product)
+
+
+def test_a_compiled_model_on_several_ranks_is_not_run_eagerly_to_count_it() -> None:
+    """It may not fit eagerly, and a rank that fails there would cost all what they measured."""
+    spec = resolve_step({"model": "mine:build", "compile": "block", "layout": "dp=2"})
+    of_a_rank: Any = SimpleNamespace(spec=spec, world=object(), notes=[], model=None)
+    phases = [Phase(name="forward", run=explode)]
+    session._Cell.count_flops(of_a_rank, ModelFacts(num_parameters=1), phases)
+    assert of_a_rank.model is None
+    assert of_a_rank.notes[0].startswith("MFU and HFU: ")
 
 
 def test_the_count_of_a_plain_transformer_is_that_of_the_formula() -> None:

@@ -275,6 +275,10 @@ class _Cell:
         if self.spec.cuda_graph == "step":
             self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
             return
+        compiled = self.spec.compile != "off"
+        if compiled and self.world is not None:  # eagerly it may run out of memory, and then all ranks would fail
+            self.notes.append("MFU and HFU: torch's FLOP counter cannot count a compiled model on several ranks")
+            return
         try:
             counted = count_flops(phases, self.device.torch_device)
         except Exception as error:  # no exception of a foreign model may cost what was measured
@@ -282,7 +286,6 @@ class _Cell:
                 raise
             self.notes.append(f"MFU and HFU: counting the FLOPs failed: {failure_of(error, None).message}")
         else:
-            compiled = self.spec.compile != "off"
             if compiled:
                 self.notes.append("HFU: torch's FLOP counter does not see what a compiled model executes")
             self.model = dataclasses.replace(
