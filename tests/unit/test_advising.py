@@ -104,7 +104,7 @@ def test_a_small_gain_is_kept_if_it_is_certain(walk: Callable[..., Advice]) -> N
         return product(spec) * (0.993 if merged else 1.0) * (0.9985 if spec.loss == "chunked" else 1.0)
 
     found = decisions(walk(told))
-    assert found["block_ops triton"]  # which merges them
+    assert found["block_ops triton with projections merged"]
     assert not found.get("loss chunked")
 
 
@@ -130,7 +130,7 @@ def test_the_end_is_at_least_as_fast_as_each_change_alone(walked: tuple[Advice, 
 
 def test_a_change_brings_what_it_needs() -> None:
     start = resolve_step({"model": "small", "context": 512})
-    [change] = [each for each in changes_for(start, "cuda", keep_precision=False) if each.needs]
+    [change] = [each for each in changes_for(start, "cuda", keep_precision=False) if each.brings(start)]
     assert change.words == "block_ops triton"
     assert change.made(start) == with_fields(start, {"block_ops": "triton", "model.projections": "merged"})
 
@@ -194,9 +194,9 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
         return product(spec) * (0.98 if spec.model.shape and spec.model.shape.projections == "merged" else 1.0)
 
     advice = walk(told, budget_s=210.0, clock=lambda: now)
-    took = {tried.words: tried.took_s for tried in advice.tried}
-    assert {"block_ops triton", "precision bf16", "attention auto"} <= took.keys()
-    assert took == dict.fromkeys(took, 26.0) | {"block_ops triton": 42.0}  # which merges projections
+    took, merged = {tried.words: tried.took_s for tried in advice.tried}, "block_ops triton with projections merged"
+    assert {merged, "precision bf16", "attention auto"} <= took.keys()
+    assert took == dict.fromkeys(took, 26.0) | {merged: 42.0}
     assert advice.untried_s is not None
     assert len(advice.untried) == len(advice.untried_shares) > 0
     assert 210.0 - now < advice.untried_s
@@ -319,11 +319,15 @@ def test_masters_are_a_change_of_a_step_in_bf16_whose_optimizer_keeps_them() -> 
     assert "precision bf16_master" in words({})
     assert "precision bf16_master" in words({"pass": "forward_backward"})
     others: list[dict[str, object]] = [
-        {"precision": "fp32"}, {"optimizer": "adamw_fused"}, {"accumulation": 2}, {"layout": "dp=2"},
+        {"precision": "fp32"}, {"optimizer": "sgd"}, {"accumulation": 2}, {"layout": "dp=2"},
     ]  # fmt: skip
     for given in others:
         assert "precision bf16_master" not in words(given)
     assert "precision bf16_master" not in words({}, "cpu")
+    spec = resolve_step({"model": "small", "precision": "bf16", "optimizer": "adamw_fused"})
+    [masters] = [change for change in changes_for(spec, "cuda", keep_precision=True) if change.value == "bf16_master"]
+    assert [change.words for change in masters.brings(spec)] == ["optimizer adamw_triton"]
+    assert masters.made(spec) == with_fields(spec, {"precision": "bf16_master", "optimizer": "adamw_triton"})
 
 
 # --- the record and its report ----------------------------------------------------------------------------

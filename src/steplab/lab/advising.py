@@ -221,11 +221,13 @@ def _notes(walk: Walk) -> Iterator[str]:
 def _tried(walk: Walk, attempt: Attempt) -> Tried:
     base, run = walk.leave(attempt.base), walk.leave(attempt.side) if attempt.side else None
     change, promise = attempt.change, attempt.promise
+    made = (*attempt.along, change)
     return Tried(
         field=change.field,
         value=_value(attempt),
-        code=tuple(change.code.splitlines()),
-        numerics=change.numerics,
+        along=tuple(each.words for each in attempt.along),
+        code=tuple(line for each in made for line in each.code.splitlines()),
+        numerics="; ".join(each.numerics for each in made if each.numerics),
         predicted_share=promise.share if promise else None,
         predicted_by=promise.source if promise else "",
         ratio=attempt.ratio,

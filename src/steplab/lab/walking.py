@@ -1,9 +1,10 @@
 """The walk from one step to a faster one: which change is tried next, and which is kept.
 
 Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
-it pays; what the turns leave open gets more of them. Next is the one that is predicted to save most for the time that
-trying it takes; then those of which nothing is predicted; then those that are predicted to save less than the noise of
-the comparisons lets be seen, the shortest trials first; last, those that should cost time.
+it pays; what the turns leave open gets more of them, and several such changes are then tried as one. Next is the change
+that is predicted to save most for the time that trying it takes; then those of which nothing is predicted; then those
+that are predicted to save less than the noise of the comparisons lets be seen, the shortest trials first; last, those
+that should cost time.
 
 While the device waits for the host, the ways to launch kernels come first: until that is settled, the noise of the host
 is in every comparison, and what a change saves of the device's time is not seen.
@@ -11,7 +12,7 @@ is in every comparison, and what a change saves of the device's time is not seen
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -39,6 +40,8 @@ _PLAIN = 0.03
 """A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
 _LEAST_GAIN = 0.003
 """The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
+_TURNS = "turns"
+"""What predicts the gain of changes together: the turns of each by itself."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
 
@@ -68,6 +71,19 @@ class Attempt:
     failure: str | None = None
     took_s: float = 0.0
     """Seconds from its beginning until it was decided."""
+    parts: tuple["Attempt", ...] = ()
+    """Those that it joins, which by themselves were left open; none: it is a change by itself."""
+
+    @property
+    def along(self) -> tuple[Change, ...]:
+        """The changes that were made with it."""
+        return self.change.brings(self.base.spec)
+
+    @property
+    def may_pay(self) -> bool:
+        """Whether its turns left open if it saves time, and rather say that it does."""
+        ratio = self.ratio
+        return ratio is not None and ratio.decision in ("undecided", "not higher") and ratio.ratio < 1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -78,6 +94,8 @@ class Candidate:
     promise: Promise | None
     takes_s: float
     """Seconds that trying it takes, as far as is known."""
+    parts: tuple[Attempt, ...] = ()
+    """The attempts that it joins; none: it is a change by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,7 +203,7 @@ class Walk:
 
     def _rank(self, candidate: Candidate) -> tuple[int, float, float]:
         """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
-        if candidate.promise is None:
+        if candidate.promise is None or candidate.parts:
             return 2, candidate.takes_s, 0.0
         share, takes_s = candidate.promise.share, max(candidate.takes_s, _LEAST_TRIAL_S)
         if share < -self._noise:
@@ -208,7 +226,29 @@ class Walk:
             promise = self.outlook.forecast(spec, change)
             takes_s = trial_s + self.outlook.compile_s(change.made(spec))
             found.append(Candidate(change=change, promise=promise, takes_s=takes_s))
-        return found
+        return [*found, *self._together(trial_s)]
+
+    def _together(self, trial_s: float) -> Iterator[Candidate]:
+        """The changes that may pay, as one: what each saves is lost in the noise, and their sum need not be."""
+        spec = self.best.spec
+        present = {(change.field, change.value) for change in self.outlook.changes(spec)}
+        open_still: dict[str, Attempt] = {}
+        for attempt in self.attempts:
+            change, known = attempt.change, open_still.get(attempt.change.field)
+            if attempt.may_pay and not attempt.parts and (change.field, change.value) in present:
+                open_still[change.field] = min(attempt, known or attempt, key=_ratio_of)
+        brought = {need for attempt in open_still.values() for need in attempt.change.needs.items()}
+        apart = (each for each in open_still.values() if (each.change.field, each.change.value) not in brought)
+        parts = tuple(sorted(apart, key=_ratio_of))
+        if len(parts) < 2 or any(set(parts) <= set(attempt.parts) for attempt in self.attempts):
+            return
+        change = parts[0].change.joined([part.change for part in parts[1:]])
+        try:
+            takes_s = trial_s + self.outlook.compile_s(change.made(spec))
+        except UserError:  # they are refused together
+            return
+        promise = Promise(share=1 - math.prod(map(_ratio_of, parts)), source=_TURNS)
+        yield Candidate(change=change, promise=promise, takes_s=takes_s, parts=parts)
 
     def _trial_s(self, other_s: float | None) -> float:
         """Seconds of a comparison of the fastest step with another of that length, without compilation."""
@@ -251,11 +291,13 @@ class Walk:
 
     def _try(self, candidate: Candidate) -> None:
         began_s = self.clock()
-        attempt = self._attempt(candidate.change, candidate.promise)
+        attempt = self._attempt(candidate.change, candidate.promise, candidate.parts)
         if attempt.side is None:
             return
         built_s = self.clock()
-        self._measure([self.best, attempt.side], most_s=built_s - began_s)
+        self._measure(
+            [self.best, attempt.side], most_s=built_s - began_s + sum(part.took_s for part in candidate.parts)
+        )
         decided_s = self.clock()
         attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -303,12 +345,12 @@ class Walk:
         if self.best.run and not self.best.failure:
             self.on_best(self.best.run)
 
-    def _attempt(self, change: Change, promise: Promise | None) -> Attempt:
+    def _attempt(self, change: Change, promise: Promise | None, parts: tuple[Attempt, ...] = ()) -> Attempt:
         """Build the fastest step with a change."""
         spec = self.best.spec
         self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
-        attempt = Attempt(change=change, base=self.best, promise=promise)
+        attempt = Attempt(change=change, base=self.best, promise=promise, parts=parts)
         self.attempts.append(attempt)
         try:
             attempt.side = self.taking.enter(change.words, change.made(spec))
@@ -348,6 +390,11 @@ class Walk:
             if ratio := self._ratio([again, self.best]):
                 self.overall, self.met = ratio, True
             self.leave(again)
+
+
+def _ratio_of(attempt: Attempt) -> float:
+    """The measured ratio of an attempt; 1 without one."""
+    return attempt.ratio.ratio if attempt.ratio else 1.0
 
 
 def _now(spec: StepSpec, change: Change) -> tuple[str, str]:

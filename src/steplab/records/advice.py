@@ -21,6 +21,8 @@ class Tried:
     """Field of the step that was changed, by its name in study files."""
     value: str
     """Its value with the change."""
+    along: tuple[str, ...] = ()
+    """Words of the changes that were made with it: what it needs, and others that their own turns left open."""
     code: tuple[str, ...]
     """Lines of Python that make the change in a loop of the user's own."""
     numerics: str = ""
@@ -48,8 +50,9 @@ class Tried:
 
     @property
     def words(self) -> str:
-        """The change in words."""
-        return f"{self.field.removeprefix('model.')} {self.value}"
+        """The change in words, with what was changed along with it."""
+        own = f"{self.field.removeprefix('model.')} {self.value}"
+        return f"{own} with {' and '.join(self.along)}" if self.along else own
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

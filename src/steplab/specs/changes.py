@@ -6,7 +6,7 @@ model, the batch or the optimizer's rule is another training and is not here; on
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -35,7 +35,7 @@ class Change:
     replaces: tuple[str, ...] = ()
     """Present values for which it is tried; empty: all others."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Values of other fields without which it is refused, and which a walk sets with it."""
+    """Values of other fields, of changes of this table, without which it is refused, and which a walk sets with it."""
     pointless_after: tuple[str, ...] = ()
     """Values of the field that do the same and more, so that this one saves no time once they were tried."""
     makes_room: bool = False
@@ -54,7 +54,12 @@ class Change:
 
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
         """Whether it changes this step on such a device."""
-        return device_kind in self.devices and self.matters(spec) and self._is_supported(spec)
+        return (
+            device_kind in self.devices
+            and self.matters(spec)
+            and all(change.matters(spec) for change in self.brings(spec))
+            and self._is_supported(spec)
+        )
 
     def matters(self, spec: StepSpec) -> bool:
         """Whether it replaces the present value of a field that has an effect on this step."""
@@ -65,6 +70,15 @@ class Change:
             and changed.about.applies(spec)
             and changed.unused(spec) is None
         )
+
+    def brings(self, spec: StepSpec) -> tuple["Change", ...]:
+        """The changes that it needs beside itself, of a step that does not have them."""
+        missing = (need for need in self.needs.items() if str(FIELDS[need[0]].read(spec)) != need[1])
+        return tuple(next(change for change in CHANGES if (change.field, change.value) == need) for need in missing)
+
+    def joined(self, others: Sequence["Change"]) -> "Change":
+        """This change together with others, of other fields, as one."""
+        return dataclasses.replace(self, needs={**self.needs, **{other.field: other.value for other in others}})
 
     def made(self, spec: StepSpec) -> StepSpec:
         """The step with the change, and with what it needs. Raises UserError as with_fields does."""
@@ -220,6 +234,7 @@ CHANGES = (
         "optimizer = OneKernelAdamW(model.parameters(), lr=lr, masters=masters)",
         devices=_CUDA,
         replaces=("bf16",),
+        needs={"optimizer": "adamw_triton"},
         fast={"cuda": ("transformer",)},
     ),
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
