@@ -126,6 +126,14 @@ def test_a_foreign_adam_of_many_kernels_is_fused_to_its_share_of_the_bytes() -> 
     assert "fused=True" in found.change
 
 
+def test_the_same_on_a_cpu_is_of_operators() -> None:
+    """Whose foreach is a loop over parameters, and which has fused optimizers as well."""
+    found = optimizer_not_fused(case(foreign(profile([MODEL, *SMALL_KERNELS], device="cpu"))))
+    assert found is not None
+    assert found.saves_s == pytest.approx(4 * MS * (1 - 28 / 80))
+    assert "is 450 operators, none of them fused" in found.saw
+
+
 def test_a_foreign_sgd_of_many_kernels_loses_its_waiting() -> None:
     sgd = [op("aten::add_", "elementwise", 2.0, phase="optimizer", calls=300)]
     found = optimizer_not_fused(case(foreign(profile([MODEL, *sgd], waiting_ms={"optimizer": 3.0}))))

@@ -20,6 +20,8 @@ thirty to a hundred tensors, foreach about eight for each such group, and the lo
 CONSIDERABLE = 0.01
 """Least share of the step that must be saved; it is small because the change is one word."""
 
+_FUSED_ON = ("cuda", "cpu")
+"""Kinds of device for which torch has fused optimizers; on a CPU, whose operators stand in place of kernels, too."""
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")
@@ -76,7 +78,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
     phase = profile.phase("optimizer")
     kernels = [k for k in profile.kernels if k.phase == "optimizer" and k.category in _SMALL]
     num_kernels = sum(kernel.calls for kernel in kernels) / profile.num_steps
-    if phase is None or profile.device != "cuda" or num_kernels < MANY_KERNELS:
+    if phase is None or profile.device not in _FUSED_ON or num_kernels < MANY_KERNELS:
         return None
     names = {k.name for k in kernels} | {op.name for op in profile.ops if op.phase == "optimizer"}
     if any(map(_FUSED.search, names)):
@@ -86,17 +88,18 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
     saves_s = now_s - busy_s * (FUSED_BYTES / STEPWISE_BYTES if is_adam else 1.0)
     if saves_s <= CONSIDERABLE * case.length_s(profile):
         return None
+    work = "operators" if profile.device == "cpu" else "kernels"
     return _finding(
         saw=(
-            f"The optimizer's step is {num_kernels:.0f} kernels, none of them fused: {format_time(now_s)} per step, "
+            f"The optimizer's step is {num_kernels:.0f} {work}, none of them fused: {format_time(now_s)} per step, "
             f"the device busy for {format_time(busy_s)} of it."
         ),
         change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or whatever optimizer it is",
-        note="Adam, AdamW, SGD and Adagrad of torch have fused=True; parameters must be floating-point and on the GPU",
+        note="Adam, AdamW, SGD and Adagrad of torch have fused=True; parameters must be floating-point",
         evidence=(
             Evidence(what="optimizer phase", value=now_s, unit="s"),
             Evidence(what="device busy in it", value=busy_s, unit="s"),
-            Evidence(what="kernels of an optimizer step", value=num_kernels, unit=""),
+            Evidence(what=f"{work} of an optimizer step", value=num_kernels, unit=""),
         ),
         saves_s=saves_s,
         prediction=(
