@@ -4,7 +4,8 @@
 
 A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. Each takes some three minutes on
 four H200s: the step without communication, bucketed at several sizes and the sharded optimizer over NCCL and by peer
-copies, torch's DDP at several sizes, FSDP2 and, eager, the simpler strategies in a piece of their own. A short table of
+copies, torch's DDP at several sizes, FSDP2 and, eager, the simpler strategies in a piece of their own; `updates` has
+AdamW in one kernel, after the gradients and overlapped with their arrival. A short table of
 all that STORE holds is printed last, and pages of them lie beside STORE.
 """
 
@@ -20,6 +21,10 @@ from steplab.units import format_time
 
 STEP = ["--model", "xl", "--context", "512", "--batch", "4", "--precision", "bf16", "--warmup", "3", "--steps", "10"]
 PIECES = {
+    "updates": [
+        *["--compile", "block", "--optimizer", "adamw_triton", "--update", "after,overlapped", "--variants"],
+        "bucketed:200,torch_ddp:400,bucketed:400,bucketed:100,sharded:100",
+    ],
     "compiled": [
         *["--compile", "block", "--variants"],
         "bucketed:100,bucketed:200,bucketed:400,sharded:100,torch_ddp:25,torch_ddp:400,torch_ddp:1000,fsdp2",
