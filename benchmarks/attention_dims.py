@@ -9,10 +9,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from attention_steps import milliseconds
+from page_tables import table_of_texts
 
 from steplab.records.attention import AttentionCell
 from steplab.report.attention.figures import PASS_WORDS, median_s
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Table
 from steplab.specs.attention import PASSES, AttentionSpec
 
 GRID = "attention_dims"

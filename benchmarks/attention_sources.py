@@ -2,10 +2,12 @@
 
 from collections.abc import Iterator, Sequence
 
+from page_tables import table_of_texts
+
 from steplab import units
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.report.attention.figures import PASS_WORDS, median_s, scatter
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Table
 from steplab.specs.attention import PASSES, AttentionSpec
 
 APART = 0.05

@@ -4,9 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
+from page_tables import table_of_texts
+
 from steplab.records.run import Run
 from steplab.records.timing import find_phase
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Table
 from steplab.report.run.one_run import waits_for_host
 
 OURS = "flash_triton"

@@ -19,7 +19,7 @@ from typing import TypeVar
 from attention_dims import GRID, dims_table
 from attention_sources import cells_of, disagreements, needed, sources
 from attention_steps import OURS, STEPS, milliseconds, steps
-from page_tables import write_between_marks
+from page_tables import table_of_texts, write_between_marks
 
 from steplab import units
 from steplab.plan.attention_memory import account_of_failure
@@ -28,7 +28,7 @@ from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.report.attention.figures import PASS_WORDS, median_s
 from steplab.report.attention.tables import account_table, by_shape, mean_speeds, speed_table
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
 from steplab.report.kit.quantities import BYTES, LABEL
 from steplab.specs.attention import PASSES, AttentionSpec

@@ -13,13 +13,13 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from page_tables import write_between_marks
+from page_tables import table_of_texts, write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.codec import decode
 from steplab.records.profile import CATEGORIES
 from steplab.records.run import Run
-from steplab.report.kit.document import Table, table_of_texts
+from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
 
 MATMUL_FLOPS_PER_S = 790e12

@@ -13,9 +13,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from page_tables import write_between_marks
+from page_tables import table_of_texts, write_between_marks
 
-from steplab.report.kit.document import table_of_texts
 from steplab.report.kit.markup import markdown_table
 
 SAMPLES = Path(__file__).parent / "results" / "overlapped_update_h200_202611.json"

@@ -20,10 +20,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_tables import write_between_marks
+from page_tables import table_of_texts, write_between_marks
 from torch import Tensor
 
-from steplab.report.kit.document import table_of_texts
 from steplab.report.kit.markup import markdown_table
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 

@@ -1,11 +1,11 @@
 """Where two steps differ beneath their figures: part by part of the model in time, tensor by tensor in memory."""
 
-import re
 from collections import defaultdict
 from collections.abc import Iterable
 
 from steplab.records.comparison import KernelChange, KernelCount, MemoryChange, TensorBytes
 from steplab.records.memory_profile import Allocation, MemoryProfile
+from steplab.records.module_names import without_numbers
 from steplab.records.profile import Profile
 
 _MOST = 12
@@ -13,7 +13,6 @@ _NOTICEABLE_TIME = 0.005
 """Share of a step's busy time from which a difference of one part is told."""
 _NOTICEABLE_BYTES = 0.001
 """Share of the peak from which a difference is told."""
-_LAYER = re.compile(r"(?<=\.)\d+(?=\.|$)")
 
 _Group = tuple[str, str, tuple[int, ...] | None]
 
@@ -80,7 +79,7 @@ def _groups(allocations: Iterable[Allocation]) -> dict[_Group, list[Allocation]]
     found: dict[_Group, list[Allocation]] = defaultdict(list)
     for made in allocations:
         if made.at_peak:
-            found[made.category, _LAYER.sub("*", made.module or ""), made.shape].append(made)
+            found[made.category, without_numbers(made.module or ""), made.shape].append(made)
     return found
 
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import numpy as np
 
 from steplab.records.memory_profile import Allocation
+from steplab.records.module_names import without_numbers
 from steplab.snapshots.history import Codes, Flags, Integers
-from steplab.snapshots.made import Origin, Origins, without_numbers
+from steplab.snapshots.made import Origin, Origins
 from steplab.snapshots.replay import Lifetimes
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10

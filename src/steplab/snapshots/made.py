@@ -1,6 +1,5 @@
 """The origin of each piece of memory: phase, module, operator, tensor and line, as far as each is known."""
 
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -11,13 +10,6 @@ from steplab.snapshots.history import NONE, Frame, Integers, Numbers
 from steplab.snapshots.positions import Positions, Residents
 from steplab.snapshots.replay import Lifetimes
 from steplab.snapshots.source_lines import SourceLines
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
-
-
-def without_numbers(module: str) -> str:
-    """A module's name with * for the numbers of layers: blocks.3.attention -> blocks.*.attention."""
-    return _NUMBER.sub("*", module)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 
 from steplab.records.memory_marks import Marks, Saved
 from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors
+from steplab.records.module_names import without_numbers
 from steplab.snapshots.history import NONE, Codes
-from steplab.snapshots.made import without_numbers
 from steplab.snapshots.positions import Residents
 from steplab.snapshots.replay import Lifetimes
 

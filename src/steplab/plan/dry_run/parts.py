@@ -60,9 +60,6 @@ class Bundle:
     """Bytes of all, rounding included."""
 
 
-NOTHING = Bundle({}, 0)
-
-
 def bundle_of(holdings: Mapping[Held, int]) -> Bundle:
     """These tensors together."""
     total = sum(count * (held.num_bytes + held.rounding_bytes) for held, count in holdings.items())

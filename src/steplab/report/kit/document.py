@@ -4,13 +4,13 @@ A section of a report says here once what it has to say. The renderers beside th
 `html` and `markup` (Markdown and LaTeX); `rendering` chooses one, and writes JSON and CSV.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 from steplab.records.rows import Scalar
-from steplab.report.kit.quantities import LABEL, TEXT, Quantity
+from steplab.report.kit.quantities import TEXT, Quantity
 
 Row = Mapping[str, Scalar]
 
@@ -294,30 +294,6 @@ def table_of(name: str, items: Iterable[Any], columns: Sequence[Column], caption
     """A table with one row per item, whose fields are what the columns show of it; `more` are fields of the table."""
     rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
     return Table(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
-
-
-def table_of_texts(
-    name: str,
-    headers: Sequence[str],
-    rows: Iterable[Sequence[str]],
-    *,
-    numeric: Sequence[bool],
-    caption: str = "",
-    failures: Collection[int] = (),
-) -> Table:
-    """A table whose cells are texts already, because they are not figures of one quantity to a column.
-
-    `failures` are indices of rows.
-    """
-    columns = tuple(
-        Column(key=str(index), header=header, quantity=LABEL if figures else TEXT)
-        for index, (header, figures) in enumerate(zip(headers, numeric, strict=True))
-    )
-    found = tuple(
-        {str(index): text for index, text in enumerate(row)} | {"status": "failed" if number in failures else "ok"}
-        for number, row in enumerate(rows)
-    )
-    return Table(name=name, columns=columns, rows=found, caption=caption)
 
 
 def chapter(title: str, anchor: str, *blocks: Block | None) -> Section | None:

@@ -2,7 +2,6 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
@@ -15,9 +14,6 @@ from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with
 from steplab.report.run.cells import RunCell, label, said, varying
 from steplab.report.run.figures import step_median
 from steplab.units import format_share
-
-if TYPE_CHECKING:
-    pass
 
 _FIRST = 12
 

@@ -1,9 +1,9 @@
 """Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
 
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, fields
 
+from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Audit, Elements, MatmulAudit, ModuleAudit
 from steplab.report.kit.grouping import grouped
 
@@ -66,11 +66,6 @@ def shorts(dtypes: Sequence[str]) -> str:
     return ", ".join(map(short, dtypes)) or "–"
 
 
-def without_numbers(name: str) -> str:
-    """A dotted name with * for each number: blocks.*.attention; THE_MODEL for ''."""
-    return re.sub(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.|$)", "*", name) or THE_MODEL
-
-
 def module_groups(audit: Audit) -> list[ModuleGroup]:
     """The modules, those alike taken together, in their order."""
 
@@ -79,7 +74,7 @@ def module_groups(audit: Audit) -> list[ModuleGroup]:
         return (without_numbers(module.module), module.kind, *types)
 
     groups = grouped(audit.modules, key).values()
-    return [ModuleGroup(name=without_numbers(group[0].module), modules=tuple(group)) for group in groups]
+    return [ModuleGroup(name=without_numbers(group[0].module) or THE_MODEL, modules=tuple(group)) for group in groups]
 
 
 def matmul_groups(audit: Audit) -> list[list[MatmulAudit]]:

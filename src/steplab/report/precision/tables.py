@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
+from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
@@ -22,7 +23,6 @@ from steplab.report.precision.figures import (
     num_lost,
     short,
     shorts,
-    without_numbers,
 )
 from steplab.report.precision.words import rule_words, why
 from steplab.report.run.columns import COLUMNS, rows_table
@@ -82,7 +82,7 @@ def matmul_table(audit: Audit) -> Table:
         matmul_groups(audit),
         (
             Column(key="pass", header="pass", value=lambda group: group[0].phase),
-            Column(key="module", header="module", value=lambda group: without_numbers(group[0].module)),
+            Column(key="module", header="module", value=lambda group: without_numbers(group[0].module) or THE_MODEL),
             Column(key="num_modules", header="modules", quantity=NUMBER, rank=2, value=len),
             Column(key="operator", header="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
             Column(key="node", header="autograd node", rank=3, value=lambda group: group[0].node),

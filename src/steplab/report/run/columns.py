@@ -93,14 +93,14 @@ _MEMORY_RANKS = {
 """Columns that a narrow table of memory keeps longest: the peak, and the choices that change it."""
 
 
-def rows_document(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Document:
-    """A table of records or of studies by itself; `columns` None: those that suit rows of runs or studies."""
-    table = rows_table(rows, columns, empty=empty)
+def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
+    """A table of records or of studies by itself."""
+    table = rows_table(rows, empty=empty)
     return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Table:
-    """One row per run or study."""
+    """One row per run or study; `columns` None: those that suit the rows."""
     sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
         sentences.append("A share above 100 % means that the peak or the FLOP count is wrong; see `steplab show ID`.")

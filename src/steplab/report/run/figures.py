@@ -30,8 +30,8 @@ class WarmupEffect:
     """Their median."""
 
 
-def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[WarmupEffect]:
-    """Mean and median of as many steps as were measured, from the curve's step k on, for each k of `counts`.
+def warmup_study(timing: Timing) -> list[WarmupEffect]:
+    """Mean and median of as many steps as were measured, from the curve's step k on, for each k of WARMUP_COUNTS.
 
     One recorded curve serves for every number of warm-up steps, because the first steps of a process are the same
     however many of them are counted.
@@ -39,7 +39,7 @@ def warmup_study(timing: Timing, counts: Sequence[int] = WARMUP_COUNTS) -> list[
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0
     effects = []
-    for count in counts:
+    for count in WARMUP_COUNTS:
         window = samples[count : count + steps]
         complete = steps > 0 and len(window) == steps
         effects.append(
