@@ -1,13 +1,13 @@
 """The kernels between the products of a block on a GPU: errors against float64, large tensors, and whole steps."""
 
-import gc
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.unit.test_block_ops import check_heads, check_model, check_norms, check_swiglu
 
-from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
+from steplab.lab.measuring import measure
 from steplab.ops.rms_norm.api import add_rms_norm
 from steplab.ops.rms_norm.reference import plain_add_rms_norm
 from steplab.ops.rotary_heads.api import rotary_heads
@@ -15,8 +15,6 @@ from steplab.ops.rotary_heads.reference import plain_rotary_heads
 from steplab.ops.swiglu.api import swiglu
 from steplab.ops.swiglu.reference import plain_swiglu
 from steplab.plan.memory import predict_memory
-from steplab.records.run import Run
-from steplab.specs.resolve import resolve_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -96,16 +94,6 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     torch.testing.assert_close(normed[-2:].float(), plain, rtol=0.01, atol=0.01)
 
 
-def measured(**fields: object) -> Run:
-    gc.collect()
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()
-    spec = resolve_step(
-        {"model": "small", "context": 256, "model.projections": "merged", "warmup": 3, "steps": 5} | fields
-    )
-    return measure_here(spec, Observer())
-
-
 @pytest.mark.parametrize(
     "fields",
     [
@@ -115,9 +103,16 @@ def measured(**fields: object) -> Run:
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
-def test_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, object]) -> None:
-    run = measured(block_ops="triton", **fields)
-    assert run.memory is not None
+def test_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, Any], tmp_path: Path) -> None:
+    merged: dict[str, Any] = {
+        "model.projections": "merged",
+        "context": 256,
+        "block_ops": "triton",
+        "warmup": 3,
+        "steps": 5,
+    }
+    run = measure("small", **merged, **fields, store=tmp_path / "store.db")
+    assert run.memory is not None, run.failure
     assert run.spec is not None
     peak = run.memory.peak("step")
     assert peak is not None

@@ -1,13 +1,14 @@
 """Steps replayed as CUDA graphs beside the same steps launched by the host, and what the capture does not bear."""
 
-import gc
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from steplab.lab.measuring import measure
 from steplab.lab.profiling import profile
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.observer import Observer
@@ -15,9 +16,8 @@ from steplab.measurement.step.graphed import CudaGraphs, GraphedStep
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.records.run import Run
+from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
-from steplab.units import MIB
 
 pytestmark = [
     pytest.mark.gpu,
@@ -139,18 +139,15 @@ def test_replayed_steps_give_the_losses_and_the_state_of_launched_ones_to_the_bi
     assert all(torch.equal(one, other) for one, other in zip(found_state, state, strict=True))
 
 
-def measured(**fields: object) -> Run:
-    gc.collect()  # what an earlier test in this process made would count towards the peak
-    torch._C._cuda_clearCublasWorkspaces()
-    torch.cuda.empty_cache()  # and what it left in the cache towards the reserved one
-    return measure_here(resolve_step({"model": "tiny", "warmup": 3, "steps": 5} | fields), Observer())
-
-
-def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one() -> None:
-    fields = {"model": "small", "context": 256, "precision": "bf16", "attention": "sdpa"}
-    plain, graph = (measured(**fields, cuda_graph=value) for value in ("off", "step"))
-    assert plain.memory is not None
+def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one(tmp_path: Path) -> None:
+    fields: dict[str, Any] = {"context": 256, "precision": "bf16", "attention": "sdpa", "warmup": 3, "steps": 5}
+    plain, graph = (
+        measure("small", **fields, cuda_graph=value, store=tmp_path / "store.db") for value in ("off", "step")
+    )  # in processes of their own, because what others left allocated decides which blocks are filled up
+    assert plain.memory is not None, plain.failure
+    assert plain.spec is not None
     assert graph.memory is not None, graph.failure
+    filled_up = predict_memory(plain.spec, device=torch.cuda.get_device_name()).at_peak["rounding"]
     assert graph.timing is not None
     assert [samples.phase for samples in graph.timing.back_to_back] == ["forward", "backward", "optimizer", "step"]
     assert graph.timing.first_step_s is not None
@@ -158,8 +155,8 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one() -> N
         peak, expected = graph.memory.peak(phase), plain.memory.peak(phase)
         assert peak is not None
         assert expected is not None
-        # The copy of the batch, and what is rounded up to a block.
-        assert peak.peak_allocated_bytes == pytest.approx(expected.peak_allocated_bytes, abs=32 * MIB)
+        # The same tensors, in blocks that are filled up to others: a graph's pool was empty when it was recorded.
+        assert abs(peak.peak_allocated_bytes - expected.peak_allocated_bytes) < filled_up
         # Graphs do not fill up the blocks of which the state of the steps before them takes a part.
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
@@ -205,7 +202,8 @@ def test_a_compiled_model_whose_sums_have_no_order_learns_the_same_to_rounding()
 
 
 def test_a_model_that_waits_for_the_gpu_is_told_where() -> None:
-    run = measured(model=f"{__name__}:asks", cuda_graph="step")
+    run = measure_here(resolve_step({"model": f"{__name__}:asks", "cuda_graph": "step"}), Observer())
     assert run.failure is not None
     assert "its forward cannot be captured at test_graphed_step_on_gpu.py:" in run.failure.message
     assert ".item()" in run.failure.message
+    torch.rand(1, device="cuda")  # the process draws random numbers again

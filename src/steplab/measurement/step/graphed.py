@@ -78,6 +78,7 @@ class CudaGraphs:
                     first = error
                     raise
         except Exception as error:  # the end of a capture that has failed raises an error of its own
+            _free_random_numbers(self._stream.device)
             raise first or error from None
         self._graphs.append(graph)
         return graph.replay
@@ -86,6 +87,13 @@ class CudaGraphs:
         """Free the graphs; their replays are of no use from then on."""
         while self._graphs:
             self._graphs.pop().reset()
+
+
+def _free_random_numbers(device: torch.device) -> None:
+    """Let a process draw random numbers after a capture that failed: torch takes the generator for captured until then
+    (github.com/pytorch/pytorch/issues/171263). A copy of its state is not."""
+    generator = torch.cuda.default_generators[device.index]
+    generator.graphsafe_set_state(generator.clone_state())
 
 
 class GraphedStep:
