@@ -41,6 +41,9 @@ class FakeSession:
     def __exit__(self, *exception: object) -> None:
         pass
 
+    def resume(self) -> None:
+        self.alternating = None
+
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
         outcome = self._told(spec)
         if isinstance(outcome, Exception):
@@ -52,7 +55,12 @@ class FakeSession:
         return side
 
     def measure(
-        self, sides: Sequence[Side], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+        self,
+        sides: Sequence[Side],
+        steps: int,
+        *,
+        is_enough: Callable[[int], bool] = lambda rounds: False,
+        alternates: bool = True,
     ) -> None:
         if any(side.failure for side in sides):
             return  # as a session does, which measures no side by itself

@@ -13,6 +13,7 @@ from tests.unit.taking import FakeSession, Told
 
 from steplab.errors import Remark, Unsupported, UserError
 from steplab.lab.advising import advise
+from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice
 from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
@@ -165,6 +166,33 @@ def test_a_change_that_fails_or_is_refused_is_said_and_the_walk_goes_on(walk: Ca
     assert "no kernel" in failures["attention auto"]
     assert advice.best is not None
     assert advice.best.precision == "tf32"
+
+
+class CrowdedSession(FakeSession):
+    """Recorded graphs do not fit into the device's memory beside another step."""
+
+    def enter(self, label: str, spec: StepSpec, *further: Any) -> Side:
+        if spec.cuda_graph == "step":
+            self.alternating = "the device's memory does not hold all of them at once"
+        return super().enter(label, spec, *further)
+
+    def measure(self, sides: Any, steps: int, *, alternates: bool = True, **options: Any) -> None:
+        assert not (self.alternating and alternates)
+        if not self.alternating:
+            super().measure(sides, steps, **options)
+
+
+def test_a_step_that_fits_beside_no_other_is_dropped_and_the_rest_still_take_turns(tmp_path: Path) -> None:
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    advice = advise(spec, store=tmp_path / "store.db", session=CrowdedSession(product), profile=unprofiled)
+    [graph] = [tried for tried in advice.tried if tried.words == "cuda_graph step"]
+    assert (
+        graph.failure == "out of memory: beside the fastest step: the device's memory does not hold all of them at once"
+    )
+    assert advice.tried[-1] is not graph
+    assert all(tried.ratio for tried in advice.tried if tried is not graph)
+    assert advice.alternating is None
+    assert advice.best_s == pytest.approx(0.1 * 0.4 * 0.8 * 0.8 * 0.97)
 
 
 def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[..., Advice]) -> None:

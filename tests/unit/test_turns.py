@@ -181,6 +181,30 @@ def test_a_side_of_elsewhere_does_not_take_it(device: Device, tmp_path: Path) ->
         assert device.started[1].task is None
 
 
+def test_sides_wait_again_once_the_one_that_did_not_fit_has_left(device: Device) -> None:
+    device.holds = 2
+    with Session() as session:
+        first, second = (session.enter(label, spec) for label, spec in zip("AB", specs(1, 2), strict=True))
+        session.measure([first, second], 10)
+        third = session.enter("C", specs(3)[0])
+        assert session.alternating
+        session.measure([first, third], 10, alternates=False)
+        assert [context for context, _ in device.order] == [1, 2, 2, 1] * 5
+        assert session.leave(third).failure is not None
+        session.resume()
+        session.measure([first, second], 10)
+        runs = [session.leave(side) for side in (first, second)]
+    assert [context for context, _ in device.order] == [1, 2, 2, 1] * 10
+    for run in runs:
+        assert run.turns is not None
+        assert run.timing is not None
+        assert run.turns.alternating is None
+        assert sum(turn.steps for turn in run.turns.turns) == len(run.timing.back_to_back[0].best_s) == 20
+    ratio = step_ratio(*runs)
+    assert ratio is not None
+    assert (ratio.num_a, ratio.num_b, ratio.decision) == (20, 20, "higher")
+
+
 def test_a_side_that_does_not_fit_by_itself_is_a_failure(device: Device) -> None:
     device.holds = 0
     with Session() as session:

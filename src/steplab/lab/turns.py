@@ -42,8 +42,13 @@ class Taking(Protocol):
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
         """Build a step and warm it up."""
 
-    def measure(self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = ...) -> None:
+    def measure(
+        self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = ..., alternates: bool = ...
+    ) -> None:
         """Measure further steps of each side, in turns, until the number of rounds is enough."""
+
+    def resume(self) -> None:
+        """Have processes wait again, after a side that did not fit beside another has left."""
 
     def leave(self, side: Any) -> Run:
         """End a side; gives its record."""
@@ -80,6 +85,10 @@ class StoredSession:
         """Why each turn has a process of its own; None: processes stay alive and wait."""
         return self._session.alternating
 
+    def resume(self) -> None:
+        """Have processes wait for their turns again, once a side has left that did not fit beside another."""
+        self._session.resume()
+
     def limit(self, timeout_s: float | None) -> None:
         """Set the time limit of sides that enter from now on."""
         self._session.timeout_s = timeout_s
@@ -93,10 +102,16 @@ class StoredSession:
         return side
 
     def measure(
-        self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+        self,
+        sides: Sequence[Any],
+        steps: int,
+        *,
+        is_enough: Callable[[int], bool] = lambda rounds: False,
+        alternates: bool = True,
     ) -> None:
-        """Measure `steps` further steps of each side, in turns, or fewer if after a round that is enough."""
-        self._session.measure(sides, steps, is_enough=is_enough)
+        """Measure `steps` further steps of each side, in turns, or fewer if after a round that is enough; without
+        `alternates` none of sides that do not fit together."""
+        self._session.measure(sides, steps, is_enough=is_enough, alternates=alternates)
 
     def leave(self, side: Any) -> Run:
         """End a side, and store its record; a side that had no turn is measured by itself first."""

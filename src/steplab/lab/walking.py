@@ -24,6 +24,7 @@ from steplab.lab.explaining import failure_words
 from steplab.lab.turns import StoredSession
 from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
@@ -323,18 +324,34 @@ class Walk:
                 return ratio is not None
             return ratio.decision not in ("lower", "higher") and ratio.low < 1 - _LEAST_GAIN
 
-        began_s = self.clock()
-        self.taking.measure(sides, self.steps, is_enough=lambda rounds: rounds >= FEWEST and not is_open(_PLAIN))
+        began_s, alternates = self.clock(), not self._wait_together
+        self.taking.measure(
+            sides,
+            self.steps,
+            is_enough=lambda rounds: rounds >= FEWEST and not is_open(_PLAIN),
+            alternates=alternates,
+        )
         while self.clock() - began_s < most_s and not self.taking.alternating and is_open(_LEAST_GAIN):
-            self.taking.measure(sides, self.steps)
+            self.taking.measure(sides, self.steps, alternates=alternates)
+        if self.taking.alternating and not alternates:
+            why = f"beside the fastest step: {self.taking.alternating}"
+            sides[1].failure = Failure(kind="out_of_memory", message=why)
+            self.taking.resume()
 
-    @staticmethod
-    def _ratio(sides: Sequence[Any], threshold: float = _LEAST_GAIN) -> Ratio | None:
-        """The time of the second side over that of the first; None where one of them has failed."""
+    @property
+    def _wait_together(self) -> bool:
+        """Whether the processes of all comparisons until now waited beside each other. A step that does not fit so is
+        then dropped: processes that alternate would show no small gain, of it and of all after it."""
+        ratios = [attempt.ratio for attempt in self.attempts if attempt.ratio]
+        return bool(ratios) and all(ratio.threshold <= _LEAST_GAIN for ratio in ratios)
+
+    def _ratio(self, sides: Sequence[Any], threshold: float = _LEAST_GAIN) -> Ratio | None:
+        """The time of the second side over that of the first; None where one of them has failed. Where each turn has a
+        process of its own, what such processes differ by is the least that can be told."""
         before, after = sides
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
-        return step_ratio(before.run, after.run, threshold=threshold)
+        return step_ratio(before.run, after.run, threshold=None if self.taking.alternating else threshold)
 
     def _see_noise(self, ratio: Ratio) -> None:
         if ratio.low is not None and ratio.high is not None:

@@ -54,6 +54,8 @@ class Side:
     """Why it is not measured, or no further; None: it is."""
     run: Run | None = None
     """The record of the steps until now; None before the first turn."""
+    earlier: Run | None = None
+    """The record of the turns that its processes before the present one took; None: it has had one alone."""
     conversation: Conversation | None = field(default=None, repr=False)
     listener: Listener | None = field(default=None, repr=False)
 
@@ -120,22 +122,40 @@ class Session:
         return side
 
     def measure(
-        self, sides: Sequence[Side], steps: int, *, is_enough: Callable[[int], bool] = lambda rounds: False
+        self,
+        sides: Sequence[Side],
+        steps: int,
+        *,
+        is_enough: Callable[[int], bool] = lambda rounds: False,
+        alternates: bool = True,
     ) -> None:
         """Measure `steps` further steps of each side, in turns; a side that fails is measured no further.
 
         `is_enough` is asked after each round, with the number of rounds until then, and ends the measurement; where
-        each turn has a process of its own, it is not asked. Of several sides, the last one is not measured by itself.
+        each turn has a process of its own, it is not asked. Without `alternates`, sides that do not fit together are
+        measured no further. Of several sides, the last one is not measured by itself.
         Raises as `enter` does.
         """
         self._await_spare()  # it would disturb the measurement
         while not self.alternating:
+            for side in sides:
+                if not side.is_resident and side.failure is None and not self.alternating:
+                    side.earlier = side.run
+                    self._start(side)
+            if self.alternating:
+                break
             before = [side.run for side in sides]
             if self._all_turns(sides, steps, is_enough):
                 return
             for side, run in zip(sides, before, strict=True):
                 side.run = run  # the turns are taken again, in other processes
-        self._alternating_turns(sides, steps)
+        if alternates:
+            self._alternating_turns(sides, steps)
+
+    def resume(self) -> None:
+        """Have processes wait for their turns again, once a side has left that the device's memory did not hold beside
+        another one. Those that were ended for it start again with their next turn."""
+        self.alternating = None
 
     def leave(self, side: Side) -> Run:
         """End a side; gives its record, which may be a failure."""
@@ -221,7 +241,8 @@ class Session:
             failure = Failure(kind="error", message="it sent no record of its turn")
         self._heard(side, failure)
         if side.is_resident:
-            side.run = side.listener.measured
+            measured = side.listener.measured
+            side.run = _both(side.earlier, measured) if side.earlier and measured else measured
 
     # --- a process for each turn --------------------------------------------------------------------------
 
