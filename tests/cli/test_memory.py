@@ -133,10 +133,36 @@ def test_what_cannot_be_served_is_said_before_anything_is_measured(
     assert steplab.rows() == []
 
 
-def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> None:
+def test_a_model_of_ones_own_is_predicted_by_what_torch_would_run(steplab: Program) -> None:
     sizes = ("--device", "cpu", "--warmup", "0", "--steps", "1")
     result = steplab("memory", "--model", "toy", *sizes, "--predict", "--format", "json")
     assert result.code == 0
-    assert result.stderr.startswith("steplab: the step is measured without a prediction: what its factory builds")
+    rows = {row["category"]: row for row in result.rows()}
+    assert rows["parameters"]["predicted_bytes"] == rows["parameters"]["bytes"] > 0
+
+
+DECIDING = """import torch
+
+class Deciding(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, x):
+        loss = self.layer(x).square().sum()
+        return loss if loss > 0 else -loss
+
+def build():
+    return Deciding(), lambda: torch.ones(4, 8)
+"""
+
+
+def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> None:
+    steplab.write("mine.py", DECIDING)
+    sizes = ("--device", "cpu", "--warmup", "0", "--steps", "1")
+    result = steplab("memory", "--model", "mine:build", *sizes, "--predict", "--format", "json")
+    assert result.code == 0
+    why = "at mine.py:10 it computes with values of tensors"
+    assert result.stderr.startswith(f"steplab: the step is measured without a prediction: {why}")
     assert sum(row["bytes"] for row in result.rows()) == stored(steplab)["memory_profile"]["peak_bytes"]
     assert not any("predicted_bytes" in row for row in result.rows())

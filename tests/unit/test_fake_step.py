@@ -166,6 +166,16 @@ def printing(batch: int, context: int, device: torch.device) -> tuple[nn.Module,
     return Printing(), foreign(batch, context, device)[1]
 
 
+class Leaving(Foreign):
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        tokens_BT.numpy()
+        return super().forward(tokens_BT, targets_BT)
+
+
+def leaving(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Leaving(), foreign(batch, context, device)[1]
+
+
 def whole_step() -> Callable[[], None]:
     return lambda: None
 
@@ -197,6 +207,7 @@ def _line_of(text: str) -> int:
     [
         ("reading", rf"at test_fake_step.py:{_line_of('loss.item() > 0')} it computes with values of tensors"),
         ("printing", rf"at test_fake_step.py:{_line_of('print(f')} it computes with values of tensors"),
+        ("leaving", rf"at test_fake_step.py:{_line_of('tokens_BT.numpy()')} it fails on tensors without content"),
         ("whole_step", "its factory returns a whole step"),
     ],
 )

@@ -3,6 +3,8 @@
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -53,6 +55,14 @@ def _words(progress: Progress) -> str:
         return f"{stage}, {format_bytes(progress.done)} of {format_bytes(progress.total)}"
     noun = "run" if progress.stage == "predict" else "step"
     return f"{stage}, {noun} {progress.done} of {progress.total}" if progress.total and progress.done else stage
+
+
+@contextmanager
+def shown(stage: str) -> Iterator[None]:
+    """Shows at a terminal that something is under way, which may take seconds."""
+    with ProgressLine() as line:
+        line.alive(Progress(stage=stage, done=0, total=0))
+        yield
 
 
 class ProgressLine:

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from steplab.errors import Unsupported
+from steplab.errors import SteplabError, Unsupported
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
@@ -69,15 +69,20 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         ):
             watcher.begin("build")
             yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
+    except SteplabError:
+        raise
     except Exception as error:
+        place = place_of(error)
+        where = f"at {place} " if place else ""
         if _depends_on_values(error):
-            place = place_of(error)
-            where = f"at {place} " if place else ""
             why = f"{where}it computes with values of tensors, which are not known before it runs ({_said(error)})"
             raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):
             why = "a tensor of it has a size below zero or beyond 64 bits"
             raise Unsupported(doing, why, "give other sizes") from error
+        if place:  # in the user's code, which may do with tensors what those without content do not bear
+            why = f"{where}it fails on tensors without content ({type(error).__name__}: {_said(error)})"
+            raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         raise
 
 

@@ -6,6 +6,7 @@ peak.
 For example: steplab memory --model small --context 256 --precision bf16
 """
 
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -37,10 +38,11 @@ def memory(
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say
-    from steplab.cli.progress import ProgressLine
-    from steplab.lab.memory import marks_beside, predicted_memory
+    from steplab.cli.progress import ProgressLine, shown
+    from steplab.lab.memory import marks_beside
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory_references import memory_references
+    from steplab.lab.predicting import memory_of
     from steplab.specs.model import refuse_planning_only
 
     spec = measured.spec()
@@ -49,7 +51,8 @@ def memory(
     prediction = None
     if predict:
         try:
-            prediction = predicted_memory(spec)
+            with shown("predicting"):
+                prediction = memory_of(replace(spec, device="auto"))  # of a CUDA device, whatever the step runs on
         except Unsupported as unsupported:  # reported first; the measurement goes on
             refuse_planning_only(spec.model)
             say(f"steplab: the step is measured without a prediction: {unsupported.why}")

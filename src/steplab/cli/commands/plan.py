@@ -3,8 +3,6 @@
 For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -29,17 +27,6 @@ _OF_MEASURING = ("warmup", "steps", "seed")
 @step_options(without=_OF_MEASURING)
 class PlannedStepOptions(GivenFields):
     """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
-
-
-@contextmanager
-def _shown(stage: str) -> Iterator[None]:
-    """Shows at a terminal that something is under way, which may take seconds."""
-    from steplab.cli.progress import ProgressLine
-    from steplab.measurement.progress import Progress
-
-    with ProgressLine() as line:
-        line.alive(Progress(stage=stage, done=0, total=0))
-        yield
 
 
 def _chosen(out: PageOptions) -> str:
@@ -98,12 +85,13 @@ def memory(
 
     For example: steplab plan memory --model 2.7b --context 512 --precision bf16
     """
+    from steplab.cli.progress import shown
     from steplab.lab.planning import on_cuda, plan_memory
     from steplab.report.plan.document import plan_document
     from steplab.specs.recipe import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
-    with _shown("predicting"):
+    with shown("predicting"):
         prediction = plan_memory(spec, gpu=gpu, variant=variant, sequence_parallel=sequence_parallel)
     _write(plan_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
@@ -139,12 +127,13 @@ def time(
 
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
+    from steplab.cli.progress import shown
     from steplab.lab.planning import chosen_gpu, on_cuda, plan_time
     from steplab.report.plan.time import time_document
     from steplab.specs.recipe import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
-    with _shown("predicting"):
+    with shown("predicting"):
         prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
     _write(time_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
@@ -199,12 +188,13 @@ def layout(
     For example: steplab plan layout --model 8b --context 4096 --precision bf16 --attention sdpa_cudnn --compile
     default --checkpointing full --gpus 64 --gpu "H100 SXM" --global-batch 512
     """
+    from steplab.cli.progress import shown
     from steplab.lab.layout_planning import plan_layout
     from steplab.report.plan.layouts import layouts_document
 
     fields: dict[str, Any] = step.fields()
     chosen = _chosen(out)
-    with _shown("planning the layouts"):
+    with shown("planning the layouts"):
         found = plan_layout(
             **fields,
             gpus=gpus,
@@ -229,13 +219,14 @@ def steps(
 
     For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
     """
+    from steplab.cli.progress import shown
     from steplab.lab.planning import plan_steps
     from steplab.report.plan.steps import planned_document
     from steplab.specs.study import study_from_grids
 
     chosen = _chosen(out)
     cells = study_from_grids("plan", "", [step.grid()]).cells
-    with _shown("predicting"):
+    with shown("predicting"):
         planned = plan_steps(cells, gpu=gpu)
     _write(planned_document(planned), chosen, out)
 
@@ -266,10 +257,11 @@ def fit(
     For example: steplab plan fit --hold-out "model=xl,medium context=128" --output rates.toml
     """
     from steplab.cli.output import chosen_format, emit
+    from steplab.cli.progress import shown
     from steplab.lab.plan_checking import fitted_table
 
     chosen_format("rates", out, allowed=("rates",))
-    with _shown("fitting"):
+    with shown("fitting"):
         fitted = fitted_table(gpu, hold_out, out.store, table)
     emit(fitted, out, "rates")
 
@@ -296,11 +288,12 @@ def check(
 
     For example: steplab plan check --output check.html
     """
+    from steplab.cli.progress import shown
     from steplab.lab.plan_checking import check_plan
     from steplab.report.plan.check import check_document
 
     chosen = _chosen(out)
-    with _shown("predicting"):
+    with shown("predicting"):
         checked = check_plan(out.store, table)
     _write(check_document(checked), chosen, out)
 
