@@ -22,8 +22,8 @@ pytestmark = [
 SCRIPT = Path(__file__).with_name("sanitize_attention.py")
 ROOT = SCRIPT.parents[2]
 HOPPER_KERNELS = [
-    ("triton_hopper_forward", "forward_kernel"),
-    ("triton_hopper_backward", "backward_kernel"),
+    ("triton_hopper_forward", "attention_forward"),
+    ("triton_hopper_backward", "attention_backward"),
 ]
 
 

@@ -22,7 +22,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.ops.attention import triton_tuning
+from steplab.ops.attention import triton_backward, triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 from steplab.ops.attention.operators import TRITON
@@ -340,7 +340,7 @@ def test_flops_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize(("dim", "widths"), [(64, 64), (40, 64), (80, 96), (128, 128)])
 def test_sums_in_panels_of_8_columns_become_the_gradient_of_the_queries(dim: int, widths: int) -> None:
     from steplab.ops.attention.triton_backward import PREPARED
-    from steplab.ops.attention.triton_portable_backward import finish_kernel
+    from steplab.ops.attention.triton_portable_backward import attention_finish
 
     batch, heads, length, padded = 2, 3, 70, 128
     make = torch.Generator().manual_seed(dim)
@@ -350,17 +350,20 @@ def test_sums_in_panels_of_8_columns_become_the_gradient_of_the_queries(dim: int
     parts = widths // 32
     grid = (batch * heads * padded // PREPARED * parts,)
     numbers = heads, length, padded, dim, 0.5
-    finish_kernel[grid](in_panels, dq, *dq.stride()[:3], *numbers, M=PREPARED, PARTS=parts, WIDTH=32, PANEL=8)
+    attention_finish[grid](in_panels, dq, *dq.stride()[:3], *numbers, M=PREPARED, PARTS=parts, WIDTH=32, PANEL=8)
     assert torch.equal(dq, sums[:, :, :length, :dim] * 0.5)
 
 
-def test_what_is_prepared_subtracts_the_log_sum_exp_and_begins_the_turns() -> None:
-    from steplab.ops.attention.triton_backward import prepared
-
-    q, k, v, do = inputs(2, 3, 1, 70, 50, 16)
+@pytest.mark.parametrize("num_kv_heads", [1, 3])
+def test_what_is_prepared_subtracts_the_log_sum_exp_and_begins_the_turns(num_kv_heads: int) -> None:
+    q, k, v, do = inputs(2, 3, num_kv_heads, 70, 300, 16)
     o, lse = torch.randn_like(q), torch.randn(2, 3, 70)
     lse[0, 1, 5] = float("-inf")
-    operands = prepared(do, q, k, v, o, lse, causal=False, scale=0.5)
+    tiles = Tiles(kernel="backward", gpu="any", bits=16, box=64, variant="hopper", queries=128, keys=128, stages=2)
+    with patch.object(triton_backward, "tiles_on", return_value=tiles):
+        triton_backward._layout.cache_clear()
+        operands = triton_backward.prepared(do, q, k, v, o, lse, causal=False, scale=0.5)
+        triton_backward._layout.cache_clear()
     right = -lse / math.log(2)
     right[0, 1, 5] = float("-inf")
     minus_lse, minus_d = operands.minus_lse.view(2, 3, 128), operands.minus_d.view(2, 3, 128)
@@ -368,4 +371,6 @@ def test_what_is_prepared_subtracts_the_log_sum_exp_and_begins_the_turns() -> No
     assert (minus_lse[..., 70:] == float("-inf")).all()
     torch.testing.assert_close(minus_d[..., :70], -(o * do).sum(-1))
     assert not minus_d[..., 70:].any()
-    assert operands.turns.tolist() == [0] * (2 * 3 * 2)
+    shared_tiles = 2 * 3 if num_kv_heads == 1 else 0
+    assert operands.turns.tolist() == [0] * (2 * 3 + 2 * shared_tiles)
+    assert operands.shared.numel() == shared_tiles * 2 * 128 * 64

@@ -55,7 +55,7 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
 
 def told_by(program: int, **given: Any) -> dict[str, Any]:
     """What a program of the backward kernel tells its warps, by the names under which they take it."""
-    kernel = triton_hopper_backward.backward_kernel
+    kernel = triton_hopper_backward.attention_backward
     names = inspect.signature(kernel.fn).parameters
     usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
     usual |= {"M": 64, "MAIN": 128, "REST": 0, "BOX": 128, "NUM_SLOTS": 2}
@@ -100,13 +100,20 @@ def test_keys_meet_every_query_that_sees_them_once(causal: bool, upwards: bool, 
 @pytest.mark.parametrize("together", [1, 2, 5])
 def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, together: int) -> None:
     batch, length = 3, 300
-    tiles, num_kv_heads = -(-length // KEYS), num_heads // sharing
+    tiles = -(-length // KEYS)
     sizes = {"num_heads": num_heads, "sharing": sharing, "num_queries": length, "num_keys": length, "CAUSAL": True}
-    sizes |= {"heads_in_all": batch * num_kv_heads, "heads_a_group": together, "num_upwards": num_kv_heads}
-    told = [told_by(program, **sizes) for program in range(batch * num_kv_heads * tiles)]
-    assert sorted((x["b"], x["kv_head"], x["first_key"]) for x in told) == [
-        (b, head, KEYS * t) for b in range(batch) for head in range(num_kv_heads) for t in range(tiles)
+    sizes |= {"heads_in_all": batch * num_heads, "heads_a_group": together, "num_upwards": num_heads}
+    told = [told_by(program, **sizes) for program in range(batch * num_heads * tiles)]
+    assert sorted((x["b"], x["head"], x["first_key"]) for x in told) == [
+        (b, head, KEYS * t) for b in range(batch) for head in range(num_heads) for t in range(tiles)
     ]
+    assert all(x["kv_head"] == x["head"] // sharing for x in told)
+    assert all(x["b_kv_head"] == x["b"] * (num_heads // sharing) + x["kv_head"] for x in told)
+    # A head waits for what those before it have of the keys that they share.
+    order = {(x["b"], x["head"], x["first_key"]): program for program, x in enumerate(told)}
+    for b, head, first_key in order:
+        if head % sharing:
+            assert order[b, head - 1, first_key] < order[b, head, first_key]
 
 
 @pytest.mark.parametrize(("columns", "rows"), WIDTHS)
@@ -150,7 +157,7 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     assert turns == of_blocks * heads
     # The first that comes to a tile stores, and all others add.
     assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
-    # Each in pieces of 64 queries and 32 columns, as `finish_kernel` takes them.
+    # Each in pieces of 64 queries and 32 columns, as `attention_finish` takes them.
     tiles = -(-num_queries // rows)
     pieces = {64 * i for head in range(heads) for i in _pieces(head * num_padded, tiles * rows, columns)}
     assert set(first_of_tile) == pieces

@@ -121,8 +121,8 @@ def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant) -> None:
     """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
     home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
-    noted = KernelWithoutGpu(list(getattr(home, f"{kernel}_kernel").arg_names))
-    with patch.object(home, f"{kernel}_kernel", noted):
+    noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))
+    with patch.object(home, f"attention_{kernel}", noted):
         start, num_tensors = starts(kernel, variant)
     check_both_starts(start, noted, num_tensors)
 
@@ -130,30 +130,35 @@ def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: 
 def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None:
     hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
     portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
-    noted = [KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.backward_kernel, portable.finish_kernel)]
+    noted = [
+        KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.attention_backward, portable.attention_finish)
+    ]
     given = tiles_of("backward", "hopper"), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
-    with patch.object(hopper, "backward_kernel", noted[0]), patch.object(portable, "finish_kernel", noted[1]):
+    with patch.object(hopper, "attention_backward", noted[0]), patch.object(portable, "attention_finish", noted[1]):
         start, finish = _starts_of_one_sweep.__wrapped__(*given)
-    check_both_starts(start, noted[0], 10)
+    check_both_starts(start, noted[0], 11)
     check_both_starts(finish, noted[1], 2)
 
 
 def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
-    """50 queries of 4 heads are filled up to 128, and 64 columns are two parts of 32."""
+    """50 queries of 4 heads are filled up to 128, 64 columns are two parts of 32, 2 x 2 tiles of keys are shared."""
+    of_one_sweep = torch.bfloat16, torch.device("cpu")
     with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper")):
-        layout = _layout.__wrapped__((1, 4, 50, 64), torch.bfloat16, torch.device("cpu"))
-    assert layout.parts == [4 * 128, 4 * 128, 4 * 128 * 64, 4 * 2]
+        own, shared = (_layout.__wrapped__((1, 4, 50, 64), (1, heads, 130, 64), *of_one_sweep) for heads in (4, 2))
+    rows = 4 * 128
+    assert own.parts == [rows, rows, rows * 64, 0, 4]
+    assert shared.parts == [rows, rows, rows * 64, 4 * 128 * 2 * 64, 4 + 2 * 4]
     x = torch.zeros(1, 4, 50, 64)
     *_, room = _results(x, x, x)
-    assert room == ((sum(_layout(x.shape, x.dtype, x.device).parts),), (1,), torch.float32)
+    assert room == ((sum(_layout(x.shape, x.shape, x.dtype, x.device).parts),), (1,), torch.float32)
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:
     home = importlib.import_module("steplab.ops.attention.triton_portable_backward")
-    noted = KernelWithoutGpu(list(home.prepare_kernel.arg_names))
+    noted = KernelWithoutGpu(list(home.attention_prepare.arg_names))
     shape, strides = (1, 4, 50, 64), (12800, 3200, 64, 1)
-    with patch.object(home, "prepare_kernel", noted):
-        given = 64, torch.bfloat16, torch.device("cpu"), shape, strides, strides
+    with patch.object(home, "attention_prepare", noted):
+        given = 64, 12, torch.bfloat16, torch.device("cpu"), shape, strides, strides
         start = _start_of_prepare.__wrapped__(*given)
     check_both_starts(start, noted, 6)
 

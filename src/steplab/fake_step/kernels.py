@@ -86,11 +86,13 @@ def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:
     row, query, key = implementation(_FUSED[name][0]), args[1], args[2]
     batch, heads, tokens, width = query.shape
     found = []
+    shared = key.shape[1] != heads
     for each in row.workspaces:
-        if each.taken(query.element_size(), width):
+        if each.taken(query.element_size(), width, shared=shared):
             wide = [] if each.width is None else [max(_up(width, each.width), each.least_width)]
-            found.append(_bytes(4, batch, heads, _up(tokens, each.tokens), *wide))
-    if row.expands_groups and key.shape[1] != heads:
+            of_heads = (key.shape[1], key.shape[2]) if each.of_shared_keys else (heads, tokens)
+            found.append(_bytes(4 * each.times, batch, of_heads[0], _up(of_heads[1], each.tokens), *wide))
+    if row.expands_groups and shared:
         found += 2 * [_bytes(query.element_size(), *query.shape)]
     return found
 

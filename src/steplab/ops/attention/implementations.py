@@ -22,7 +22,8 @@ DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": FP16, "float64": FP64}
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
     """float32 memory that a backward pass holds while it runs: one number a row of scores, or one an element of the
-    queries. [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up]."""
+    queries. [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up], `times`
+    of these."""
 
     what: str
     """What it holds."""
@@ -35,8 +36,15 @@ class Workspace:
     halves_up_to: int | None = None
     """It is taken for bf16 and fp16 alone, and head dimensions up to this; None: for all."""
 
-    def taken(self, number_bytes: int, head_dim: int) -> bool:
-        """Whether it is, for tensors of such numbers."""
+    times: int = 1
+    """How many of these."""
+    of_shared_keys: bool = False
+    """It is of the heads of keys, and taken where several heads of queries share them."""
+
+    def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
+        """Whether it is, for tensors of such numbers; shared: whether several heads of queries share keys."""
+        if self.of_shared_keys and not shared:
+            return False
         return self.halves_up_to is None or (number_bytes == 2 and head_dim <= self.halves_up_to)
 
 
@@ -245,7 +253,7 @@ TABLE = (
         dtypes=(FP32, BF16, FP16),
         widest=256,
         copies_below=16,  # what the stride from token to token must be a multiple of for the GPU's copy engine
-        # ops/attention/triton_backward.py, but for a counter for every 64 rows
+        # ops/attention/triton_backward.py, but for a counter for every 128 rows
         workspaces=(
             Workspace(what="log-sum-exp in powers of two, within the kernels", tokens=128),
             Workspace(what="row sums, within the kernels", tokens=128),
@@ -255,6 +263,15 @@ TABLE = (
                 width=32,
                 least_width=64,
                 halves_up_to=128,
+            ),
+            Workspace(
+                what="gradients of keys and values, on their way through the heads that share them",
+                tokens=128,
+                width=32,
+                least_width=64,
+                halves_up_to=128,
+                times=2,
+                of_shared_keys=True,
             ),
         ),
         memory_estimate="its workspace is as its source says, on a Hopper GPU; elsewhere it takes no sums",

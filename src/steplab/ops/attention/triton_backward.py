@@ -56,13 +56,15 @@ class Operands:
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE; as `prepare_kernel` says."""
+    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE; as `attention_prepare` says."""
     minus_d: Tensor
     """-rowsum(dO o O)."""
     sums: Tensor
     """Room for the sums of dQ, where it is made in one sweep; else nothing."""
+    shared: Tensor
+    """Room for dK and dV on their way from head to head, where heads share keys and there is one sweep."""
     turns: Tensor
-    """Zeros, int32: one for every PREPARED queries."""
+    """Zeros, int32: one for every WIDEST_TILE queries, then two for every WIDEST_TILE keys that are shared."""
     call: Call
     stream: int | None
     """The raw stream, where the launches are to be made again."""
@@ -111,7 +113,7 @@ def triton_backward(
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) -> tuple[Made, ...]:
     """The gradients, and room for what the kernels write for themselves."""
     gradients = laid_out_as(q_BHSD), laid_out_as(k_BNKD), laid_out_as(v_BNKD)
-    parts = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device).parts
+    parts = _layout(q_BHSD.shape, k_BNKD.shape, q_BHSD.dtype, q_BHSD.device).parts
     return *gradients, in_a_row([sum(parts)], torch.float32)
 
 
@@ -121,17 +123,24 @@ class _Layout(NamedTuple):
     one_sweep: Tiles | None
     """As in `Operands`."""
     parts: list[int]
-    """Numbers of 32 bits: -lse, -D, sums, turns. All but the last are multiples of 128, as the copy engine needs."""
+    """Numbers of 32 bits: -lse, -D, sums, shared, turns. All but the last are multiples of 128, as the copy engine
+    needs."""
 
 
 @lru_cache(maxsize=256)
-def _layout(q_shape: Shape, dtype: torch.dtype, device: torch.device) -> _Layout:
+def _layout(q_shape: Shape, k_shape: Shape, dtype: torch.dtype, device: torch.device) -> _Layout:
     batch, num_heads, num_queries, head_dim = q_shape
-    rows = batch * num_heads * -(-num_queries // WIDEST_TILE) * WIDEST_TILE
-    parts = columns(head_dim)
-    tiles = tiles_on("backward", device, 8 * dtype.itemsize, max(64, parts.box), num_queries)
-    num_sums = 0 if tiles is None else rows * _num_parts(tiles, parts) * SUMS_WIDTH
-    return _Layout(tiles, [rows, rows, num_sums, rows // PREPARED])
+    _, num_kv_heads, num_keys, _ = k_shape
+    tiles_of_queries, tiles_of_keys = -(-num_queries // WIDEST_TILE), -(-num_keys // WIDEST_TILE)
+    rows = batch * num_heads * tiles_of_queries * WIDEST_TILE
+    tiles = tiles_on("backward", device, 8 * dtype.itemsize, max(64, columns(head_dim).box), num_queries)
+    if tiles is None:
+        return _Layout(None, [rows, rows, 0, 0, 0])
+    parts = _columns_of(tiles, columns(head_dim))
+    shared_tiles = batch * num_kv_heads * tiles_of_keys if num_heads > num_kv_heads else 0
+    num_shared = shared_tiles * 2 * WIDEST_TILE * (parts.main + parts.rest)
+    turns = rows // WIDEST_TILE + 2 * shared_tiles
+    return _Layout(tiles, [rows, rows, rows * _num_parts(parts) * SUMS_WIDTH, num_shared, turns])
 
 
 def prepared(
@@ -160,36 +169,48 @@ def prepared(
     if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):
         stream = None
     call = Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
-    layout = _layout(q_BHSD.shape, q_BHSD.dtype, q_BHSD.device)
+    layout = _layout(q_BHSD.shape, k_BNKD.shape, q_BHSD.dtype, q_BHSD.device)
     if room is None:
         room = torch.empty(sum(layout.parts), dtype=torch.float32, device=q.device)
-    minus_lse, minus_d, sums, turns = room.split_with_sizes(layout.parts)
+    minus_lse, minus_d, sums, shared, turns = room.split_with_sizes(layout.parts)
     turns = turns.view(torch.int32)
-    start = _start_of_prepare(call.parts.box, o.dtype, o.device, o.shape, o.stride(), do.stride())
+    start = _start_of_prepare(call.parts.box, len(turns), o.dtype, o.device, o.shape, o.stride(), do.stride())
     launch = start(o, do, lse, minus_lse, minus_d, turns, stream=stream)
-    return Operands(layout.one_sweep, q, k, v, do, minus_lse, minus_d, sums, turns, call, stream, [launch])
+    return Operands(layout.one_sweep, q, k, v, do, minus_lse, minus_d, sums, shared, turns, call, stream, [launch])
 
 
 @lru_cache(maxsize=256)
 def _start_of_prepare(
-    box: int, dtype: torch.dtype, device: torch.device, shape: Shape, o_strides: Shape, do_strides: Shape
+    box: int,
+    num_turns: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    shape: Shape,
+    o_strides: Shape,
+    do_strides: Shape,
 ) -> Start:
     """The kernel for (o, do, lse, minus_lse, minus_d, turns)."""
-    from steplab.ops.attention.triton_portable_backward import prepare_kernel
+    from steplab.ops.attention.triton_portable_backward import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
+    num_programs = num_padded // PREPARED * batch * num_heads
     strides = *strides_of(shape, o_strides)[:3], *strides_of(shape, do_strides)[:3]
-    numbers = *strides, num_heads, num_queries, num_padded, head_dim
-    return Start(prepare_kernel, num_padded // PREPARED * batch * num_heads, [None] * 6, numbers, M=PREPARED, D=box)
+    numbers = *strides, num_heads, num_queries, num_padded, head_dim, num_turns
+    turns = 1 << max(-(-num_turns // num_programs) - 1, 0).bit_length()
+    return Start(attention_prepare, num_programs, [None] * 6, numbers, M=PREPARED, D=box, TURNS=turns)
 
 
 # --- in one sweep, on Hopper GPUs ----------------------------------------------------------------------------------
 
 
-def _num_parts(tiles: Tiles, of_head: Columns) -> int:
+def _columns_of(tiles: Tiles, of_head: Columns) -> Columns:
+    """The columns as the kernel has them, whose tiles may be wider."""
+    return columns(tiles.box) if of_head.box < tiles.box else of_head
+
+
+def _num_parts(parts: Columns) -> int:
     """Parts of SUMS_WIDTH columns in which the sums of dQ lie."""
-    parts = columns(tiles.box) if of_head.box < tiles.box else of_head
     return (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
 
 
@@ -201,7 +222,8 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
     x = operands
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride(), dq.stride()
     start, finish = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
-    swept = start(x.q, x.k, x.v, x.do, x.sums, dk, dv, x.minus_lse, x.minus_d, x.turns, stream=x.stream)
+    given = x.q, x.k, x.v, x.do, x.sums, dk, dv, x.minus_lse, x.minus_d, x.turns, x.shared
+    swept = start(*given, stream=x.stream)
     x.launches.extend([swept, finish(x.sums, dq, stream=x.stream)])
 
 
@@ -209,16 +231,16 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns) and for (sums, dq)."""
-    from steplab.ops.attention.triton_hopper_backward import backward_kernel
-    from steplab.ops.attention.triton_portable_backward import finish_kernel
+    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and for (sums, dq)."""
+    from steplab.ops.attention.triton_hopper_backward import attention_backward
+    from steplab.ops.attention.triton_portable_backward import attention_finish
 
     (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q_shape, k_shape
     numbers = _numbers(q_shape, k_shape, call.scale)
-    parts = columns(tiles.box) if call.parts.box < tiles.box else call.parts
-    num_parts = _num_parts(tiles, call.parts)
-    num_rows = batch * num_heads * numbers.num_padded
-    heads = batch * num_kv_heads
+    parts = _columns_of(tiles, call.parts)
+    num_parts = _num_parts(parts)
+    heads = batch * num_heads
+    num_rows = heads * numbers.num_padded
     # Of a head's queries, q, dO and the sums are read by every program.
     together = min(heads_a_group(num_queries * head_dim * 2 * call.dtype.itemsize, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
@@ -229,20 +251,20 @@ def _starts_of_one_sweep(
         tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides[:6], all_rows, strict=True)
     )
     of_numbers = number_form(num_rows, tiles.queries)
-    forms = [q, k, v, do, sums_form(num_rows * num_parts), dk, dv, of_numbers, of_numbers, None]
-    options = hopper_options(tiles, parts) | {"M": tiles.queries}
+    forms = [q, k, v, do, sums_form(num_rows * num_parts), dk, dv, of_numbers, of_numbers, None, None]
+    options = hopper_options(tiles, parts)
+    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": num_heads > num_kv_heads}
     num_programs = -(-num_keys // tiles.keys) * heads
     start = Start(
-        backward_kernel,
+        attention_backward,
         num_programs,
         forms,
         [heads, together, num_upwards, *numbers],
-        CAUSAL=call.causal,
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale
     sizes = {"M": PREPARED, "PARTS": num_parts, "WIDTH": SUMS_WIDTH, "PANEL": SUMS_PANEL}
-    finish = Start(finish_kernel, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
+    finish = Start(attention_finish, num_rows // PREPARED * num_parts, [None] * 2, of_dq, **sizes)
     return start, finish
 
 
@@ -261,7 +283,7 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
 @lru_cache(maxsize=256)
 def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
-    from steplab.ops.attention.triton_portable_backward import backward_kv_kernel
+    from steplab.ops.attention.triton_portable_backward import attention_backward_kv
 
     numbers = _numbers(q_shape, k_shape, call.scale)
     shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
@@ -269,7 +291,7 @@ def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, st
     forms = [tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides, all_rows, strict=True)]
     num_programs = -(-k_shape[2] // tiles.keys) * k_shape[0] * k_shape[1]
     options = portable_options(tiles, call.products)
-    return Start(backward_kv_kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
+    return Start(attention_backward_kv, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
 
 
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
@@ -284,7 +306,7 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
 @lru_cache(maxsize=256)
 def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
-    from steplab.ops.attention.triton_portable_backward import backward_q_kernel
+    from steplab.ops.attention.triton_portable_backward import attention_backward_q
 
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape
     all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.queries
@@ -292,7 +314,7 @@ def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape,
     num_programs = -(-q_shape[2] // tiles.queries) * q_shape[0] * q_shape[1]
     numbers = _numbers(q_shape, k_shape, call.scale)
     options = portable_options(tiles, call.products)
-    return Start(backward_q_kernel, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
+    return Start(attention_backward_q, num_programs, [*forms, None, None], numbers, CAUSAL=call.causal, **options)
 
 
 class _Numbers(NamedTuple):

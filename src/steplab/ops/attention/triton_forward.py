@@ -76,7 +76,7 @@ def _start(
     numbers = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
     more: tuple[Tensor, ...] = ()
     if tiles.variant == "hopper":
-        from steplab.ops.attention.triton_hopper_forward import forward_kernel
+        from steplab.ops.attention.triton_hopper_forward import attention_forward
 
         sharing = num_heads // num_kv_heads
         together = heads_a_group(2 * num_keys * head_dim * call.dtype.itemsize // sharing, batch * num_heads)
@@ -98,7 +98,7 @@ def _start(
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
-        from steplab.ops.attention.triton_portable_forward import forward_kernel
+        from steplab.ops.attention.triton_portable_forward import attention_forward
 
         num_programs, rows = num_tasks, tiles.queries
         options = portable_options(tiles, call.products)
@@ -108,5 +108,5 @@ def _start(
         for shape, its_strides, its_rows in zip(shapes, strides, (rows, tiles.keys, tiles.keys, rows), strict=True)
     ]
     forms_of_numbers = [None] * (1 + len(more))
-    start = Start(forward_kernel, num_programs, [*forms, *forms_of_numbers], numbers, CAUSAL=call.causal, **options)
+    start = Start(attention_forward, num_programs, [*forms, *forms_of_numbers], numbers, CAUSAL=call.causal, **options)
     return start, more

@@ -1,10 +1,11 @@
 """The backward kernel for Hopper GPUs in bf16 and fp16: all three gradients in one sweep, five products a tile.
 
-A program has 128 keys of a head, 64 for each of two consumers, and goes over the queries that see them. A consumer
-keeps its keys' dK and dV in registers. What a tile of queries gets of dQ is a sum over all keys: both consumers put
-their part of dS into shared memory, each multiplies all of it with half the columns of the keys, or half of it with all
-columns, and a warp of its own has the copy engine add the product to float32 sums in memory, which `finish_kernel`
-rounds. Tiles are of 128 queries where the keys have up to 64 columns, beyond of 64: what registers hold.
+A program has a head and 128 of its keys, 64 for each of two consumers, and goes over the queries that see them. A
+consumer keeps its keys' dK and dV in registers; heads that share keys hand them on, each to the next one. What a tile
+of queries gets of dQ is a sum over all keys: both consumers put their part of dS into shared memory, each multiplies
+all of it with half the columns of the keys, or half of it with all columns, and a warp of its own has the copy engine
+add the product to float32 sums in memory, which `attention_finish` rounds. Tiles are of 128 queries where the keys have
+up to 64 columns, beyond of 64: what registers hold.
 
 Note "turns": programs add to the same sums, and sums of floats depend on their order. So every 128 queries of a head
 have a counter, and a program waits until it says that it is its turn. Nobody waits for long: programs of a head visit
@@ -102,11 +103,12 @@ def _written():
 
 @gluon.jit
 def _hand_on(turn_ptr):
-    """It is the next one's turn; by one thread of the warp."""
+    """It is the next one's turn; by one thread of each warp, for what the warp has written."""
     gl.inline_asm_elementwise(
         """{
             .reg .pred first;
             .reg .b32 lane;
+            bar.warp.sync -1;
             mov.u32 lane, %laneid;
             setp.eq.u32 first, lane, 0;
             @first red.release.gpu.global.add.s32 [$1], 1;
@@ -136,20 +138,19 @@ def _zero_at_run_time(i):
 @gluon.jit
 def _tile(i, num_tiles, upwards):
     """Which of a head's tiles of queries is visited i-th."""
-    return gl.where(upwards, i % num_tiles, num_tiles - 1 - i % num_tiles)
+    return gl.where(upwards, i, num_tiles - 1 - i)
 
 
 @gluon.jit
-def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
-          first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
+def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head, first_key,
+          first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
           M: gl.constexpr, NUM_SLOTS: gl.constexpr):  # fmt: skip
     mbarrier.expect(kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
     tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], kv_arrived, kv.index(0))
     tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], kv_arrived, kv.index(1))
-    for i in range(sharing * num_tiles):
-        head = kv_head * sharing + i // num_tiles
+    for i in range(num_tiles):
         query = first_query + _tile(i, num_tiles, upwards) * M
-        number = (b * num_heads + head) * num_padded + query
+        number = b_head * num_padded + query
         slot = i % NUM_SLOTS
         mbarrier.wait(empty.index(slot), ((i // NUM_SLOTS) & 1) ^ 1)
         arrived = full.index(slot)
@@ -161,17 +162,16 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b
 
 
 @gluon.jit
-def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num_key_tiles, first_query, num_tiles,
-            upwards, num_padded, dq_parts, dq_full, dq_empty, CAUSAL: gl.constexpr, M: gl.constexpr,
+def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
+            dq_parts, dq_full, dq_empty, CAUSAL: gl.constexpr, M: gl.constexpr,
             PARTS_0: gl.constexpr, PARTS_1: gl.constexpr):  # fmt: skip
     """Add what the consumers made of dQ to the sums in memory, in turn."""
     PARTS: gl.constexpr = PARTS_0 + PARTS_1
     turn = 0
-    for i in range(sharing * num_tiles):
-        b_head = b * num_heads + kv_head * sharing + i // num_tiles
+    for i in range(num_tiles):
         query = first_query + _tile(i, num_tiles, upwards) * M
         turn_ptr = turns_ptr + b_head * (num_padded // KEYS) + query // KEYS
-        if (i % num_tiles == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
+        if (i == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
             turn = key_tile
             if CAUSAL:  # upwards, programs have started with the last keys
                 last = gl.minimum(query // KEYS, num_key_tiles - 1)
@@ -189,7 +189,7 @@ def _add_up(sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num
         mbarrier.arrive(dq_empty.index(0))
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(1))
-        if (i % num_tiles == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
+        if (i == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
             _written()
             _hand_on(turn_ptr)
 
@@ -317,10 +317,11 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
 
 
 @gluon.jit
-def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                      num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers,
-                      full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, CONSUMER: gl.constexpr,
-                      CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing, key_tile,
+                      num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards, num_queries,
+                      num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers, full, empty, ds_parts, ds_full,
+                      dq_parts, dq_full, dq_empty, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr,
+                      GROUPED: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
                       NUM_SLOTS: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
@@ -342,34 +343,61 @@ def _sum_over_queries(dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_
     step = gl.where(upwards, M, -M)
     first_whole = gl.where(upwards, num_masked, num_ended)
     end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
-    for h in range(sharing):
-        for t in range(first_whole):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
-                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
-            )  # fmt: skip
-        for t in range(first_whole, end_whole):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
-                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, False, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
-            )  # fmt: skip
-        for t in range(end_whole, num_tiles):
-            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
-                h * num_tiles + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
-                ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
-                num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
-            )  # fmt: skip
+    # Zero: else the compiler computes addresses of each tile from those of the one before, for which no registers are
+    # left.
+    first_tile = _zero_at_run_time(num_tiles)
+    for t in range(first_whole):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+            first_tile + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
+            ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(first_whole, end_whole):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+            first_tile + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
+            ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, False, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(end_whole, num_tiles):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round(
+            first_tile + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, empty,
+            ds_parts, ds_full, dq_parts, dq_full, dq_empty, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, True, CAUSAL, M, MAIN, REST, NUM_SLOTS, CONSUMER, FIRST, W,
+        )  # fmt: skip
     if CONSUMER == 0:
         meet(TURN_OF_0)  # which the other has let it have once more
     # dK and dV go where the keys and values were, of which dQ of both consumers is made.
     meet(BOTH_ARE_DONE)
-    put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
-    put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
-    tma.async_copy_shared_to_global(dk_tiles, [b, kv_head, first_key, 0], k_own)
-    tma.async_copy_shared_to_global(dv_tiles, [b, kv_head, first_key, 0], v_own)
-    tma.store_wait(0)
+    member = 0
+    if GROUPED:
+        member = head % sharing
+        SIZE: gl.constexpr = ROWS * (MAIN + REST)
+        number = (b_kv_head * num_key_tiles + key_tile) * NUM_CONSUMERS + CONSUMER
+        at = shared_ptr + number.to(gl.int64) * (2 * SIZE)
+        _wait_for(member * 4, members_ptr + number)
+        dk_RD = _with_those_before(dk_RD, at, member, sharing, MAIN)
+        dv_RD = _with_those_before(dv_RD, at + SIZE, member, sharing, MAIN)
+        if REST > 0:
+            dk_rest_RD = _with_those_before(dk_rest_RD, at + ROWS * MAIN, member, sharing, REST)
+            dv_rest_RD = _with_those_before(dv_rest_RD, at + SIZE + ROWS * MAIN, member, sharing, REST)
+        _hand_on(members_ptr + number)  # by each of four warps
+    if member == sharing - 1:
+        put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
+        put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
+        tma.async_copy_shared_to_global(dk_tiles, [b, kv_head, first_key, 0], k_own)
+        tma.async_copy_shared_to_global(dv_tiles, [b, kv_head, first_key, 0], v_own)
+        tma.store_wait(0)
+
+
+@gluon.jit
+def _with_those_before(x_RW, at, member, sharing, W: gl.constexpr):
+    """x and what the heads before have of it, which is handed on to the next one, unless there is none."""
+    rows = gl.arange(0, ROWS, gl.SliceLayout(1, x_RW.type.layout))[:, None]
+    columns = gl.arange(0, W, gl.SliceLayout(0, x_RW.type.layout))[None, :]
+    ptrs = at + rows * W + columns
+    x_RW += gl.load(ptrs, mask=rows < gl.where(member > 0, ROWS, 0), other=0.0, cache_modifier=".cg")
+    gl.store(ptrs, x_RW, mask=rows < gl.where(member < sharing - 1, ROWS, 0))
+    return x_RW
 
 
 @gluon.jit
@@ -387,17 +415,19 @@ def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["heads_in_all", "heads_a_group", "num_upwards", "num_heads", "sharing", "num_queries",
                               "num_keys", "num_padded"])  # fmt: skip
-def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
-                    minus_d_tiles, turns_ptr, heads_in_all, heads_a_group, num_upwards, num_heads, sharing,
-                    num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, M: gl.constexpr,
-                    MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
-                    CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """dK and dV of 128 keys, from all heads that share them, and their part of these heads' dQ.
+def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
+                    minus_d_tiles, turns_ptr, shared_ptr, heads_in_all, heads_a_group, num_upwards, num_heads, sharing,
+                    num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
+                    M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+                    NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                    LOADER_REGISTERS: gl.constexpr):  # fmt: skip
+    """What a head of queries has of dK and dV of 128 keys, and of dQ from them.
 
-    Heads of keys go in groups whose queries the L2 cache holds together. Under a causal mask the first programs of a
-    group have the last keys and visit the queries upwards, each a tile behind the program that it waits for. The last
-    group, from head num_upwards on, has the longest programs first instead, so that all end together, and visits the
-    queries downwards.
+    Of heads that share keys (GROUPED) each adds what the one before it handed on, and the last one writes dK and dV.
+    Heads go in groups whose queries the L2 cache holds together. Under a causal mask the first programs of a group have
+    the last keys and visit the queries upwards, each a tile behind the program that it waits for. The last group, from
+    head num_upwards on, has the longest programs first instead, so that all end together, and visits the queries
+    downwards.
     """
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
@@ -407,13 +437,15 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     num_key_tiles = gl.cdiv(num_keys, KEYS)
+    members_ptr = turns_ptr + heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
     programs_a_group = heads_a_group * num_key_tiles
     first_head = gl.program_id(0) // programs_a_group * heads_a_group
     heads = gl.minimum(heads_a_group, heads_in_all - first_head)  # the last group may have fewer
     within = gl.program_id(0) % programs_a_group
-    b_kv_head = first_head + within % heads
-    b = b_kv_head // (num_heads // sharing)
-    kv_head = b_kv_head % (num_heads // sharing)
+    b_head = first_head + within % heads
+    b_kv_head = b_head // sharing
+    b, head = b_head // num_heads, b_head % num_heads
+    kv_head = head // sharing
     upwards = first_head < num_upwards
     key_tile = within // heads
     if CAUSAL:
@@ -453,17 +485,19 @@ def backward_kernel(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, d
     fence_async_shared()
     NONE: gl.constexpr = 0
     gl.warp_specialize([
-        (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
-                             numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C0, CAUSAL, M,
-                             MAIN, REST, NUM_SLOTS, NONE, W_0)),
-        (_sum_over_queries, (dk_tiles, dv_tiles, b, kv_head, sharing, first_key, first_query, num_tiles, num_masked,
-                             num_whole, upwards, num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles,
-                             numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, C1, CAUSAL, M,
-                             MAIN, REST, NUM_SLOTS, W_0, W_1)),
-        (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, kv_head, num_heads, sharing,
+        (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
+                             key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
+                             num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers, full, empty,
+                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, C0, CAUSAL, GROUPED, M, MAIN, REST,
+                             NUM_SLOTS, NONE, W_0)),
+        (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
+                             key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
+                             num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers, full, empty,
+                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, C1, CAUSAL, GROUPED, M, MAIN, REST,
+                             NUM_SLOTS, W_0, W_1)),
+        (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head,
                  first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,
                  M, NUM_SLOTS)),
-        (_add_up, (sums_tiles, turns_ptr, b, kv_head, num_heads, sharing, key_tile, num_key_tiles, first_query,
-                   num_tiles, upwards, num_padded, dq_parts, dq_full, dq_empty, CAUSAL, M, PARTS_0, PARTS_1)),
+        (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
+                   dq_parts, dq_full, dq_empty, CAUSAL, M, PARTS_0, PARTS_1)),
     ], [4, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -8,7 +8,15 @@ masked, since tiles have a multiple of 64 keys. A program takes one task after a
 Consumers take turns at the tensor cores: each gives them both its products, lets the next consumer do so, and takes its
 exponentials meanwhile. Without that they fall into step, and the tensor cores rest while all take exponentials.
 
-Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension.
+Note "what was summed shrinks": where the largest score of a row grows. It is subtracted from all to keep exponentials
+within the range of float32, for which any number near it would do. So a row goes on with what it has until a score is
+RAISE beyond, which seldom happens after the first tiles, and a warp none of whose rows has such a score multiplies
+nothing. Up to 64 columns the four threads that have a row between them do not even ask each other for the largest, but
+where a vote of the warp says that there is one; beyond 64 the assembler puts the wait for the second product before
+that branch, and it is 2 to 5 % slower.
+
+Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
+a row, which have two of each 8 columns.
 """
 
 from triton.experimental import gluon
@@ -29,6 +37,9 @@ from steplab.ops.attention.triton_hopper_tiles import (
     unpack,
     where_before,
 )
+
+RAISE = gl.constexpr(8.0)
+"""In powers of two. Weights are then at most 2^8, in bf16 and fp16 with the relative error that they always have."""
 
 
 @gluon.jit
@@ -75,9 +86,53 @@ def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, 
 
 
 @gluon.jit
-def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_keys,
-             MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr):  # fmt: skip
-    """Exponentials of one more tile of scores, and by how much what was summed before shrinks."""
+def _by_threads(x_RC):
+    """[R, C] as [R, C / 8, Q, 2]."""
+    return x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 8, 4, 2])
+
+
+@gluon.jit
+def _raised(largest_RQ, own_RQ):
+    """The largest so far, raised to that of all threads of a row where any thread of a warp has one RAISE beyond."""
+    # A thread has two rows.
+    asm: gl.constexpr = """{
+        .reg .pred beyond;
+        .reg .f32 a, b, other;
+        mov.f32 $0, $2;
+        mov.f32 $1, $3;
+        setp.gt.f32 beyond, $4, $6;
+        setp.gt.or.f32 beyond, $5, $7, beyond;
+        vote.sync.any.pred beyond, beyond, -1;
+        @!beyond bra DONE;
+        shfl.sync.bfly.b32 other, $4, 2, 31, -1;
+        max.f32 a, $4, other;
+        shfl.sync.bfly.b32 other, $5, 2, 31, -1;
+        max.f32 b, $5, other;
+        shfl.sync.bfly.b32 other, a, 1, 31, -1;
+        max.f32 a, a, other;
+        shfl.sync.bfly.b32 other, b, 1, 31, -1;
+        max.f32 b, b, other;
+        max.f32 $0, $2, a;
+        max.f32 $1, $3, b;
+        DONE:
+    }"""
+    return gl.inline_asm_elementwise(
+        asm,
+        "=&f,=&f,f,f,f,f,f,f",
+        [largest_RQ, own_RQ, largest_RQ + RAISE],
+        dtype=gl.float32,
+        is_pure=True,
+        pack=2,
+    )
+
+
+@gluon.jit
+def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
+             MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):  # fmt: skip
+    """Exponentials of one more tile of scores, and by how much what was summed before shrinks.
+
+    The largest scores and the sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q].
+    """
     if MASKED:
         keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))
         end = num_keys
@@ -87,12 +142,25 @@ def _softmax(s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_key
         s_RN = where_before(s_RN, keys[None, :], end, float("-inf"))
     # The largest is kept scaled: a product within a fused multiply-add is not rounded, and would differ from itself by
     # its rounding, so that what was summed shrank a little with every tile.
-    new_largest_R = gl.maximum(largest_R, gl.max(s_RN, 1) * scale_log2)
+    if BY_THREADS:
+        s_RCQ2 = _by_threads(s_RN)
+        new_largest = _raised(largest, gl.max(gl.max(s_RCQ2, 3), 1) * scale_log2)
+    else:
+        new_largest = gl.maximum(largest, gl.max(s_RN, 1) * scale_log2)
+        if not MASKED:
+            new_largest = gl.where(new_largest > largest + RAISE, new_largest, largest)
     # A row that has seen nothing but -inf: any finite number gives its exponentials as the zeros that they are.
-    base_R = gl.where(new_largest_R == float("-inf"), 0.0, new_largest_R)
-    p_RN = gl.exp2(s_RN * scale_log2 - base_R[:, None])
-    shrink_R = gl.exp2(largest_R - base_R)
-    return p_RN, new_largest_R, sum_R * shrink_R + gl.sum(p_RN, 1), shrink_R
+    base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
+    if BY_THREADS:
+        p_RCQ2 = gl.exp2(s_RCQ2 * scale_log2 - base.expand_dims(1).expand_dims(3))
+        p_RN = p_RCQ2.reshape([ROWS, N])
+        shrink = gl.exp2(largest - base)
+        sums = sums * shrink + gl.sum(gl.sum(p_RCQ2, 3), 1)
+    else:
+        p_RN = gl.exp2(s_RN * scale_log2 - base[:, None])
+        shrink = gl.exp2(largest - base)
+        sums = sums * shrink + gl.sum(p_RN, 1)
+    return p_RN, new_largest, sums, shrink
 
 
 @gluon.jit
@@ -100,13 +168,42 @@ def _scaled(x_RD, by_R):
     return x_RD * gl.convert_layout(by_R, gl.SliceLayout(1, x_RD.type.layout))[:, None]
 
 
+@gluon.constexpr_function
+def _times_unless_one(num):
+    """PTX: so many numbers of two rows, two of each at a time, by a number for each, unless that is one for a warp."""
+    tests = f"setp.ne.f32 some, ${2 * num}, 0f3F800000; setp.ne.or.f32 some, ${2 * num + 2}, 0f3F800000, some;"
+    products = "".join(f"mul.f32 ${i}, ${i}, ${2 * num + i};" for i in range(num))
+    return (
+        f"{{ .reg .pred some; {tests} vote.sync.any.pred some, some, -1; @!some bra DONE; {products} DONE: }}",
+        ",".join(["=f"] * num + [str(i) for i in range(num)] + ["f"] * num),
+    )
+
+
 @gluon.jit
-def _round(i, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
+def _shrunk(x_RD, by, BY_THREADS: gl.constexpr):
+    """x times a number for each row, or thread of one; where a warp has none but ones, nothing is done."""
+    NUM: gl.constexpr = x_RD.shape[1] // 2  # of a thread
+    asm: gl.constexpr = _times_unless_one(NUM)[0]
+    operands: gl.constexpr = _times_unless_one(NUM)[1]
+    if BY_THREADS:
+        x = _by_threads(x_RD)
+        by = gl.convert_layout(by, gl.SliceLayout(1, gl.SliceLayout(3, x.type.layout))).expand_dims(1).expand_dims(3)
+    else:
+        x = x_RD
+        by = gl.convert_layout(by, gl.SliceLayout(1, x.type.layout))[:, None]
+    x, by = gl.broadcast(x, by)
+    x = gl.inline_asm_elementwise(asm, operands, [x, by], dtype=gl.float32, is_pure=True, pack=NUM)
+    return gl.convert_layout(x.reshape(x_RD.shape), x_RD.type.layout, assert_trivial=True)
+
+
+@gluon.jit
+def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
            CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    BY_THREADS: gl.constexpr = MAIN + REST <= 64
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     k_ND = k_ring.take(i)
@@ -117,16 +214,17 @@ def _round(i, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_lo
     let_pass(NEXT)
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
     k_ring.release(i)
-    e_RN, largest_R, sum_R, shrink_R = _softmax(
-        s_RN, largest_R, sum_R, scale_log2, first_query, first_key, num_keys, False, CAUSAL, N
+    e_RN, largest, sums, shrink = _softmax(
+        s_RN, largest, sums, scale_log2, first_query, first_key, num_keys, False, CAUSAL, N, BY_THREADS
     )
     if REST > 0:
         o_RD, rest_RD, p = warpgroup_mma_wait(0, [o_RD, rest_RD, p])
-        rest_RD = _scaled(rest_RD, shrink_R)
+        rest_RD = _shrunk(rest_RD, shrink, BY_THREADS)
     else:
         o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
     v_ring.release(i - 1)
-    return _scaled(o_RD, shrink_R), rest_RD, pack(e_RN, q_RD.dtype), largest_R, sum_R
+    p = pack(e_RN, q_RD.dtype)  # before the branch, where it runs beside exponentials
+    return _shrunk(o_RD, shrink, BY_THREADS), rest_RD, p, largest, sums
 
 
 @gluon.jit
@@ -135,6 +233,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             REST: gl.constexpr, APART: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
+    BY_THREADS: gl.constexpr = MAIN + REST <= 64
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
     LAST: gl.constexpr = NUM_CONSUMERS - 1
@@ -159,11 +258,24 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         s_RN = scores(q_RD, k_ring.take(first_tile + hidden), S, MAIN, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
-        largest_R = gl.full([ROWS], float("-inf"), gl.float32, gl.SliceLayout(1, S))
-        sum_R = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        if BY_THREADS:
+            sums = gl.sum(gl.sum(_by_threads(gl.zeros([ROWS, N], gl.float32, S)), 3), 1)
+        else:
+            sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
+        largest = sums + float("-inf")
         # The only tile in which a query that sees some keys does not see all.
-        e_RN, largest_R, sum_R, _ = _softmax(
-            s_RN, largest_R, sum_R, scale_log2, first_query, (num_tiles - 1 - hidden) * N, num_keys, True, CAUSAL, N
+        e_RN, largest, sums, _ = _softmax(
+            s_RN,
+            largest,
+            sums,
+            scale_log2,
+            first_query,
+            (num_tiles - 1 - hidden) * N,
+            num_keys,
+            True,
+            CAUSAL,
+            N,
+            BY_THREADS,
         )
         p = pack(e_RN, q_RD.dtype)
         o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
@@ -174,8 +286,8 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             meet(CONSUMER)  # a turn that it does not need
             let_pass(NEXT)
         for t in range(hidden + 1, num_tiles):
-            o_RD, rest_RD, p, largest_R, sum_R = _round(
-                first_tile + t, o_RD, rest_RD, p, largest_R, sum_R, q_RD, k_ring, v_ring, scale_log2, first_query,
+            o_RD, rest_RD, p, largest, sums = _round(
+                first_tile + t, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2, first_query,
                 (num_tiles - 1 - t) * N, num_keys, CAUSAL, N, MAIN, REST, CONSUMER, NUM_CONSUMERS,
             )  # fmt: skip
         if APART:
@@ -183,7 +295,10 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         first_tile += num_tiles
         p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
         o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, MAIN, REST)
-        part_R = 1 / gl.where(sum_R == 0, 1.0, sum_R)
+        if BY_THREADS:
+            sums = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S))
+            largest = gl.convert_layout(gl.max(largest, 1), gl.SliceLayout(1, S))
+        part_R = 1 / gl.where(sums == 0, 1.0, sums)
         if REST > 0:
             rest_RD = warpgroup_mma_wait(0, [rest_RD])
             rest_RD = _scaled(rest_RD, part_R)
@@ -198,7 +313,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
         tma.async_copy_shared_to_global(o_tiles, at, o_tile)
         queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
-        lse_R = (largest_R + gl.log2(sum_R)) * 0.6931471805599453  # log 2
+        lse_R = (largest + gl.log2(sums)) * 0.6931471805599453  # log 2
         lse_ptrs = lse_ptr + b_head.to(gl.int64) * num_queries + queries
         gl.store(lse_ptrs, lse_R, mask=queries < num_queries)
         if not APART:
@@ -210,10 +325,11 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
 
 
 @gluon.jit(do_not_specialize=["row_length", "num_heads", "sharing", "num_queries", "num_keys"])
-def forward_kernel(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, sharing, num_queries,
-                   num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr, NUM_CONSUMERS: gl.constexpr,
-                   MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
-                   CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
+def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, sharing,
+                      num_queries, num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
+                      NUM_CONSUMERS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+                      NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
+                      LOADER_REGISTERS: gl.constexpr):  # fmt: skip
     """A program per row of tasks_ptr [programs, row_length], as task_table makes them."""
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1

@@ -16,15 +16,15 @@ from steplab.ops.attention.triton_portable_tiles import operand, plus_product
 
 
 # Of the head dimension the compiler is told whether it is a multiple of 16: else it takes masked columns one by one.
-@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded"])
-def prepare_kernel(
+@triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "num_turns"])
+def attention_prepare(
     o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, turns_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
-    num_heads, num_queries, num_padded, head_dim, M: tl.constexpr, D: tl.constexpr,
+    num_heads, num_queries, num_padded, head_dim, num_turns, M: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
     """What backward subtracts for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
 
-    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf. A
-    zero is written for every M queries too: whose turn it is in triton_hopper_backward.py.
+    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf.
+    Zeros are written too, TURNS by each program: whose turn it is in triton_hopper_backward.py.
     """
     num_tiles = num_padded // M
     b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
@@ -40,11 +40,12 @@ def prepare_kernel(
     rows_of_head = b_head * num_padded + queries
     tl.store(minus_lse_ptr + rows_of_head, tl.where(lse_M == float("-inf"), lse_M, -lse_M * 1.4426950408889634))
     tl.store(minus_d_ptr + rows_of_head, -tl.sum(o_MD * do_MD, 1))
-    tl.store(turns_ptr + tl.program_id(0), 0)
+    turns = tl.program_id(0) * TURNS + tl.arange(0, TURNS)
+    tl.store(turns_ptr + turns, tl.zeros([TURNS], tl.int32), mask=turns < num_turns)
 
 
 @triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded"])
-def finish_kernel(
+def attention_finish(
     sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
     M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
@@ -91,7 +92,7 @@ def _sum_over_queries(
 
 
 @triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
-def backward_kv_kernel(
+def attention_backward_kv(
     q_tiles, k_tiles, v_tiles, do_tiles, dk_tiles, dv_tiles, minus_lse_ptr, minus_d_ptr,
     num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
@@ -158,7 +159,7 @@ def _sum_over_keys(
 
 
 @triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys", "num_padded"])
-def backward_q_kernel(
+def attention_backward_q(
     q_tiles, k_tiles, v_tiles, do_tiles, dq_tiles, minus_lse_ptr, minus_d_ptr,
     num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,

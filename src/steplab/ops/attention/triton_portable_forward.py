@@ -43,7 +43,7 @@ def _attend(
 
 
 @triton.jit(do_not_specialize=["num_heads", "sharing", "num_queries", "num_keys"])
-def forward_kernel(
+def attention_forward(
     q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, num_heads, sharing, num_queries, num_keys, scale_log2,
     CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip

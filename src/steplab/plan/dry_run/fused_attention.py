@@ -62,7 +62,9 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
             made.heads_together = together
         _copies = _padded(m, dtype, row, _OF_BACKWARD)
         _of_each_head = _expanded(m, dtype) if row.expands_groups else []
-        own = [each for each in row.workspaces if each.taken(dtype.num_bytes, m.sizes.shape.head_dim)]
+        shape = m.sizes.shape
+        shared = shape.num_kv_heads is not None
+        own = [each for each in row.workspaces if each.taken(dtype.num_bytes, shape.head_dim, shared=shared)]
         _within = [m.new(_of_workspace(m.sizes, each), FP32, each.what) for each in own]
         m.ran(f"{row.name}_backward", (gradient, *kept), gradients, product=scores, fused_flops=BACKWARD_FLOPS * flops)
         return gradients
@@ -74,7 +76,11 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
 
 
 def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
-    return _rounded(sizes, taken.tokens, taken.width, taken.least_width)
+    of_queries = _rounded(sizes, taken.tokens, taken.width, taken.least_width)
+    value, symbols = taken.times * of_queries.value, of_queries.symbols
+    if taken.of_shared_keys:
+        value, symbols = value // sizes.heads * sizes.kv_heads, symbols.replace("h", "k")
+    return Count(value, symbols if taken.times == 1 else f"{symbols} {taken.times}")
 
 
 def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, least_width: int = 0) -> Count:
