@@ -143,10 +143,10 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
                 triton_hopper_backward,
                 tma=engine,
                 _tile=triton_hopper_backward._tile.fn,
-                _wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
-                _hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
-                _written=ANYTHING,
-                _add_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
+                wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
+                hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
+                written=ANYTHING,
+                add_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
             ),
         ):
             worker = triton_hopper_backward._add_up.fn

@@ -20,10 +20,8 @@ Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of t
 consumer makes.
 """
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
@@ -45,6 +43,7 @@ from steplab.ops.attention.triton_hopper_tiles import (
     unpack,
     where_before,
 )
+from steplab.ops.attention.triton_hopper_turns import add_to_global, hand_on, wait_for, written
 
 KEYS = gl.constexpr(128)
 """Keys of a program, and queries whose sums are handed on together."""
@@ -60,66 +59,8 @@ BOTH_ARE_DONE = gl.constexpr(0)
 TURN = gl.constexpr(1)
 DS = gl.constexpr(3)
 
-
-# --- what Gluon has no word for ------------------------------------------------------------------------------------
-
-
-@builtin
-def _add_to_global(tensor_desc, coord, src, _semantic=None):
-    """tma.async_copy_shared_to_global, but adding."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
-
-
-@gluon.jit
-def _now(turn_ptr):
-    """Whose turn it is; what was added before is seen after."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [turn_ptr], dtype=gl.int32, is_pure=False, pack=1
-    )
-
-
-@gluon.jit
-def _wait_for(turn, turn_ptr):
-    now = _now(turn_ptr)
-    while now != turn:
-        now = _now(turn_ptr)
-    # The copy engine's additions come after what has been read.
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
-
-
-@gluon.jit
-def _written():
-    """Until all that this warp gave the copy engine is in memory. (tma.store_wait: until it has been read.)"""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; bar.warp.sync -1; mov.b32 $0, 0;",
-        "=r,r",
-        [gl.to_tensor(0)],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _hand_on(turn_ptr):
-    """It is the next one's turn; by one thread of each warp, for what the warp has written."""
-    gl.inline_asm_elementwise(
-        """{
-            .reg .pred first;
-            .reg .b32 lane;
-            bar.warp.sync -1;
-            mov.u32 lane, %laneid;
-            setp.eq.u32 first, lane, 0;
-            @first red.release.gpu.global.add.s32 [$1], 1;
-            mov.b32 $0, 0;
-        }""",
-        "=r,l",
-        [turn_ptr],
-        dtype=gl.int32,
-        is_pure=False,
-        pack=1,
-    )
+ZERO = gl.constexpr(0)
+ONE = gl.constexpr(1)
 
 
 @gluon.jit
@@ -176,7 +117,7 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
             if CAUSAL:  # upwards, programs have started with the last keys
                 last = gl.minimum(query // KEYS, num_key_tiles - 1)
                 turn = gl.where(upwards, last - key_tile, key_tile)
-            _wait_for(turn, turn_ptr)
+            wait_for(turn, turn_ptr)
         row = (b_head * num_padded + query) * (PARTS * ROWS // M)
         for c in gl.static_range(NUM_CONSUMERS):
             mbarrier.wait(dq_full.index(c), i & 1)
@@ -184,14 +125,14 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
                 if turn == 0:
                     tma.async_copy_shared_to_global(sums_tiles, [row + part * ROWS, 0], dq_parts.index(part))
                 else:
-                    _add_to_global(sums_tiles, [row + part * ROWS, 0], dq_parts.index(part))
+                    add_to_global(sums_tiles, [row + part * ROWS, 0], dq_parts.index(part))
         tma.store_wait(PARTS_1)
         mbarrier.arrive(dq_empty.index(0))
         tma.store_wait(0)
         mbarrier.arrive(dq_empty.index(1))
         if (i == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
-            _written()
-            _hand_on(turn_ptr)
+            written()
+            hand_on(turn_ptr)
 
 
 @gluon.jit
@@ -374,13 +315,13 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         SIZE: gl.constexpr = ROWS * (MAIN + REST)
         number = (b_kv_head * num_key_tiles + key_tile) * NUM_CONSUMERS + CONSUMER
         at = shared_ptr + number.to(gl.int64) * (2 * SIZE)
-        _wait_for(member * 4, members_ptr + number)
+        wait_for(member * 4, members_ptr + number)
         dk_RD = _with_those_before(dk_RD, at, member, sharing, MAIN)
         dv_RD = _with_those_before(dv_RD, at + SIZE, member, sharing, MAIN)
         if REST > 0:
             dk_rest_RD = _with_those_before(dk_rest_RD, at + ROWS * MAIN, member, sharing, REST)
             dv_rest_RD = _with_those_before(dv_rest_RD, at + SIZE + ROWS * MAIN, member, sharing, REST)
-        _hand_on(members_ptr + number)  # by each of four warps
+        hand_on(members_ptr + number)  # by each of four warps
     if member == sharing - 1:
         put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
         put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
@@ -423,19 +364,15 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
                     LOADER_REGISTERS: gl.constexpr):  # fmt: skip
     """What a head of queries has of dK and dV of 128 keys, and of dQ from them.
 
-    Of heads that share keys (GROUPED) each adds what the one before it handed on, and the last one writes dK and dV.
     Heads go in groups whose queries the L2 cache holds together. Under a causal mask the first programs of a group have
     the last keys and visit the queries upwards, each a tile behind the program that it waits for. The last group, from
-    head num_upwards on, has the longest programs first instead, so that all end together, and visits the queries
-    downwards.
+    head num_upwards on, has the longest programs first, so that all end together, and visits the queries downwards.
     """
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
     W_1: gl.constexpr = 32 if REST > 0 else W_0
     PARTS_0: gl.constexpr = W_0 // 32
     PARTS_1: gl.constexpr = W_1 // 32
-    C0: gl.constexpr = 0
-    C1: gl.constexpr = 1
     num_key_tiles = gl.cdiv(num_keys, KEYS)
     members_ptr = turns_ptr + heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
     programs_a_group = heads_a_group * num_key_tiles
@@ -443,9 +380,8 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     heads = gl.minimum(heads_a_group, heads_in_all - first_head)  # the last group may have fewer
     within = gl.program_id(0) % programs_a_group
     b_head = first_head + within % heads
-    b_kv_head = b_head // sharing
     b, head = b_head // num_heads, b_head % num_heads
-    kv_head = head // sharing
+    b_kv_head, kv_head = b_head // sharing, head // sharing
     upwards = first_head < num_upwards
     key_tile = within // heads
     if CAUSAL:
@@ -483,17 +419,16 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
     fence_async_shared()
-    NONE: gl.constexpr = 0
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
                              num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers, full, empty,
-                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, C0, CAUSAL, GROUPED, M, MAIN, REST,
-                             NUM_SLOTS, NONE, W_0)),
+                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, ZERO, CAUSAL, GROUPED, M, MAIN, REST,
+                             NUM_SLOTS, ZERO, W_0)),
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
                              num_queries, num_keys, scale, scale_log2, kv, kv_arrived, tiles, numbers, full, empty,
-                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, C1, CAUSAL, GROUPED, M, MAIN, REST,
+                             ds_parts, ds_full, dq_parts, dq_full, dq_empty, ONE, CAUSAL, GROUPED, M, MAIN, REST,
                              NUM_SLOTS, W_0, W_1)),
         (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head,
                  first_key, first_query, num_tiles, upwards, num_padded, kv, kv_arrived, tiles, numbers, full, empty,

@@ -164,6 +164,22 @@ def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
 
 
 @gluon.jit
+def _nothing_yet(layout: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):
+    """The largest scores and the sums before the first tile of scores [R, N] of such a layout."""
+    if BY_THREADS:
+        sums = gl.sum(gl.sum(_by_threads(gl.zeros([ROWS, N], gl.float32, layout)), 3), 1)
+    else:
+        sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, layout))
+    return sums + float("-inf"), sums
+
+
+@gluon.jit
+def _of_rows(largest_RQ, sums_RQ, layout: gl.constexpr):
+    """Both of whole rows, [R]."""
+    return gl.convert_layout(gl.max(largest_RQ, 1), layout), gl.convert_layout(gl.sum(sums_RQ, 1), layout)
+
+
+@gluon.jit
 def _scaled(x_RD, by_R):
     return x_RD * gl.convert_layout(by_R, gl.SliceLayout(1, x_RD.type.layout))[:, None]
 
@@ -258,25 +274,12 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         s_RN = scores(q_RD, k_ring.take(first_tile + hidden), S, MAIN, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
-        if BY_THREADS:
-            sums = gl.sum(gl.sum(_by_threads(gl.zeros([ROWS, N], gl.float32, S)), 3), 1)
-        else:
-            sums = gl.zeros([ROWS], gl.float32, gl.SliceLayout(1, S))
-        largest = sums + float("-inf")
+        largest, sums = _nothing_yet(S, N, BY_THREADS)
         # The only tile in which a query that sees some keys does not see all.
         e_RN, largest, sums, _ = _softmax(
-            s_RN,
-            largest,
-            sums,
-            scale_log2,
-            first_query,
-            (num_tiles - 1 - hidden) * N,
-            num_keys,
-            True,
-            CAUSAL,
-            N,
+            s_RN, largest, sums, scale_log2, first_query, (num_tiles - 1 - hidden) * N, num_keys, True, CAUSAL, N,
             BY_THREADS,
-        )
+        )  # fmt: skip
         p = pack(e_RN, q_RD.dtype)
         o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
         rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
@@ -296,8 +299,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
         o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, MAIN, REST)
         if BY_THREADS:
-            sums = gl.convert_layout(gl.sum(sums, 1), gl.SliceLayout(1, S))
-            largest = gl.convert_layout(gl.max(largest, 1), gl.SliceLayout(1, S))
+            largest, sums = _of_rows(largest, sums, gl.SliceLayout(1, S))
         part_R = 1 / gl.where(sums == 0, 1.0, sums)
         if REST > 0:
             rest_RD = warpgroup_mma_wait(0, [rest_RD])
