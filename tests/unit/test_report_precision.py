@@ -504,7 +504,7 @@ def test_where_every_precision_is_refused_nothing_is_stored(monkeypatch: pytest.
         ({}, {"precisions": ("",)}, "precision must be a name"),
         ({}, {"parts": ("weights",)}, "part 'weights' is not known"),
         ({}, {"name": "a\nb"}, "a name must be one line of printable text, not"),
-        ({"model": "toyy"}, {}, "unknown model 'toyy'; choose one of tiny"),
+        ({"model": "toyy"}, {}, "unknown model 'toyy'; did you mean toy"),
         ({"model": "toy", "model.d_ff": 3}, {}, "applies to the built-in sizes only"),
     ],
 )

@@ -352,6 +352,20 @@ def test_a_factory_is_named_by_module_and_function() -> None:
     assert "unknown model" in refusal(model="my.models:")
 
 
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("tinny", "did you mean tiny?"),
+        ("./train/mygpt.py:make", "did you mean train.mygpt:make,"),
+        ("mygpt.py", "did you mean mygpt:build,"),
+        ("my-gpt.py:build", "named as its module"),
+        ("gpt2", "; choose one of tiny"),
+    ],
+)
+def test_an_unknown_model_is_told_what_it_may_have_been_meant_for(name: str, hint: str) -> None:
+    assert hint in refusal(model=name)
+
+
 def test_the_loss_is_a_choice_of_built_in_models_alone() -> None:
     assert resolve_step({"loss": "fused"}).loss == "fused"
     with pytest.raises(UserError, match=r"loss has no effect here: .* computes its own loss; leave it out"):

@@ -1,6 +1,7 @@
 """The model under test: a built-in size, a transformers configuration, or the user's own factory."""
 
 import dataclasses
+import difflib
 import os.path
 import re
 from dataclasses import dataclass
@@ -267,9 +268,21 @@ def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
     if re.fullmatch(r"[\w.]+:\w+", EXAMPLES.get(name, name)):
         return ModelSpec(name=EXAMPLES.get(name, name), kind="factory")
     raise UserError(
-        f"unknown model '{name}'; choose one of {', '.join((*MODEL_SIZES, *EXAMPLES))}, "
+        f"unknown model '{name}'; {_meant(name)}choose one of {', '.join((*MODEL_SIZES, *EXAMPLES))}, "
         "a transformers configuration as hf:PATH/config.json, or your own factory as package.module:function"
     )
+
+
+def _meant(name: str) -> str:
+    """What a name that is none may have been meant for: a built-in size, or a factory named by its file."""
+    file, _, function = name.partition(":")
+    if PurePath(file).suffix == ".py":
+        parts = [part for part in PurePath(file).with_suffix("").parts if part != "."]
+        if all(part.isidentifier() for part in parts):
+            return f"did you mean {'.'.join(parts)}:{function or 'build'}, with the name of its function? Else "
+        return "a Python file is named as its module, which needs a name without dashes, dots and absolute paths. Else "
+    near = difflib.get_close_matches(name, (*MODEL_SIZES, *EXAMPLES), n=1)
+    return f"did you mean {near[0]}? Else " if near else ""
 
 
 def refuse_planning_only(model: ModelSpec) -> None:
@@ -287,7 +300,9 @@ def _read_hf_config(path: Path) -> dict[str, Any]:
     try:
         config = msgspec.json.decode(small_file(path), type=dict[str, Any])
     except OSError as error:
-        raise UserError(f"cannot read the model configuration {path}: {error.strerror}") from error
+        raise UserError(
+            f"cannot read the model configuration {path}: {error.strerror}; hf: takes the path of a config.json"
+        ) from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path} is not a transformers configuration: {error}") from error
     if not isinstance(config.get("model_type"), str):
