@@ -10,8 +10,11 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from steplab.errors import Unsupported
+from steplab.fake_step import step
 from steplab.fake_step.step import fake_step, operators_of_fake
-from steplab.lab.planning import plan_memory, plan_time
+from steplab.lab.planning import plan_memory, plan_steps, plan_time
+from steplab.model.build import build_workload
+from steplab.model.workload import Workload
 from steplab.plan.dry_run.events import Event, Operator
 from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.step import memory_of, operators_of
@@ -195,6 +198,20 @@ def test_a_factory_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert "said by the model" not in printed.out
     assert "said by the model" in printed.err
+
+
+def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    spec = resolve_step({"model": f"{__name__}:foreign", "precision": "bf16", "context": "64"})
+    memory, time, built = plan_memory(spec), plan_time(spec), list[StepSpec]()
+
+    def build(spec: StepSpec, device: torch.device) -> Workload:
+        built.append(spec)
+        return build_workload(spec, device)
+
+    monkeypatch.setattr(step, "build_workload", build)
+    (planned,) = plan_steps([spec])
+    assert (planned.memory, planned.time) == (memory, time)
+    assert len(built) == 1
 
 
 def _line_of(text: str) -> int:

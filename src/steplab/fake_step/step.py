@@ -115,16 +115,32 @@ def _errors_told_once() -> Iterator[None]:
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
     """The operators of a step after the first, in order; as `fake_step`."""
     found: list[Operator] = []
+    with telling_operators(found, spec, Count(0, ""), lambda event: None) as run:
+        run()  # makes the optimizer's state
+        run()
+    return tuple(found)
 
-    def listen(event: Event) -> None:
+
+@contextmanager
+def telling_operators(
+    operators: list[Operator], spec: StepSpec, workspace: Count, listen: Listener
+) -> Iterator[Callable[[], None]]:
+    """As `fake_step`; at the end `operators` has those of the last step that was run."""
+    found: list[Operator] = []
+
+    def listen_too(event: Event) -> None:
+        listen(event)
         if isinstance(event, Operator):
             found.append(event)
 
-    with fake_step(spec, Count(0, ""), listen) as run:
-        run()
-        found.clear()  # the first makes the optimizer's state
-        run()
-    return tuple(found)
+    with fake_step(spec, workspace, listen_too) as run:
+
+        def run_once_more() -> None:
+            found.clear()
+            run()
+
+        yield run_once_more
+    operators.extend(found)
 
 
 def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> ModelStep:

@@ -9,6 +9,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import is_traced, memory_of
+from steplab.plan.dry_run.events import Operator
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.prediction import MemoryPrediction
@@ -110,13 +111,14 @@ def plan_time(
     return with_notes(_time_of(found.spec, chosen), found.notes)
 
 
-def _time_of(spec: StepSpec, gpu: Gpu) -> StepTimePrediction:
+def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> StepTimePrediction:
+    """operators: those of a traced step, where they are known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     from steplab.fake_step.step import operators_of_fake
 
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    return predict_step_time(spec, gpu, operators_of_fake(spec))
+    return predict_step_time(spec, gpu, tuple(operators) or operators_of_fake(spec))
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:
@@ -125,8 +127,9 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
     found = []
     for spec in specs:
         why_not: list[str] = []
-        memory = _tried(partial(memory_of, spec), "memory", why_not)
-        time = _tried(partial(_time_of, spec, chosen), "time", why_not)
+        operators: list[Operator] = []
+        memory = _tried(partial(memory_of, spec, operators=operators), "memory", why_not)
+        time = _tried(partial(_time_of, spec, chosen, operators), "time", why_not)
         found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
     return tuple(found)
 

@@ -1,7 +1,9 @@
 """Predict the memory of a step of any model."""
 
 import importlib.util
+from functools import partial
 
+from steplab.plan.dry_run.events import Operator
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
 from steplab.specs.ddp import Variant
@@ -9,13 +11,20 @@ from steplab.specs.hf_shape import refuse_experts
 from steplab.specs.step import StepSpec
 
 
-def memory_of(spec: StepSpec, variant: Variant | None = None, *, sequence_parallel: bool = True) -> MemoryPrediction:
-    """Predict the memory of any model; one that is not steplab's own is traced where that is possible."""
+def memory_of(
+    spec: StepSpec,
+    variant: Variant | None = None,
+    *,
+    sequence_parallel: bool = True,
+    operators: list[Operator] | None = None,
+) -> MemoryPrediction:
+    """Predict the memory of any model; one that is not steplab's own is traced where that is possible, and `operators`
+    gets the operators of the traced step."""
     simple = spec.compile == "off" and spec.layout.world_size == 1
     if is_traced(spec) and (simple or spec.model.kind == "factory"):
-        from steplab.fake_step.step import fake_step
+        from steplab.fake_step.step import fake_step, telling_operators
 
-        return predict_memory(spec, open_step=fake_step)
+        return predict_memory(spec, open_step=fake_step if operators is None else partial(telling_operators, operators))
     return predict_memory(spec, variant=variant, sequence_parallel=sequence_parallel)
 
 
