@@ -9,6 +9,8 @@ import pytest
 
 from steplab.cli import commands
 from steplab.cli.app import app, docstring_of, unwrapped
+from steplab.cli.commands.history import ChosenSteps
+from steplab.specs.step import FIELDS
 
 FILES = sorted(Path(commands.__file__).parent.glob("[!_]*.py"))
 
@@ -36,3 +38,11 @@ def test_every_command_has_an_example_of_options_that_it_takes(file: Path) -> No
     for example in map(shlex.split, examples):
         assert example[0] == file.stem.strip("_").replace("_", "-")
         app.parse_args(example, exit_on_error=False, print_error=False)
+
+
+def test_options_that_choose_records_name_no_default() -> None:
+    """Without one, runs with any value of the field are taken."""
+    chosen = [option.__metadata__[0].help for option in ChosenSteps.__annotations__.values()]
+    assert len(chosen) == len(FIELDS)
+    assert not [text for text in chosen if "[default" in text]
+    assert FIELDS["model"].help == f"{FIELDS['model'].meaning} [default: tiny]"

@@ -123,12 +123,17 @@ class StepField:
     @property
     def help(self) -> str:
         """Help of the option: its meaning, its choices and its default."""
-        meanings = dict.fromkeys(self.choices, "") | dict(self.about.meanings)
-        listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in meanings.items())
         default = self.about.default_words
         if default is None and self.default not in (None, dataclasses.MISSING):
             default = f"{self.default:g}" if self.type is float else str(self.default)
-        return self.about.help + (f": {listed}" if listed else "") + (f" [default: {default}]" if default else "")
+        return self.meaning + (f" [default: {default}]" if default else "")
+
+    @property
+    def meaning(self) -> str:
+        """Help without the default, for an option that chooses among records."""
+        meanings = dict.fromkeys(self.choices, "") | dict(self.about.meanings)
+        listed = ", ".join(f"{name} ({meaning})" if meaning else name for name, meaning in meanings.items())
+        return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
         """Why the field, if it is given, is refused for this step; None if it is not refused."""

@@ -11,11 +11,12 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import GivenFields, PageOptions, step_options
+from steplab.specs.step import FIELDS
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-@step_options()
+@step_options(changed={field.key: field.meaning for field in FIELDS.values()})
 class ChosenSteps(GivenFields):
     """Values of a step's fields, by which runs are chosen."""
 
