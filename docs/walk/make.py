@@ -251,7 +251,8 @@ def _whys(walk: Advice, steps: Sequence[Run], first: Run | None) -> Iterator[str
         assert tried.ratio is not None
         after = tried.ratio.a * tried.ratio.ratio
         told = f"- **{escape_markdown(tried.words)}** {units.format_time(tried.ratio.a)} → {units.format_time(after)}"
-        yield f"{told}{_expected(tried)}. {WHY.get(tried.words, '')}".rstrip()
+        why = " ".join(WHY[words] for words in tried.all_words if words in WHY)
+        yield f"{told}{_expected(tried)}. {why}".rstrip()
 
 
 def _expected(tried: Tried) -> str:

@@ -51,8 +51,13 @@ class Tried:
     @property
     def words(self) -> str:
         """The change in words, with what was changed along with it."""
-        own = f"{self.field.removeprefix('model.')} {self.value}"
-        return f"{own} with {' and '.join(self.along)}" if self.along else own
+        own, *others = self.all_words
+        return f"{own} with {' and '.join(others)}" if others else own
+
+    @property
+    def all_words(self) -> tuple[str, ...]:
+        """The words of the change, and of each that was made along with it."""
+        return (f"{self.field.removeprefix('model.')} {self.value}", *self.along)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
