@@ -27,6 +27,7 @@ from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples
+from steplab.records.turns import Turns
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
@@ -212,21 +213,31 @@ def test_a_plan_leaves_out_what_the_backward_pass_hides_and_the_peak_is_the_same
 
 
 def test_the_hidden_share_is_fitted_to_steps_that_differ_in_their_update_alone() -> None:
-    def run(step_s: float, update: str, **fields: object) -> Run:
+    def run(step_s: float, update: str, session: str = "s", **fields: object) -> Run:
         phases = {"step": step_s} | ({"optimizer": 0.02} if update == "after" else {})
         samples = tuple(PhaseSamples(phase=name, device_s=(seconds,) * 3) for name, seconds in phases.items())
         made = make_run({"update": update, **fields})
         assert made.timing is not None
-        return dataclasses.replace(made, timing=dataclasses.replace(made.timing, back_to_back=samples))
+        timing = dataclasses.replace(made.timing, back_to_back=samples)
+        return dataclasses.replace(made, timing=timing, turns=Turns(session=session, label=update))
 
     pair = [run(0.1, "after"), run(0.094, "overlapped")]
     assert fit_hidden_update(pair) == pytest.approx(0.3)
     assert fit_hidden_update([*pair, run(0.05, "overlapped", context=64)]) == pytest.approx(0.3)
+    assert fit_hidden_update([*pair, run(0.05, "overlapped", "another day")]) == pytest.approx(0.3)
     assert fit_hidden_update(pair[:1]) == 0
 
 
 def test_the_share_in_the_table_is_what_steps_in_turns_show() -> None:
-    """Records of xl on an H200, which the share was not fitted to."""
+    """Records of xl on an H200, which the share was not fitted to: of single sizes 7 to 24 % was hidden, so that what
+    is said of xl's step is true to 1.5 %."""
     content = gzip.decompress((RESULTS / "overlapped_update_h200_202611.jsonl.gz").read_bytes())
     recorded = [decode(line) for line in content.splitlines()]
-    assert fit_hidden_update(recorded) == pytest.approx(H200.rates.step.hidden_update, abs=0.02)
+    hidden = fit_hidden_update(recorded)
+    assert 0.07 < hidden < 0.24
+    for run in recorded:
+        if isinstance(run, Run) and run.spec is not None and run.spec.updates_in_backward:
+            after = predict_step_time(dataclasses.replace(run.spec, update="after"), H200)
+            [update_s] = [phase.seconds for phase in after.phases if phase.phase == "optimizer"]
+            saved_s = after.central_s - predict_step_time(run.spec, H200).central_s
+            assert saved_s == pytest.approx(hidden * update_s, abs=0.015 * after.central_s)

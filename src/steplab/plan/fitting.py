@@ -298,14 +298,16 @@ def fit_step(cells: Sequence[PhaseCell]) -> StepRates:
 
 def fit_hidden_update(records: Sequence[Record]) -> float:
     """The share of an update that the backward pass hides: by how much an overlapped update shortens a step, over the
-    time of that update by itself. The median of all steps that were measured both ways; 0 without any."""
-    after: dict[StepSpec | None, list[Run]] = defaultdict(list)
+    time of that update by itself. The median of all steps that were measured both ways, in turns; 0 without any."""
+    after: dict[tuple[StepSpec | None, str], list[Run]] = defaultdict(list)
     for run in _runs(records):
-        after[run.spec].append(run)
+        if run.turns is not None:
+            after[run.spec, run.turns.session].append(run)
     shares = []
     for run in _runs(records, update=OVERLAPPED):
-        assert run.spec is not None
-        others = after.get(dataclasses.replace(run.spec, update=AFTER), [])
+        if run.spec is None or run.turns is None:
+            continue
+        others = after.get((dataclasses.replace(run.spec, update=AFTER), run.turns.session), [])
         step_s = _median_s([run], "step")
         step_after_s, update_s = _median_s(others, "step"), _median_s(others, "optimizer")
         if step_s and step_after_s and update_s:

@@ -31,7 +31,7 @@ from steplab.specs.ddp import Variant
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 
-CONTENTION = {"buckets": 0.51, "peer_copy": 0.2, "fsdp2": 0.74}
+CONTENTION = {"buckets": 0.49, "peer_copy": 0.2, "fsdp2": 0.71}
 """Seconds by which messages beside computation slow it, for each second that they would take over a node's link:
 medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
 COMMUNICATION_SPREAD = 0.3
