@@ -17,7 +17,7 @@ from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.plan.dry_run.events import Event, Operator
 from steplab.plan.dry_run.memory import Ledger, Peak
-from steplab.plan.dry_run.step import memory_of, operators_of
+from steplab.plan.dry_run.step import dry_step, memory_of, operators_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -81,6 +81,15 @@ def test_the_plain_transformer_has_the_operators_and_the_peak_of_the_dry_run(spe
     ours = operators_of(spec)
     assert sum(op.flops for op in ours if op.product) == sum(op.flops for op in theirs if op.product)
     assert Counter(map(told, ours)) == Counter(told(op) for op in theirs if op.name != "_foreach_add_")
+
+
+def test_an_overlapped_update_has_its_peak_in_the_backward_pass() -> None:
+    spec = resolve_step({**SMALL, **STEPS["bf16"], "update": "overlapped"})
+    dry, fake = (memory_of(spec, workspace=HOPPER_WORKSPACE, open_step=each) for each in (dry_step, fake_step))
+    assert dry.phase_peaks.keys() == fake.phase_peaks.keys() == {"forward", "backward"}
+    assert fake.peak().phase == dry.peak().phase == "backward"
+    assert fake.peak().num_bytes == pytest.approx(dry.peak().num_bytes, abs=2 * MIB)
+    assert "optimizer" in {op.phase for op in operators_of_fake(spec)}  # its time is told apart, to say what is hidden
 
 
 def by_category(peak: Peak) -> Counter[str]:

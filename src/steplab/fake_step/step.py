@@ -53,6 +53,7 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         workspace,
         tf32=spec.precision == "tf32",
         fused_optimizer=spec.optimizer == "adamw_fused",
+        updates_in_backward=spec.updates_in_backward,
     )
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     watcher.on_value = partial(_admit_values, mode)

@@ -52,12 +52,14 @@ class Watcher(TorchDispatchMode):
         *,
         tf32: bool,
         fused_optimizer: bool,
+        updates_in_backward: bool,
     ) -> None:
         """doing: what an unknown operator makes impossible; workspace: the bytes of a cuBLAS handle; tf32: whether
-        products of fp32 are computed in it; fused_optimizer: whether the numbers of its steps are on the device."""
+        products of fp32 are computed in it; fused_optimizer: whether the numbers of its steps are on the device;
+        updates_in_backward: whether the memory of an update is that pass's, though its operators are told apart."""
         super().__init__()  # type: ignore[no-untyped-call]
         self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32
-        self._fused_optimizer = fused_optimizer
+        self._fused_optimizer, self._updates_in_backward = fused_optimizer, updates_in_backward
         self._doing = doing
         self._phase = "build"
         self._where = ""
@@ -77,7 +79,8 @@ class Watcher(TorchDispatchMode):
         self._where = ""
         if phase == "forward":
             self._begins = []
-        self._listen(Began(phase))
+        if phase != "optimizer" or not self._updates_in_backward:
+            self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
         """Say where operators of these run: 'block 3'."""
