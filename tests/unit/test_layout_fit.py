@@ -111,7 +111,9 @@ def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> Non
 @pytest.mark.parametrize(
     "fields",
     [
-        {"model": "package.module:function"},
+        {"model": "package.module:function", "layout": "tp=2"},
+        {"model": "package.module:function", "layout": "pp=2"},
+        {"model": "package.module:function", "compile": "default"},
         {"precision": "fp16"},
         {"compile": "reduce-overhead"},
         {"pass": "forward", "layout": "pp=2"},
@@ -123,13 +125,19 @@ def test_a_sweep_leaves_a_field_out_of_the_cells_in_which_it_has_no_say() -> Non
 )
 def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object]) -> None:
     with pytest.raises(
-        Unsupported, match=r"; .*use .*(dp=2|default|forward_backward|--microbatches 2 times|--loss plain)"
+        Unsupported,
+        match=r"; .*use .*(dp=2|default|--compile block|forward_backward|--microbatches 2 times|--loss plain)",
     ):
         resolve_step({"layout": "fsdp=2", **fields})
 
 
 def test_data_parallelism_alone_serves_all_of_them() -> None:
     resolve_step({"layout": "dp=2", "model": "package.module:function", "precision": "fp16"})
+
+
+def test_a_model_of_ones_own_is_sharded_over_ranks() -> None:
+    spec = resolve_step({"layout": "dp=2,fsdp=2", "model": "package.module:function", "compile": "block"})
+    assert spec.layout.data_ranks == 4
 
 
 def test_a_batch_goes_through_a_pipeline_one_sequence_at_a_time() -> None:
