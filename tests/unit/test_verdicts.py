@@ -278,6 +278,14 @@ def test_collectives_are_told_by_bandwidth_latency_and_ranks() -> None:
     assert second.startswith("From 2 to 4 ranks the bus bandwidth of all_reduce at 100 MB goes from ")
 
 
+def test_one_variant_alone_has_no_shortest_step() -> None:
+    """As in the record of a study that was interrupted after its first variant."""
+    run = make_ddp_run()
+    only = replace(run, cells=tuple(cell for cell in run.cells if cell.contender.kind == "none"))
+    (sentence,) = ddp_verdict(only).sentences
+    assert sentence.startswith("Of the step one variant alone was measured: no communication, ")
+
+
 def test_communication_that_is_not_hidden_is_called_exposed() -> None:
     serial = ddp_verdict(make_ddp_run(("flat",)))
     told = " ".join(serial.sentences)

@@ -24,7 +24,11 @@ def _sentences(run: DdpRun) -> Iterator[str]:
     if not compared:
         if timed := figures.timed(run):
             first = min(timed, key=lambda cell: figures.step_s(cell) or 0.0)
-            yield f"{first.contender.label} has the shortest step, {units.format_time(figures.step_s(first) or 0.0)}."
+            took = units.format_time(figures.step_s(first) or 0.0)
+            if len(timed) > 1:
+                yield f"{first.contender.label} has the shortest step, {took}."
+            else:
+                yield f"Of the step one variant alone was measured: {first.contender.label}, {took}."
         return
     winner = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
     theirs = figures.best(compared, "torch_ddp")
