@@ -13,14 +13,12 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from steplab.records.profile import KernelStats, OpStats, Profile
+from steplab.records.profile import ATTENTION_PARTS, KernelStats, OpStats, Profile
 
 FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
 """Categories of work that is bound by memory, whatever its size."""
 
 _PRODUCTS = ("matmul", "attention")
-_ATTENTION = ("scores", "softmax", "values")
-"""Parts of plain attention, whose two products enclose one chain: scale, mask, softmax, cast."""
 _ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
 """Matches the names of copies between host and device, which no compiler fuses."""
 
@@ -86,10 +84,10 @@ def _chain(place: _PhaseAndRange, ops: list[OpStats], num_products: int) -> Chai
 
 
 def _place(of: OpStats | KernelStats) -> _PhaseAndRange:
-    """Phase and range, the parts of plain attention taken together."""
-    return of.phase, f"{of.range.rpartition('.')[0]}.{_ATTENTION[0]}" if _is_attention(of.range) else of.range
+    """Phase and range. The parts of plain attention are one: its two products enclose scale, mask and softmax."""
+    return of.phase, f"{of.range.rpartition('.')[0]}.{ATTENTION_PARTS[0]}" if _is_attention(of.range) else of.range
 
 
 def _is_attention(name: str) -> bool:
     outer, _, last = name.rpartition(".")
-    return bool(outer) and last in _ATTENTION
+    return bool(outer) and last in ATTENTION_PARTS

@@ -6,7 +6,7 @@ from steplab.explain.case import Case
 from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
-from steplab.records.profile import OpStats, Profile
+from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
 from steplab.specs.command import command
 from steplab.units import format_bytes, format_count, format_percent, format_time
 
@@ -18,7 +18,6 @@ BACKWARD_PRODUCTS = 5 / 4
 """Matrix products of a fused backward pass, which recomputes the scores, over those of a plain one (Dao 2023, section
 3.1)."""
 
-_PARTS = ("scores", "softmax", "values")
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 _SMALLEST_CONTEXT = 16
 """Least number of columns of a softmax that counts as one of attention."""
@@ -85,7 +84,7 @@ def scores_materialised(case: Case) -> Finding | None:
 
 def _by_range(profile: Profile) -> _Seen | None:
     def inside(name: str) -> bool:
-        return name.rpartition(".")[2] in _PARTS
+        return name.rpartition(".")[2] in ATTENTION_PARTS
 
     total_s = sum(kernel.total_s for kernel in profile.kernels if inside(kernel.range))
     if not total_s:

@@ -4,8 +4,9 @@ It is taken from a step that was watched after all timing. Sizes are those of th
 `rounding` holds what the allocator added to the requested sizes for alignment.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
+from math import prod
 
 from steplab.records.problems import Problem, as_long, known
 from steplab.units import format_bytes
@@ -35,6 +36,21 @@ MEASURED_CATEGORIES = tuple(name for name in MEMORY_CATEGORIES if name != "commu
 UNNAMED_CATEGORIES = ("before", "during", "rounding")
 """Categories of an imported snapshot without marks. before: allocated before its history begins. during: allocated
 since. rounding: as above."""
+
+_DTYPE_BYTES = {
+    **dict.fromkeys(("complex128",), 16),
+    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
+    **dict.fromkeys(("float32", "int32", "uint32"), 4),
+    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
+    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
+}
+"""Bytes per element, by torch's name of the dtype."""
+
+
+def tensor_bytes(shape: Iterable[int], dtype: str | None) -> int | None:
+    """Bytes of a dense tensor; None where the type is not known."""
+    size = _DTYPE_BYTES.get(dtype or "")
+    return None if size is None else prod(shape) * size
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

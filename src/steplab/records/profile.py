@@ -14,6 +14,8 @@ PHASES = ("forward", "backward", "gradient sync", "optimizer")
 """The phases of a step in order; gradient sync is the wait for gradients that data-parallel ranks average."""
 OUTSIDE = "outside"
 """The phase of work that belongs to none of PHASES."""
+ATTENTION_PARTS = ("scores", "softmax", "values")
+"""The names in which the ranges of plain attention's parts end."""
 
 CATEGORIES = (
     "matmul",

@@ -1,11 +1,10 @@
 """The tensors that autograd saved for the backward pass, and the bytes that each block saves and outputs."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from steplab.records.memory_marks import Marks, Saved
-from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors
+from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors, tensor_bytes
 from steplab.records.module_names import without_numbers
 from steplab.snapshots.history import NONE, Codes
 from steplab.snapshots.positions import Residents
@@ -15,12 +14,6 @@ MOST_GROUPS = 100
 """The most groups of equal saved tensors."""
 
 _MOST_BLOCKS = 10
-_DTYPE_BYTES = {
-    **dict.fromkeys(("float64", "int64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32"), 4),
-    **dict.fromkeys(("float16", "bfloat16", "int16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
-}
 _TOLD_APART = ("parameters", "autocast_copies", "inputs")
 """The categories that are kept for saved tensors; any other memory counts as saved for backward."""
 
@@ -85,7 +78,7 @@ class SavedMemory:
                 module=module,
                 saved_bytes=kept,
                 gradient_bytes=sum(n for name, n in emitted.items() if name.startswith(inside)) if emitted else None,
-                input_bytes=_tensor_bytes(shape, dtype),
+                input_bytes=tensor_bytes(shape, dtype),
                 input_shape=tuple(shape),
                 input_dtype=dtype,
             )
@@ -107,8 +100,3 @@ class SavedMemory:
 
 def _left_out(sizes: Sequence[int]) -> LeftOut | None:
     return LeftOut(count=len(sizes), num_bytes=sum(sizes)) if sizes else None
-
-
-def _tensor_bytes(shape: Sequence[int], dtype: str) -> int | None:
-    width = _DTYPE_BYTES.get(dtype)
-    return None if width is None else width * math.prod(shape)

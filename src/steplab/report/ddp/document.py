@@ -4,11 +4,12 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
+from steplab.records.profile import PHASES
 from steplab.records.rows import Row
 from steplab.report.ddp import figures
 from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
-from steplab.report.ddp.rows import PHASES, ddp_rows
+from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, notes_of, ranks_words

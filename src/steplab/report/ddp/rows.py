@@ -1,11 +1,9 @@
 """The variants of a data-parallel study as rows."""
 
 from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
+from steplab.records.profile import PHASES
 from steplab.records.rows import Row
 from steplab.report.ddp import figures
-
-PHASES = ("forward", "backward", "gradient sync", "optimizer")
-"""The phases of a step, in their order."""
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:

@@ -2,21 +2,12 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from math import prod
 
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors, tensor_bytes
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory.categories import in_order
 
-DTYPE_BYTES = {
-    **dict.fromkeys(("complex128",), 16),
-    **dict.fromkeys(("float64", "int64", "uint64", "complex64"), 8),
-    **dict.fromkeys(("float32", "int32", "uint32"), 4),
-    **dict.fromkeys(("bfloat16", "float16", "int16", "uint16"), 2),
-    **dict.fromkeys(("int8", "uint8", "bool", "float8_e4m3fn", "float8_e5m2"), 1),
-}
-"""Bytes per element, by torch's name of the dtype."""
 LOW_PRECISION = ("bfloat16", "float16")
 """The dtypes in which autocast computes."""
 
@@ -95,12 +86,6 @@ def has_owners(profile: MemoryProfile) -> bool:
     return not set(profile.at_peak) & {"before", "during"}
 
 
-def num_bytes(shape: Iterable[int], dtype: str | None) -> int | None:
-    """Bytes of a dense tensor; None where the type is not known."""
-    size = DTYPE_BYTES.get(dtype or "")
-    return None if size is None else prod(shape) * size
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Residual:
     """One tensor of the residual stream: the input of a block."""
@@ -117,7 +102,7 @@ def residual(profile: MemoryProfile) -> Residual | None:
     """The first block's input; None where no block was seen, or its type is not known."""
     for block in profile.blocks:
         if block.input_shape and block.input_dtype:
-            size = num_bytes(block.input_shape, block.input_dtype)
+            size = tensor_bytes(block.input_shape, block.input_dtype)
             if size:
                 return Residual(shape=block.input_shape, dtype=block.input_dtype, num_bytes=size)
     return None

@@ -7,8 +7,7 @@ is described as a shape.
 from collections.abc import Sequence
 from math import prod
 
-from steplab.records.memory_profile import Allocation, SavedTensors
-from steplab.report.memory.figures import num_bytes
+from steplab.records.memory_profile import Allocation, SavedTensors, tensor_bytes
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
@@ -111,7 +110,7 @@ def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -
 
     Where the spec does not identify the dimensions, the figures stand alone.
     """
-    size = num_bytes(shape, dtype)
+    size = tensor_bytes(shape, dtype)
     if size is None or not shape:
         return None
     per_element = size // prod(shape) if prod(shape) else 0

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.memory import Memory
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors, tensor_bytes
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory import figures
@@ -177,7 +177,7 @@ def allocation_words(made: Allocation, run: Run) -> str:
     """What it is, how its size is computed, who made it and where."""
     what = what_it_is(made, run.spec) or category_word(made.category)
     size = derivation(made.shape, made.dtype, run.spec) if made.shape else None
-    exact = size is not None and figures.num_bytes(made.shape or (), made.dtype) == made.requested_bytes
+    exact = size is not None and tensor_bytes(made.shape or (), made.dtype) == made.requested_bytes
     by = None if made.category == "before" else maker(made)  # the category says it already
     return ", ".join(filter(None, (what, size if exact else None, by)))
 

@@ -9,12 +9,11 @@ from dataclasses import dataclass
 
 from steplab import units
 from steplab.costs.roofline import Roofline
-from steplab.records.profile import OpStats, Profile
+from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
 from steplab.records.run import Run
 from steplab.report.kit.grouping import grouped
 from steplab.report.profile.roofline import find_roofs, roof_dtype, why_no_roof
 
-PARTS = ("scores", "softmax", "values")
 FUSED = "fused"
 _PHASES = ("forward", "backward", "outside")
 _NEARLY_ALL = 0.995
@@ -71,7 +70,7 @@ def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
             uncounted=tuple(dict.fromkeys(op.name for op in groups[phase, part] if op.flops is None)),
         )
         for phase in _PHASES
-        for part in (*PARTS, FUSED)
+        for part in (*ATTENTION_PARTS, FUSED)
         if (phase, part) in groups
     ]
 
@@ -79,7 +78,7 @@ def attention_rows(run: Run, profile: Profile) -> list[AttentionRow]:
 def part_of(op: OpStats) -> str | None:
     """The part of attention an operator belongs to, None for one outside it."""
     last = op.range.rpartition(".")[2]
-    if last in PARTS:
+    if last in ATTENTION_PARTS:
         return last
     return FUSED if op.category == "attention" else None
 

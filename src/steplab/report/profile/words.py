@@ -4,9 +4,9 @@ from dataclasses import dataclass
 
 from steplab import units
 from steplab.costs.roofline import Roofline
-from steplab.records.profile import Profile
+from steplab.records.profile import ATTENTION_PARTS, Profile
 from steplab.records.run import Run
-from steplab.report.profile.attention import PARTS, Work, part_of, work_of
+from steplab.report.profile.attention import Work, part_of, work_of
 from steplab.report.profile.figures import (
     TOLERANCE,
     Span,
@@ -201,7 +201,7 @@ def calls_text(calls: float) -> str:
 def softmax_sentence(run: Run, profile: Profile) -> str | None:
     """Softmax against the matrix products of attention, in the forward pass: time, FLOPs and intensity."""
     phase = "forward" if profile.phase("forward") else "outside"
-    ops = [op for op in profile.ops if op.phase == phase and part_of(op) in PARTS]
+    ops = [op for op in profile.ops if op.phase == phase and part_of(op) in ATTENTION_PARTS]
     roofs = find_roofs(run)
     soft = work_of([op for op in ops if part_of(op) == "softmax"], run, profile, roofs)
     product = work_of([op for op in ops if part_of(op) == "scores" and op.category == "matmul"], run, profile, roofs)
