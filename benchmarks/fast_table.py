@@ -21,6 +21,7 @@ from steplab.records.profile import CATEGORIES
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
+from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12
 """What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
@@ -60,7 +61,8 @@ def read(path: Path) -> Iterator[Run]:
 
 
 def parts(runs: Sequence[Run]) -> Iterator[str]:
-    """The page, piece by piece: the fastest step of each size, all steps, and where the time of profiled ones goes."""
+    """The page, piece by piece: the fastest step of each size, its distance to the roofline, all steps, and where the
+    time of profiled ones goes."""
     order = sorted(runs, key=lambda run: (_parameters(run), run.spec.context if run.spec else 0, run.median_s))
     fastest = dict[tuple[str, int], Run]()
     for run in order:
@@ -69,6 +71,8 @@ def parts(runs: Sequence[Run]) -> Iterator[str]:
             fastest.setdefault((run.spec.model.name, run.spec.context), run)
     yield "## The fastest step of each size"
     yield markdown_table(steps(list(fastest.values())))
+    yield "## Their distance to the roofline"
+    yield markdown_table(floors(list(fastest.values())))
     yield "## All steps"
     yield markdown_table(steps(order))
     if profiled := [run for run in order if run.profile and run.spec and run.spec.pass_name == "train"]:
@@ -185,8 +189,44 @@ def shares(runs: Sequence[Run]) -> Table:
     )
 
 
+def floors(runs: Sequence[Run]) -> Table:
+    """What the GPU's stated figures take for what a step cannot leave out, beside the step."""
+    rows = []
+    for run in runs:
+        assert run.spec is not None
+        assert run.model is not None
+        known = find_hardware(run.device_name or "")
+        assert known is not None
+        peak = known.peaks["bf16"].flops_per_s
+        tokens, linear, all_flops = run.spec.tokens_of_all, *(_flops_per_token(run, n) for n in (0, run.spec.context))
+        update_s = ADAMW_BYTES * run.model.num_parameters / known.memory_bandwidth_bytes_per_s
+        parts_s = tokens * linear / peak, tokens * (all_flops - linear) / peak, update_s
+        step_s = run.median_s
+        rows.append(
+            (
+                *(run.spec.model.name, str(run.spec.context), _ms(step_s), *map(_ms, parts_s), _ms(sum(parts_s))),
+                *(f"{sum(parts_s) / step_s:.0%}", run.id),
+            )
+        )
+    own = ("model", "context")
+    headers = (*own, "step", "products", "attention", "AdamW", "together", "of the step", "record")
+    caption = (
+        "Milliseconds. Products and attention: the FLOPs that are needed, by the causal convention, at the stated "
+        f"dense peak; AdamW: {ADAMW_BYTES} bytes for each parameter at the stated bandwidth. Together, if nothing "
+        "overlapped."
+    )
+    return table_of_texts(
+        "floors", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
+    )
+
+
 def _linear_flops_per_token(run: Run) -> float:
     """FLOPs that the linear layers need for a token, forward and backward."""
+    return _flops_per_token(run, 0)
+
+
+def _flops_per_token(run: Run, context: int) -> float:
+    """FLOPs that a token needs in a context, forward and backward."""
     assert run.model is not None
     flops = model_flops_per_token(
         "causal",
@@ -194,7 +234,7 @@ def _linear_flops_per_token(run: Run) -> float:
         num_embedding_parameters=run.model.num_embedding_parameters,
         num_layers=run.model.num_layers,
         attention_width=run.model.attention_width,
-        context=0,
+        context=context,
         backward=True,
     )
     assert flops is not None

@@ -43,6 +43,17 @@ def test_each_size_has_its_fastest_step_first(fast_table: Any, runs: list[Run]) 
     assert [row[len(fast_table.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
 
 
+def test_the_floor_of_a_step_is_that_of_the_stated_figures(fast_table: Any, runs: list[Run]) -> None:
+    """6 FLOPs for each parameter but the embedding's and token, 6 L d T for each token, 28 bytes a parameter."""
+    [run] = [run for run in runs if run.id == "bbcb1adea94b"]  # 2.7b at 2,048 positions
+    size, tokens = MODEL_SIZES["2.7b"], 4 * 2048
+    num = num_parameters(size)
+    floor = 6 * (num - 10_000 * 2560) * tokens / 990e12, 6 * 32 * 2560 * 2048 * tokens / 990e12, 28 * num / 4.8e12
+    [row] = fast_table.floors([run]).rows
+    told = [float(str(row[str(place)])) for place in (3, 4, 5, 6)]
+    assert told == pytest.approx([1e3 * each for each in (*floor, sum(floor))], rel=0.005)
+
+
 def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[Run]) -> None:
     profiled = [run for run in runs if run.profile]
     assert profiled
