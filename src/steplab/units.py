@@ -5,6 +5,8 @@ unit (`_s`, `_bytes`, `_flops`). Only this module scales them, for text shown to
 (GiB), bandwidth and message sizes in decimal ones (GB = 1e9), as vendors and nccl-tests do.
 """
 
+from collections.abc import Sequence
+
 from steplab.errors import UserError
 
 KIB, MIB, GIB = 1024, 1024**2, 1024**3
@@ -143,6 +145,11 @@ def parse_bytes(text: str) -> int:
 def counted(number: int, noun: str) -> str:
     """A number with its noun: 1 cell, 2 cells."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def listed(names: Sequence[str]) -> str:
+    """Names, or other texts, in a sentence: a, b and c."""
+    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def counted_results(number: int, noun: str, num_failed: int) -> str:

@@ -8,9 +8,9 @@ from tests.distributed.ranks import on_ranks
 from tests.shapes import GPT_2
 
 from steplab.errors import UserError
-from steplab.model.stages import blocks_of_stage
 from steplab.parallel.mesh import open_mesh
 from steplab.parallel.pipeline import SCHEDULES
+from steplab.specs.layout import blocks_of_stage
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import CHOICES
 

@@ -14,7 +14,6 @@ from hypothesis import strategies as st
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
-from steplab.model.stages import blocks_of_stage as blocks_of_real_stage
 from steplab.model.transformer import Transformer
 from steplab.parallel.buckets import grouped
 from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
@@ -26,7 +25,7 @@ from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.owned import owned_of
 from steplab.plan.layout.prediction import by_category
-from steplab.plan.layout.ranks import blocks_of_stage, in_flight, rank_groups
+from steplab.plan.layout.ranks import in_flight, rank_groups
 from steplab.plan.layout.weights import model_weights, weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.records.codec import decode
@@ -209,12 +208,6 @@ def test_what_ranks_own_is_what_the_sharded_optimizer_and_its_buckets_have(ranks
     kept = max(sum(pages(division.kept_bytes(rank)) for division in divisions) for rank in range(ranks))
     assert by_copies.parameters_bytes == sum(pages(slots(run, padded=False)) for run in runs) + counters
     assert by_copies.buckets.shared_bytes == kept + (ranks - 1) * ring_bytes(divisions, ranks) + counters
-
-
-@given(st.integers(1, 9), st.integers(1, 40))
-def test_stages_have_the_blocks_that_the_model_is_cut_into(stages: int, layers: int) -> None:
-    for number in range(stages):
-        assert blocks_of_stage(number, stages, layers) == blocks_of_real_stage(number, stages, layers)
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -12,17 +12,10 @@ from contextlib import AbstractContextManager, nullcontext
 from torch import Tensor, nn
 
 from steplab.model.transformer import Block, Transformer, embed
+from steplab.specs.layout import blocks_of_stage
 
 Around = Callable[[], AbstractContextManager[object]]
 """Gives a context, such as autocast's."""
-
-
-def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """The blocks of a stage: all stages have equally many, and the first ones one more if the division leaves a
-    rest."""
-    least, more = divmod(num_layers, num_stages)
-    first = number * least + min(number, more)
-    return range(first, first + least + (number < more))
 
 
 def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:

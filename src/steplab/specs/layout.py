@@ -68,6 +68,14 @@ def parse_layout(text: str) -> Layout:
     return Layout(**sizes)
 
 
+def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
+    """The blocks of a stage of a pipeline: all stages have equally many, and the first ones one more if the division
+    leaves a rest."""
+    least, more = divmod(num_layers, num_stages)
+    first = number * least + min(number, more)
+    return range(first, first + least + (number < more))
+
+
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
     """The fields of a step that is to run on `gpus` GPUs, or in `processes` processes on the CPU.
 

@@ -41,7 +41,7 @@ def check(path: Path, timeout_s: float = 30.0) -> StoreCondition:
     connection = open_to_read(path, timeout_s, though_damaged=True)
     with closing(connection), sqlite_errors(path):
         sqlite = connection.sqlite
-        page_bytes, num_free = _pragma(sqlite, "page_size"), _pragma(sqlite, "freelist_count")
+        page_bytes, num_free = schema.pragma(sqlite, "page_size"), schema.pragma(sqlite, "freelist_count")
         damage = _damage(sqlite)
         num_records, num_outdated, has_unreachable, unreadable = 0, 0, False, []
         for stored in stored_records(sqlite):
@@ -55,7 +55,7 @@ def check(path: Path, timeout_s: float = 30.0) -> StoreCondition:
         return StoreCondition(
             path=str(path),
             format=schema.version(sqlite),
-            size_bytes=page_bytes * _pragma(sqlite, "page_count"),
+            size_bytes=page_bytes * schema.pragma(sqlite, "page_count"),
             free_bytes=page_bytes * num_free,
             journal=str(sqlite.execute("PRAGMA journal_mode").fetchone()[0]),
             file_system=network_file_system(path),
@@ -79,16 +79,16 @@ def repair(path: Path, timeout_s: float = 30.0) -> Repair:
     connection = open_to_repair(path, timeout_s)
     with closing(connection), sqlite_errors(path), closing(sqlite3.connect("")) as made:
         sqlite = connection.sqlite
-        seen = _pragma(sqlite, "data_version")
+        seen = schema.pragma(sqlite, "data_version")
         before = aside(path, "before-repair")
         connection.copy_to(before)
         made.isolation_level = None
-        made.execute(f"PRAGMA page_size = {_pragma(sqlite, 'page_size')}")
+        made.execute(f"PRAGMA page_size = {schema.pragma(sqlite, 'page_size')}")
         moved, has_unreachable, num_renewed = _fill(made, sqlite)
         lost = aside(path, "unreadable") if moved else None
         if lost is not None:
             lost.write_bytes(b"".join(_line(stored) for stored in moved))
-        if _pragma(sqlite, "data_version") != seen:
+        if schema.pragma(sqlite, "data_version") != seen:
             raise SteplabError(f"another process wrote to {path} meanwhile, and nothing was changed; repeat the repair")
         replace_content(sqlite, made, path)
     return Repair(
@@ -178,7 +178,3 @@ def _studies(sqlite: sqlite3.Connection) -> list[tuple[object, ...]]:
         return sqlite.execute("SELECT * FROM study ORDER BY seq").fetchall()
     except sqlite3.DatabaseError:
         return []
-
-
-def _pragma(sqlite: sqlite3.Connection, name: str) -> int:
-    return int(sqlite.execute(f"PRAGMA {name}").fetchone()[0])

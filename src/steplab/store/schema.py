@@ -93,19 +93,19 @@ CURRENT_VERSION = len(MIGRATIONS)
 
 def is_blank(connection: sqlite3.Connection) -> bool:
     """Whether no program has written to the file yet."""
-    if _pragma(connection, "application_id") or version(connection):
+    if pragma(connection, "application_id") or version(connection):
         return False
     return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is None
 
 
 def is_ours(connection: sqlite3.Connection) -> bool:
     """Whether steplab made the file."""
-    return _pragma(connection, "application_id") == APPLICATION_ID
+    return pragma(connection, "application_id") == APPLICATION_ID
 
 
 def version(connection: sqlite3.Connection) -> int:
     """The number of migrations that were applied to the file."""
-    return _pragma(connection, "user_version")
+    return pragma(connection, "user_version")
 
 
 def create(connection: sqlite3.Connection, format: int) -> None:
@@ -134,5 +134,6 @@ def _mark(connection: sqlite3.Connection, format: int) -> None:
     connection.execute(f"PRAGMA user_version = {format}")
 
 
-def _pragma(connection: sqlite3.Connection, name: str) -> int:
+def pragma(connection: sqlite3.Connection, name: str) -> int:
+    """The number that SQLite gives for one of its settings."""
     return int(connection.execute(f"PRAGMA {name}").fetchone()[0])

@@ -6,7 +6,7 @@ Ranks are numbered as parallel.mesh numbers them, pp outermost, so that the rank
 import functools
 from dataclasses import dataclass
 
-from steplab.specs.layout import Layout
+from steplab.specs.layout import Layout, blocks_of_stage
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 from steplab.units import counted
@@ -88,13 +88,6 @@ def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -
         )
         groups.append(RankGroup(first_rank=place * size, num_ranks=size, place=place, stages=stages))
     return tuple(groups)
-
-
-def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """As model.stages cuts the model: evenly, the first stages one block more where it does not come out even."""
-    least, more = divmod(num_layers, num_stages)
-    first = number * least + min(number, more)
-    return range(first, first + least + (number < more))
 
 
 def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:

@@ -39,20 +39,20 @@ def _answer(comparison: Comparison) -> str:
     cells = len({figure.cell for figure in comparison.deciding})
     if found := comparison.regressions:
         where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
-        return f"B is worse{where}: {_list([figure_words(figure) for figure in found[:_NAMED]])}."
+        return f"B is worse{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}."
     if found := comparison.undecided:
         where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
         more = found[0].ratio.more if found[0].ratio else None
         advice = f"; about {more} more samples of each side would decide" if more else ""
-        return f"Undecided{where}: {_list([figure_words(figure) for figure in found[:_NAMED]])}{advice}."
+        return f"Undecided{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}{advice}."
     better = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "lower"]
     if better:
         where = f" in {len({figure.cell for figure in better})} of {cells} cells" if cells > 1 else ""
         best = sorted(better, key=lambda figure: figure.b / figure.a)[:_NAMED]
-        return f"B is better{where}: {_list([figure_words(figure) for figure in best])}; nothing is worse."
+        return f"B is better{where}: {units.listed([figure_words(figure) for figure in best])}; nothing is worse."
     if cells > 1:
         return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."
-    return f"No difference: {_list([figure_words(figure) for figure in comparison.deciding])}."
+    return f"No difference: {units.listed([figure_words(figure) for figure in comparison.deciding])}."
 
 
 def figure_words(figure: ComparedFigure) -> str:
@@ -164,7 +164,7 @@ def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
     ]
     if len(kernels) > _NAMED:
         named.append(f"{len(kernels) - _NAMED} more")
-    return _list(named)
+    return units.listed(named)
 
 
 def _count(calls: float) -> str:
@@ -203,7 +203,3 @@ def _held(change: MemoryChange) -> str:
 
 def _total(held: Iterable[TensorBytes]) -> int:
     return sum(each.num_bytes for each in held)
-
-
-def _list(texts: Sequence[str]) -> str:
-    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} and {texts[-1]}"

@@ -94,7 +94,7 @@ def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
     there = [c for c in in_order(before.at_peak) if before.at_peak.get(c)]
     staying = [c for c in there if _is_same(after.at_peak.get(c, 0), before.at_peak[c]) and c != "rounding"]
     if staying:
-        names = _list([category_word(category) for category in staying])
+        names = units.listed([category_word(category) for category in staying])
         size = units.format_bytes(figures.at_peak(before, *staying))
         yield f"{names[0].upper()}{names[1:]} {_verb('stay', *staying)} at {size}"
 
@@ -139,10 +139,6 @@ def _is_same(now: int, then: int) -> bool:
 
 def _signed(change: int) -> str:
     return f"{'+' if change > 0 else '-' if change < 0 else ''}{units.format_bytes(abs(change))}"
-
-
-def _list(names: Sequence[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:

@@ -7,7 +7,7 @@ from steplab.report.kit.document import Verdict
 from steplab.report.precision.figures import SMALLEST_EXPONENT, all_elements, not_finite
 from steplab.report.precision.words import COMPUTED_IN, NORMS, title
 from steplab.specs.step import AUTOCAST
-from steplab.units import format_share
+from steplab.units import format_share, listed
 
 _SUMS = ("softmax", "logsumexp", "norm", "loss", "entropy")
 """Parts of the names of operations that add up many terms."""
@@ -34,7 +34,7 @@ def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     names = list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums))
     if not names:
         return
-    yield f"Keep {_listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
+    yield f"Keep {listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
 
 
 def _done(numerics: Numerics, audit: Audit) -> str:
@@ -43,7 +43,7 @@ def _done(numerics: Numerics, audit: Audit) -> str:
         return ""
     sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
     ruled = list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if use.rule == "fp32"))
-    return f". Autocast does so for {_listed(ruled)}" if ruled else ""
+    return f". Autocast does so for {listed(ruled)}" if ruled else ""
 
 
 def _scale(audit: Audit, low: str) -> Iterator[str]:
@@ -68,7 +68,7 @@ def _loss(audit: Audit) -> Iterator[str]:
 def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     lossy = [u for u in audit.operations if any(p in u.op for p in _SUMS) and not set(u.outputs) <= {"float32"}]
     if names := list(dict.fromkeys(NORMS.get(use.op, use.op) for use in lossy)):
-        yield f"Warning: in this step {_listed(names)} ran in {low}."
+        yield f"Warning: in this step {listed(names)} ran in {low}."
     infinite = sum(
         not_finite(found) for kind in ("outputs", "parameter gradients") if (found := all_elements(audit, kind))
     )
@@ -76,7 +76,3 @@ def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
         yield f"Warning: {infinite:,} elements are infinite or NaN."
     if audit.loss is None and audit.loss_dtype:
         yield "Warning: the loss is not finite."
-
-
-def _listed(names: list[str]) -> str:
-    return names[0] if len(names) == 1 else f"{', '.join(names[:-1])} and {names[-1]}"
