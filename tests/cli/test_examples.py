@@ -35,6 +35,7 @@ def test_a_loop_of_ones_own_is_recorded_beside_the_other_runs(beside_examples: P
     [row] = beside_examples.rows()
     assert (row["name"], row["status"], row["model"]) == ("own loop", "ok", None)
     assert 0 < row["forward_s"] < row["step_time_s"]
+    assert (row["mfu_convention"], row["tokens_per_s"]) == ("given", 4 * 64 / row["step_time_s"])
     shown = beside_examples("show", row["id"])
     assert shown.code == 0
     assert "own loop" in shown.stdout

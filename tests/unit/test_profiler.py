@@ -267,7 +267,11 @@ def test_the_example_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     trace = tmp_path / "trace.json"
     measure_here(profiled_example, Observer(), Profiling(num_steps=1, trace=trace))
     (step,) = top_ranges(trace, "step")
-    assert step.ranges()["forward"] == {"layers": {f"layers.{index}": {} for index in range(4)}}
+    forward = step.ranges()["forward"]
+    assert list(forward) == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
+    assert list(forward["blocks.1"]) == [
+        f"blocks.1.{part}" for part in ("norm_1", "query_key_value", "output", "norm_2", "feed_forward")
+    ]
 
 
 def test_a_whole_step_of_ones_own_is_one_range(tmp_path: Path) -> None:

@@ -152,6 +152,13 @@ def test_a_loop_has_an_mfu_by_the_flops_that_it_was_given(store: Store, num_rank
     assert told.mfu == pytest.approx(5e12 / (run.median_s or 0.0) / (num_ranks * 989.5e12))
 
 
+def test_a_loop_that_was_given_too_many_flops_or_has_too_low_a_peak_is_warned(store: Store) -> None:
+    doctor(store, 19, 1.0)
+    run = with_given_flops(replace(recorder_run(), environment=on_the_cpu().environment), 5e12, "fp32", 1, store)
+    assert run.notes[-1].startswith("MFU over 100 %: the FLOPs that the recorder was given are more than")
+    assert run.notes[-1].endswith("; `steplab doctor` measures it again")
+
+
 def test_a_loop_on_a_device_without_a_peak_says_so(store: Store) -> None:
     run = with_given_flops(replace(recorder_run(), environment=on_the_cpu().environment), 5e12, "bf16", 1, store)
     assert run.mfu is None

@@ -130,7 +130,10 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     if not done:
         why = f"the convention '{over[0].convention}' counts FLOPs that the step does not execute"
         if over[0].convention == "given":
-            why = "the FLOPs that the recorder was given are more than the step can have executed, or the peak is wrong"
+            why = (
+                "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
+            )
+            why += "; `steplab doctor` measures it again" if peak.measured else ""
     elif peak.measured:
         why = "the ceiling `steplab doctor` measured is below what the step reached; run `steplab doctor` again on an "
         why += "idle machine"
