@@ -96,6 +96,18 @@ def newest_id(program: Program) -> str:
     return str(rows[0]["id"])
 
 
+def says(output: str, answer: str) -> bool:
+    """Whether an output has the words of an answer, with figures within 5 %: predictions shift a little whenever what
+    they are made of is fitted again."""
+    number = r"\d+(?:\.\d+)?"
+    words = [re.escape(part) for part in re.split(number, " ".join(answer.split()))]
+    found = re.search(f"({number})".join(words), " ".join(output.split()))
+    shown = re.findall(number, answer)
+    return found is not None and all(
+        abs(float(now) - float(then)) <= 0.05 * float(then) for now, then in zip(found.groups(), shown, strict=True)
+    )
+
+
 def run_piece(program: Program, piece: Piece) -> None:
     """Run it as it is written."""
     if piece.language == "sh":
@@ -104,7 +116,7 @@ def run_piece(program: Program, piece: Piece) -> None:
         if command == "steplab" and FOR_A_SHELL.isdisjoint(text):
             result = program(*words, timeout_s=COMMAND_TIMEOUT_S)
             assert result.code == 0, f"{piece}\n{result.stdout}\n{result.stderr}"
-            assert " ".join(piece.answer.split()) in " ".join(result.stdout.split()), f"{piece}\n{result.stdout}"
+            assert says(result.stdout, piece.answer), f"{piece}\n{result.stdout}"
             return
     else:
         result = finish(program.start("-c", piece.text, module="python"), COMMAND_TIMEOUT_S)
@@ -199,3 +211,11 @@ def test_every_file_the_page_links_to_exists() -> None:
         if "://" not in link and not link.startswith("mailto:") and not Path(REPOSITORY / link).exists()
     ]
     assert missing == []
+
+
+def test_an_answer_on_the_page_is_held_to_its_words_and_figures() -> None:
+    output = "A step takes\n  78.0 ms (95 % interval), n = 10."
+    assert says(output, "takes 77.0 ms (95 % interval)")
+    assert not says(output, "takes 70.0 ms (95 % interval)")
+    assert not says(output, "took 78.0 ms")
+    assert says(output, "")
