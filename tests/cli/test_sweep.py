@@ -169,6 +169,19 @@ def test_a_dry_run_lists_the_cells_and_touches_nothing(steplab: Program) -> None
     assert not steplab.store.exists()
 
 
+def test_a_dry_run_of_a_resumed_sweep_lists_what_is_missing(filled: Program) -> None:
+    """The store has a sweep of contexts 8 and 16, of which the second record is removed."""
+    words = ("sweep", *tiny(context="8,16"), "--resume", "--dry-run")
+    done = filled(*words)
+    assert (done.code, done.stdout, done.stderr) == (0, "", "nothing is missing\n")
+    (second,) = (str(row["id"]) for row in filled.rows() if row["context"] == 16)
+    assert filled("rm", second, "--yes").code == 0
+    (line,) = filled(*words).stdout.splitlines()
+    assert "context 16" in line or "tiny" in line
+    filled.write("two.toml", '[[grid]]\nmodel = ["tiny"]\ncontext = [8, 16]\n')
+    assert filled("study", "two.toml", "--resume", "--dry-run").stderr.startswith("2 of 2 measurements are missing")
+
+
 def test_options_replace_the_fields_of_a_study(steplab: Program) -> None:
     steplab.write("mine.toml", "[[grid]]\ncontext = [8, 16]\nwarmup = 1\nmodel.num_layers = [1, 2, 3]\n")
     assert len(steplab("study", "mine.toml", "--dry-run").stdout.splitlines()) == 6

@@ -7,11 +7,11 @@ from pathlib import Path
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.keeping import NotStored, Place, checked_name, open_store
+from steplab.lab.keeping import NotStored, Place, checked_name, has_store, open_store
 from steplab.lab.machine import visible_gpus
 from steplab.lab.measuring import named_fields
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.study_parts import jobs_of
+from steplab.lab.study_parts import StudyJob, jobs_of
 from steplab.measurement.progress import Progress
 from steplab.records.record import Record
 from steplab.records.run import Run
@@ -148,6 +148,16 @@ def sweep(
         said = "; ".join(filter(None, (study.description, *(f"not measured: {why}" for why in refusals))))
         opened.describe_study(study_id, said)
         return _result(opened, study, study_id, len(jobs), refusals)
+
+
+def missing_jobs(study: StudySpec, *, store: Path | str | None = None) -> list[StudyJob]:
+    """The measurements that `sweep` with `resume` would make of this study."""
+    study, finished = fitted(study, visible_gpus()), set[str]()
+    if has_store(store):
+        with open_store(store, write=False) as opened:
+            study_id = opened.find_study(study)
+            finished = opened.finished_cells(study_id) if study_id else set()
+    return [job for job in jobs_of(study) if job.key not in finished]
 
 
 def _result(store: Store, study: StudySpec, study_id: str, num_jobs: int, refusals: list[str]) -> SweepResult:

@@ -24,12 +24,16 @@ def study(
         str | None, Parameter(help="Name of the study in listings [default: that of the preset or the file]")
     ] = None,
     how: StudyOptions = StudyOptions(),
-    dry_run: Annotated[bool, Parameter(help="List the measurements without making them", negative="")] = False,
+    dry_run: Annotated[
+        bool,
+        Parameter(help="List the measurements without making them; with --resume, those that are missing", negative=""),
+    ] = False,
     out: PageOptions = PageOptions(),
 ) -> int:
     from steplab.cli.output import emit, say
     from steplab.cli.sweeps import run_study
     from steplab.lab.study_parts import jobs_of
+    from steplab.lab.sweeping import missing_jobs
     from steplab.specs.layout import MOST_PROCESSES
     from steplab.specs.study import fitted, load_study
     from steplab.units import counted
@@ -41,7 +45,11 @@ def study(
         most = max(one.gpus for one in (asked, *asked.includes))
         needs = f"; all of them need {counted(most, 'GPU')}" if most else ""
         jobs = jobs_of(fitted(asked, MOST_PROCESSES))  # as if there were GPUs for all of it
-        emit("\n".join(job.what for job in jobs), dataclasses.replace(out, output=None))
-        say(f"{counted(len(jobs), 'measurement')}, none made" + needs)
+        listed, told = jobs, f"{counted(len(jobs), 'measurement')}, none made"
+        if how.resume:
+            listed = missing_jobs(asked, store=out.store)
+            told = f"{len(listed)} of {counted(len(jobs), 'measurement')} are missing, none made now"
+        emit("\n".join(job.what for job in listed), dataclasses.replace(out, output=None))
+        say(told + needs)
         return 0
     return run_study(asked, how, out)

@@ -28,7 +28,9 @@ def sweep(
     dry_run: Annotated[
         bool,
         Parameter(
-            help="List the cells without measuring them, with the time and the peak that are predicted", negative=""
+            help="List the cells without measuring them, with the time and the peak that are predicted; with --resume, "
+            "those that are missing",
+            negative="",
         ),
     ] = False,
     gpu: Annotated[
@@ -41,6 +43,8 @@ def sweep(
     from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
     from steplab.lab.planning import plan_steps
+    from steplab.lab.study_parts import jobs_of
+    from steplab.lab.sweeping import missing_jobs
     from steplab.report.plan.steps import forecast_lines, forecast_summary
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
@@ -55,6 +59,12 @@ def sweep(
         asked = StudySpec(name=name, description="", cells=(), parts=parts)
     steps = [*asked.cells, *(part.step for part in asked.parts if part.step)]
     if dry_run:
+        if how.resume:
+            missing = {job.key for job in missing_jobs(asked, store=out.store)}
+            steps = [step for step, job in zip(steps, jobs_of(asked), strict=True) if job.key in missing]
+            if not steps:
+                say("nothing is missing")
+                return 0
         planned = plan_steps(steps, gpu=gpu)
         emit("\n".join(forecast_lines(planned, gpu)), dataclasses.replace(out, output=None))
         say(forecast_summary(planned, gpu))
