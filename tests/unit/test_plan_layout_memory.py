@@ -96,6 +96,15 @@ def test_the_state_of_every_recorded_variant_is_exact() -> None:
     assert compared > 30
 
 
+def test_what_peer_copies_share_is_exact_in_a_study_of_todays_buckets() -> None:
+    (study,) = [one for one in records("ddp_update_h200_202611.jsonl.gz") if getattr(one, "id", "") == "fcb4617b3d65"]
+    assert isinstance(study, DdpRun)
+    for cell in study.cells:
+        before = cell.ranks[0].moment("before_step")
+        if cell.contender.transport == "peer_copy" and before is not None:
+            assert predicted(study, cell).gradients_bytes == before.gradients_bytes, cell.contender.label
+
+
 def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
     errors = []
     for study, cell in cells():

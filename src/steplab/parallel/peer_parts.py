@@ -17,8 +17,8 @@ from steplab.parallel.ownership import Owners
 PAGE = 256
 """Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
 PART_BYTES = 40 * 2**20
-"""The most that a rank has of a stretch, in whole pages. It is found by measurement, as is said in docs/ddp.md: on two
-H200s a backward pass was slowed more beside parts of 10, 20 and 82 MB."""
+"""The most that a rank has of a stretch, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
+pass was slowed more beside parts of 10 and 20 MiB, and by buckets that were not divided."""
 
 
 class Overlap(NamedTuple):
