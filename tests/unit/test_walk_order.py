@@ -93,10 +93,29 @@ class HostSession(FakeSession):
         side.run = dataclasses.replace(side.run, timing=timing)
 
 
+class LateSession(HostSession):
+    """As an H200's host that took 56 ms to launch either pass of xl with block operators."""
+
+    def phases(self, spec: StepSpec) -> dict[str, tuple[float, float]]:
+        found = super().phases(spec)
+        if spec.block_ops == "triton" and not spec.replays_model:
+            return {
+                name: (max(s, 0.056), 0.0) if name != "optimizer" else (s, lead) for name, (s, lead) in found.items()
+            }
+        return found
+
+
 def walk(
-    store: Path, *, eager_s: float, compiled_s: float, budget_s: float, noise: float = 0.002, **fields: object
+    store: Path,
+    *,
+    eager_s: float,
+    compiled_s: float,
+    budget_s: float,
+    noise: float = 0.002,
+    of: type[HostSession] = HostSession,
+    **fields: object,
 ) -> Advice:
-    session = HostSession(eager_s, compiled_s, noise)
+    session = of(eager_s, compiled_s, noise)
     spec = resolve_step({"context": 512, "precision": "bf16", "steps": 30, **fields})
     return advise(spec, store=store, session=session, budget_s=budget_s, clock=lambda: session.now_s)
 
@@ -205,6 +224,22 @@ def test_changes_that_their_turns_leave_open_are_tried_as_one(tmp_path: Path, mo
                 own = {change.words: change for change in CHANGES}
                 assert all(str(FIELDS[own[words].field].read(best)) == own[words].value for words in together.along)
     assert joined
+
+
+def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path) -> None:
+    advice = walk(
+        tmp_path / "store.db", model="xl", eager_s=12e-6, compiled_s=14e-6, budget_s=300.0, of=LateSession,
+        compile="block", precision="bf16_master", optimizer="adamw_triton", attention="flash_triton",
+    )  # fmt: skip
+    late, together = (tried for tried in advice.tried if tried.field == "block_ops")
+    assert not late.kept
+    assert late.ratio is not None
+    assert late.ratio.ratio > 1.5
+    assert together.along == ("projections merged", "cuda_graph step")
+    assert together.kept
+    assert together.predicted_share is not None
+    assert together.ratio is not None
+    assert together.predicted_share == pytest.approx(1 - together.ratio.ratio, abs=0.01)
 
 
 def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:

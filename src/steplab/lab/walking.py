@@ -33,7 +33,8 @@ from steplab.units import format_time
 
 _MAKE_ROOM = ("attention", "loss", "precision")
 """Fields whose changes need less memory and no more time, where the first step does not fit."""
-_LAUNCHING = ("compile", "cuda_graph")
+_GRAPHS = "cuda_graph"
+_LAUNCHING = ("compile", _GRAPHS)
 """Fields that change how many kernels are launched, and how."""
 _FIRST_STEPS = 1
 """How often the first step is measured by itself, to see whether the device waits for the host."""
@@ -41,6 +42,8 @@ _PLAIN = 0.03
 """A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
 _LEAST_GAIN = 0.003
 """The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
+_MOST_ROUNDS = 2.5
+"""How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
 _TURNS = "turns"
 """What predicts the gain of changes together: the turns of each by itself."""
 _LEAST_TRIAL_S = 1.0
@@ -79,6 +82,13 @@ class Attempt:
     def along(self) -> tuple[Change, ...]:
         """The changes that were made with it."""
         return self.change.brings(self.base.spec)
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it should pay, and the device waited for the host, which did not launch it in time."""
+        timing = self.side.run.timing if self.side and self.side.run else None
+        should_pay = self.promise is not None and self.promise.share > 0
+        return should_pay and not self.kept and timing is not None and waits_for_host(timing.back_to_back)
 
     @property
     def may_pay(self) -> bool:
@@ -230,25 +240,32 @@ class Walk:
         return [*found, *self._together(trial_s)]
 
     def _together(self, trial_s: float) -> Iterator[Candidate]:
-        """The changes that may pay, as one: what each saves is lost in the noise, and their sum need not be."""
+        """The changes that may pay, as one: what each saves is lost in the noise, and their sum need not be. Those that
+        the host did not launch in time may pay in CUDA graphs, which are added."""
         spec = self.best.spec
-        present = {(change.field, change.value) for change in self.outlook.changes(spec)}
+        present = {(change.field, change.value): change for change in self.outlook.changes(spec)}
+        graphs = next((change for change in present.values() if change.field == _GRAPHS), None)
+        late = {attempt for attempt in self.attempts if attempt.is_late and graphs}
         open_still: dict[str, Attempt] = {}
         for attempt in self.attempts:
             change, known = attempt.change, open_still.get(attempt.change.field)
-            if attempt.may_pay and not attempt.parts and (change.field, change.value) in present:
+            is_open = attempt.may_pay or attempt in late
+            if is_open and not attempt.parts and (change.field, change.value) in present:
                 open_still[change.field] = min(attempt, known or attempt, key=_ratio_of)
         brought = {need for attempt in open_still.values() for need in attempt.change.needs.items()}
         apart = (each for each in open_still.values() if (each.change.field, each.change.value) not in brought)
         parts = tuple(sorted(apart, key=_ratio_of))
-        if len(parts) < 2 or any(set(parts) <= set(attempt.parts) for attempt in self.attempts):
+        added = [graphs] if graphs and late & set(parts) and graphs.field not in open_still else []
+        if len(parts) + len(added) < 2 or any(set(parts) <= set(attempt.parts) for attempt in self.attempts):
             return
-        change = parts[0].change.joined([part.change for part in parts[1:]])
+        change = parts[0].change.joined([*(part.change for part in parts[1:]), *added])
         try:
             takes_s = trial_s + self.outlook.compile_s(change.made(spec))
         except UserError:  # they are refused together
             return
-        promise = Promise(share=1 - math.prod(map(_ratio_of, parts)), source=_TURNS)
+        promise: Promise | None = Promise(share=1 - math.prod(map(_ratio_of, parts)), source=_TURNS)
+        if added:  # their turns were those of the host
+            promise = self.outlook.forecast(spec, change)
         yield Candidate(change=change, promise=promise, takes_s=takes_s, parts=parts)
 
     def _trial_s(self, other_s: float | None) -> float:
@@ -316,7 +333,7 @@ class Walk:
     def _measure(self, sides: Sequence[Any], most_s: float = 0.0) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
         time; at most as many steps as were asked for. What that leaves open gets as many again, until `most_s` seconds
-        have passed: a comparison is worth as much time as it took to build the step."""
+        have passed, or twice more: a comparison is worth as much time as it took to build the step."""
 
         def is_open(threshold: float) -> bool:
             ratio = self._ratio(sides, threshold)
@@ -331,6 +348,7 @@ class Walk:
             is_enough=lambda rounds: rounds >= FEWEST and not is_open(_PLAIN),
             alternates=alternates,
         )
+        most_s = max(most_s, _MOST_ROUNDS * (self.clock() - began_s))
         while self.clock() - began_s < most_s and not self.taking.alternating and is_open(_LEAST_GAIN):
             self.taking.measure(sides, self.steps, alternates=alternates)
         if self.taking.alternating and not alternates:
