@@ -1,9 +1,9 @@
-"""What peer copies add to a step of xl, by the size of their buckets and of the stretches these travel in, in turns.
+"""What peer copies add to a step of xl, by the size of their buckets and of the chunks these travel in, in turns.
 
     torchrun --nproc-per-node 2 benchmarks/peer_copy_steps.py [--buckets 100,200,400] [--parts 20,40,80] [--steps 12]
 
 Forward and backward pass of each design, compiled by block, and the wait for its gradients, beside passes that send
-nothing; parameters are not updated. A part is what a rank averages of a stretch, in MiB. Two designs more, of the first
+nothing; parameters are not updated. A part is what a rank averages of a chunk, in MiB. Two designs more, of the first
 sizes, show what the rest costs: one that makes no means, and one that only signals. As in `steplab ddp`, Python gets a
 head start before each step. Milliseconds of the slowest rank, medians. Designs have memory of their own, some 9 GB
 each. Some 90 seconds on two H200s.

@@ -65,20 +65,20 @@ def test_the_last_buckets_are_small_whatever_the_limit_is() -> None:
 
 
 @given(st.lists(shapes, max_size=20), st.integers(1, 9), st.integers(1, 3))
-def test_the_parts_of_stretches_cover_a_bucket_and_are_equal_but_for_pages(
+def test_the_parts_of_chunks_cover_a_bucket_and_are_equal_but_for_pages(
     shapes: list[list[int]], size: int, part_pages: int
 ) -> None:
     members = [nn.Parameter(torch.empty([10 * n for n in shape], device="meta")) for shape in shapes]
     with patch.object(peer_parts, "PART_BYTES", part_pages * peer_parts.PAGE):
         division = peer_parts.divided(members, size, None)
-    borders = [border for stretch in division.stretches for border in stretch]
+    borders = [border for chunk in division.chunks for border in chunk]
     assert (borders[0], borders[-1]) == (0, sum(map(size_bytes, members)))
-    assert all(a[-1] == b[0] for a, b in pairwise(division.stretches))
-    parts = [end - begin for stretch in division.stretches for begin, end in pairwise(stretch)]
+    assert all(a[-1] == b[0] for a, b in pairwise(division.chunks))
+    parts = [end - begin for chunk in division.chunks for begin, end in pairwise(chunk)]
     assert 0 <= min(parts) <= max(parts) <= part_pages * peer_parts.PAGE
     assert division.landing_bytes == peer_parts.pages(-(-borders[-1] // size))
     covered = [0] * len(members)
-    for number in range(len(division.stretches)):
+    for number in range(len(division.chunks)):
         for rank in range(size):
             for overlap in division.overlaps(number, rank):
                 assert overlap.in_gradient == covered[overlap.gradient]

@@ -74,20 +74,20 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
     every_way(modules.Strided)
 
 
-def short_stretches() -> Any:
-    """Buckets of many stretches: a rank's part of one is a page."""
+def short_chunks() -> Any:
+    """Buckets of many chunks: a rank's part of one is a page."""
     return patch.object(peer_parts, "PART_BYTES", peer_parts.PAGE)
 
 
 @cases
-def buckets_in_short_stretches() -> None:
-    with short_stretches():
+def buckets_in_short_chunks() -> None:
+    with short_chunks():
         every_way(modules.Awkward, loss=awkward_loss, tolerance=1e-5)
 
 
 @cases
 def gradients_are_those_of_torch_ddp() -> None:
-    """In buckets that get smaller, of one stretch and of many."""
+    """In buckets that get smaller, of one chunk and of many."""
     inner = modules.plain()
     x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(dist.get_rank()))
     reference = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
@@ -107,7 +107,7 @@ def gradients_are_those_of_torch_ddp() -> None:
 @cases
 def landing_places_are_used_again() -> None:
     """Room for the largest bucket and little more, for some ten buckets a step."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_stretches():
+    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_chunks():
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
@@ -118,7 +118,7 @@ def landing_places_are_used_again() -> None:
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
     """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_stretches():
+    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_chunks():
         assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
             bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),
@@ -128,7 +128,7 @@ def several_late_passes_of_an_awkward_module() -> None:
 @cases
 def averages_may_be_changed_as_soon_as_they_are_there() -> None:
     """Though peers may have to fetch this rank's part of them still."""
-    with short_stretches():
+    with short_chunks():
         model = DataParallel(modules.plain(), "flat", transport=SharedMemory(delay_s=0.001))
     for _ in range(4):
         model(torch.full((2, 8), 1.0 + dist.get_rank(), dtype=torch.float64)).sum().backward()
@@ -246,7 +246,7 @@ class LoggedMemory(SharedMemory):
 
 
 @cases
-def ranks_send_in_turns_and_the_next_stretch_before_the_means_of_the_last() -> None:
+def ranks_send_in_turns_and_the_next_chunk_before_the_means_of_the_last() -> None:
     """In a turn each rank receives from one, and no rank begins one before the next has ended the turn before."""
     memory = LoggedMemory()
     rank, size = memory.rank, memory.size
@@ -269,7 +269,7 @@ def ranks_send_in_turns_and_the_next_stretch_before_the_means_of_the_last() -> N
         assert sorted(logs[turn].target for logs in everyone) == list(range(size))
         before = everyone[(rank + 1) % size][turn - 1]
         assert size == 2 or turn == 0 or mine.began_s >= before.ended_s
-    if size == 2:  # a bucket has two stretches, and both come home before the next one
+    if size == 2:  # a bucket has two chunks, and both come home before the next one
         expected = steps * len(model.buckets) * [True, True, False, False]
     else:
         expected = steps * [True, *[True, False] * (count - 1), False]

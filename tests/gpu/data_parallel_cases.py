@@ -181,7 +181,7 @@ def the_current_device_may_be_another(rank: int, size: int, device: torch.device
 def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: torch.device) -> None:
     """Thirty steps with work of another length on every rank before each backward pass; every gradient is checked.
 
-    By peer copies in buckets of one stretch and of many."""
+    By peer copies in buckets of one chunk and of many."""
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)
     waste = torch.randn(2048, 2048, device=device)
     for transport, part_bytes in (("collectives", 0), ("peer_copy", peer_parts.PART_BYTES), ("peer_copy", 2**17)):

@@ -1,26 +1,26 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
 
-A bucket travels in stretches, and each rank owns a part of every stretch (peer_parts.py). For a stretch, on two lines
+A bucket travels in chunks, and each rank owns a part of every chunk (peer_parts.py). For a chunk, on two lines
 of work beside the backward pass:
 
 1. *out*, on the line of copies: from the tensors that autograd made, each rank copies what belongs to another's part
    into a landing place on that one, and tells it.
 2. on the line of means: the owner, once it was told by all others, writes the mean of its own and the landed gradients
-   into its part of the stretch.
+   into its part of the chunk.
 3. *home*, on the line of copies again: it copies that into the same part of everybody's, and tells all.
 
-When all have told of all stretches, the bucket holds the averages, which are the parameters' gradients. Where
+When all have told of all chunks, the bucket holds the averages, which are the parameters' gradients. Where
 gradients go to their owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and
 no rank has memory for the averages of others.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers where they are connected by an
-NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a stretch are made, and
+NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a chunk are made, and
 the ranks tell each other, the engine sends the next one. The last means of a bucket go home behind the next bucket's
 first gradients, or when their own bucket is waited for; between two ranks, whose link has time, they go at once.
 
 *Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. It would not stay
 so by itself: once two ranks copy to a third one, each gets half of its link, and another rank receives nothing. So a
-rank begins a turn when the next rank has ended the turn before. A stretch among n > 2 ranks takes 2 (n-1) turns. Where
+rank begins a turn when the next rank has ended the turn before. A chunk among n > 2 ranks takes 2 (n-1) turns. Where
 gradients go to owners there are none, because the parts of a bucket are too uneven.
 
 Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half of that where they go to
@@ -34,7 +34,7 @@ gradients of that part, so after the backward pass that made them, behind the op
 Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
 it has come home here only when I have told so myself, which is when that is copied, too.
 
-The n-th stretch of a step is the n-th on every rank, so counters hold numbers of stretches, and one of turns.
+The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns.
 """
 
 from collections import deque
@@ -87,11 +87,11 @@ class PeerCopies:
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
         self.num_launched = 0
-        """The number of stretches so far, and of the last one."""
+        """The number of chunks so far, and of the last one."""
         self._num_awaited = 0
         self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
-        self._unreturned: Stretch | None = None
+        self._unreturned: Chunk | None = None
         self.ring_bytes = ring_bytes
         self._rings_start, self._cursor = rings_start, 0
         self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
@@ -137,12 +137,12 @@ class PeerCopies:
                 return True
         return False
 
-    def start(self, stretch: "Stretch", addresses: Sequence[int], room: int) -> None:
-        """Send a stretch of gradients out, have its means made, and send home those of the stretch before."""
+    def start(self, chunk: "Chunk", addresses: Sequence[int], room: int) -> None:
+        """Send a chunk of gradients out, have its means made, and send home those of the chunk before."""
         memory, before = self.memory, self._unreturned
         returned = self.num_launched
         self.num_launched += 1
-        self.copy(stretch.outward(addresses, room))
+        self.copy(chunk.outward(addresses, room))
         memory.signal(COPIES, self._tell_of_gradients, self.num_launched)
         if before is not None:
             memory.follow_line(COPIES, MEANS)
@@ -150,23 +150,23 @@ class PeerCopies:
         # on: the launches of a whole step may be given to the lines before its forward pass begins.
         memory.follow_line(MEANS, COPIES)
         memory.await_signals(MEANS, self._gradients_told, self.num_launched)
-        pieces = stretch.pieces(addresses)
+        pieces = chunk.pieces(addresses)
         if pieces:
-            memory.mean(MEANS, pieces, stretch.mine, stretch.landed + room, self.ring_bytes, stretch.dtype)
+            memory.mean(MEANS, pieces, chunk.mine, chunk.landed + room, self.ring_bytes, chunk.dtype)
         if before is not None:
             self._send_home(before, returned)
         if self.go_home:
-            self._unreturned = stretch
+            self._unreturned = chunk
         else:
             memory.signal(MEANS, self._tell_of_means, self.num_launched)
 
-    def _send_home(self, stretch: "Stretch", number: int) -> None:
-        """Copy this rank's means of the stretch of that number to all peers, and tell all ranks."""
-        self.copy(stretch.home)
+    def _send_home(self, chunk: "Chunk", number: int) -> None:
+        """Copy this rank's means of the chunk of that number to all peers, and tell all ranks."""
+        self.copy(chunk.home)
         self.memory.signal(COPIES, self._tell_of_means, number)
 
     def return_last(self) -> None:
-        """Send home the means of the last stretch, if they are not on their way."""
+        """Send home the means of the last chunk, if they are not on their way."""
         if self._unreturned is not None:
             self.memory.follow_line(COPIES, MEANS)
             self._send_home(self._unreturned, self.num_launched)
@@ -196,21 +196,21 @@ class PeerCopies:
             self.memory.copy(COPIES, targets, sources, sizes)
 
     def await_launch(self, number: int) -> None:
-        """The current stream's next work waits until the stretch of this number and those before have come home."""
+        """The current stream's next work waits until the chunk of this number and those before have come home."""
         self.return_last()
         if self._num_awaited < number:
             self.memory.current_awaits(self._means_told, number)
             self._num_awaited = number
 
 
-class Stretch:
+class Chunk:
     """A part of a bucket that travels by itself: what is the same in every launch, computed when the host has time."""
 
     def __init__(
         self, copies: PeerCopies, division: Division, number: int, starts: Sequence[int], landing: int
     ) -> None:
-        """Plan the stretch of that number; `starts` as of PeerBucket, `landing`: its place within the bucket's."""
-        rank, borders = copies.memory.rank, division.stretches[number]
+        """Plan the chunk of that number; `starts` as of PeerBucket, `landing`: its place within the bucket's."""
+        rank, borders = copies.memory.rank, division.chunks[number]
         overlaps = [division.overlaps(number, peer) for peer in copies.peers]
         self._sent = [
             [
@@ -259,13 +259,13 @@ class PeerBucket:
         self._landing_bytes = division.landing_bytes
         rank = copies.memory.rank
         self._averages = self._places(division, copies.own[starts[rank] :][: division.kept_bytes(rank)])
-        landings = [0, *accumulate(map(largest_part_bytes, division.stretches))]
-        self._stretches = [
-            Stretch(copies, division, number, starts, landings[number]) for number in range(len(division.stretches))
+        landings = [0, *accumulate(map(largest_part_bytes, division.chunks))]
+        self._chunks = [
+            Chunk(copies, division, number, starts, landings[number]) for number in range(len(division.chunks))
         ]
         self._sources: list[Tensor] = []
         self.number = 0
-        """The number of its last stretch in the last launch, from 1; 0 for none."""
+        """The number of its last chunk in the last launch, from 1; 0 for none."""
         self.landing = (0, 0)
         """Its place in the rings."""
 
@@ -297,8 +297,8 @@ class PeerBucket:
         ]
         addresses = [source.data_ptr() for source in self._sources]
         copies.memory.follow_current(COPIES)
-        for stretch in self._stretches:
-            copies.start(stretch, addresses, room)
+        for chunk in self._chunks:
+            copies.start(chunk, addresses, room)
         if len(copies.peers) == 1:
             copies.return_last()
         self.number = copies.num_launched

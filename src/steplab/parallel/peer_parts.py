@@ -1,7 +1,7 @@
-"""How a bucket of peer copies is divided: into stretches that travel one after the other, and each among the ranks.
+"""How a bucket of peer copies is divided: into chunks that travel one after the other, and each among the ranks.
 
-Without owners each rank has an equal part of a stretch, whose borders may lie inside gradients, and all ranks get all
-means. With owners a bucket is one stretch, the gradients lie in the order of their owners, each rank's part is what it
+Without owners each rank has an equal part of a chunk, whose borders may lie inside gradients, and all ranks get all
+means. With owners a bucket is one chunk, the gradients lie in the order of their owners, each rank's part is what it
 owns, and the means stay there.
 """
 
@@ -17,12 +17,12 @@ from steplab.parallel.ownership import Owners
 PAGE = 256
 """Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
 PART_BYTES = 40 * 2**20
-"""The most that a rank has of a stretch, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
+"""The most that a rank has of a chunk, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
 pass was slowed more beside parts of 10 and 20 MiB, and by buckets that were not divided."""
 
 
 class Overlap(NamedTuple):
-    """Where a rank's part of a stretch and a gradient overlap, in bytes."""
+    """Where a rank's part of a chunk and a gradient overlap, in bytes."""
 
     gradient: int
     """The gradient's number in the bucket."""
@@ -41,31 +41,31 @@ class Division(NamedTuple):
     """The parameters of the bucket's gradients."""
     order: Sequence[int]
     """Numbers of the gradients in the order in which they lie in the bucket."""
-    stretches: Sequence[Sequence[int]]
-    """Of each stretch, the beginning of each rank's part in the bucket, and the end of the last one, in bytes."""
+    chunks: Sequence[Sequence[int]]
+    """Of each chunk, the beginning of each rank's part in the bucket, and the end of the last one, in bytes."""
     owners: Sequence[int] | None
     """The rank that keeps the mean of each gradient; None if all ranks get all means."""
 
     @property
     def num_bytes(self) -> int:
         """The length of the bucket."""
-        return self.stretches[-1][-1]
+        return self.chunks[-1][-1]
 
     @property
     def landing_bytes(self) -> int:
-        """The largest part of each stretch, in whole pages: what a bucket takes of each ring of landing places."""
-        return sum(map(largest_part_bytes, self.stretches))
+        """The largest part of each chunk, in whole pages: what a bucket takes of each ring of landing places."""
+        return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
         """The length of what a rank keeps of the bucket: its own means, or all of them."""
         if self.owners is None:
             return self.num_bytes
-        (borders,) = self.stretches
+        (borders,) = self.chunks
         return borders[rank + 1] - borders[rank]
 
-    def overlaps(self, stretch: int, rank: int) -> list[Overlap]:
-        """The overlaps of the gradients with a rank's part of a stretch."""
-        begin, end = self.stretches[stretch][rank : rank + 2]
+    def overlaps(self, chunk: int, rank: int) -> list[Overlap]:
+        """The overlaps of the gradients with a rank's part of a chunk."""
+        begin, end = self.chunks[chunk][rank : rank + 2]
         found, start = [], 0
         for index in self.order:
             parameter = self.parameters[index]
@@ -81,11 +81,11 @@ def divided(parameters: Sequence[nn.Parameter], size: int, owners: Owners | None
     """The division of the bucket of these parameters among `size` ranks; by owner if `owners` are given."""
     sizes = [aligned(parameter) * parameter.element_size() for parameter in parameters]
     if owners is None:
-        total, stretches = sum(sizes), []
+        total, chunks = sum(sizes), []
         for begin in range(0, max(total, 1), size * PART_BYTES):
             part = min(pages(-(-(total - begin) // size)), PART_BYTES)
-            stretches.append([min(begin + rank * part, total) for rank in range(size + 1)])
-        return Division(parameters, range(len(sizes)), stretches, None)
+            chunks.append([min(begin + rank * part, total) for rank in range(size + 1)])
+        return Division(parameters, range(len(sizes)), chunks, None)
     those = [owners[parameter] for parameter in parameters]
     parts = [0] * size
     for owner, num_bytes in zip(those, sizes, strict=True):
