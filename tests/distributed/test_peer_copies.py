@@ -79,7 +79,7 @@ def short_chunks() -> Any:
     return patch.object(peer_parts, "PART_BYTES", peer_parts.PAGE)
 
 
-@cases
+@cases.in_a_small_world
 def buckets_in_short_chunks() -> None:
     with short_chunks():
         every_way(modules.Awkward, loss=awkward_loss, tolerance=1e-5)
