@@ -9,7 +9,7 @@ of work beside the backward pass:
    into its part of the chunk.
 3. *home*, on the line of copies again: it copies that into the same part of everybody's, and tells all.
 
-When all have told of all chunks, the bucket holds the averages, which are the parameters' gradients. Where
+When every rank has signalled every chunk, the bucket holds the averages, which are the parameters' gradients. Where
 gradients go to their owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and
 no rank has memory for the averages of others.
 

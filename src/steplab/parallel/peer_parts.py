@@ -42,7 +42,8 @@ class Division(NamedTuple):
     order: Sequence[int]
     """Numbers of the gradients in the order in which they lie in the bucket."""
     chunks: Sequence[Sequence[int]]
-    """Of each chunk, the beginning of each rank's part in the bucket, and the end of the last one, in bytes."""
+    """The borders of each chunk's parts, in bytes from the beginning of the bucket: where the part of each rank begins,
+    and where the last one ends."""
     owners: Sequence[int] | None
     """The rank that keeps the mean of each gradient; None if all ranks get all means."""
 

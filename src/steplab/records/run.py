@@ -43,8 +43,8 @@ class ModelFacts:
     """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode (matmuls, convolutions
     and attention, nothing elementwise); None for models whose count has a closed form, and for compiled ones."""
     needed_flops: float | None = None
-    """Of those, the FLOPs that the model needs: three times the forward pass's, or all if these are fewer; for a
-    compiled model, as it runs eagerly. None where that was not counted."""
+    """FLOPs that such a model needs for that step: three times those of its forward pass, but no more than it executes.
+    A compiled model has them too, counted as it runs eagerly. None where they were not counted."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
