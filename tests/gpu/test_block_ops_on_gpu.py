@@ -7,7 +7,7 @@ import pytest
 import torch
 from tests.unit.test_block_ops import check_heads, check_model, check_norms, check_swiglu
 
-from steplab.lab.measuring import measure
+from steplab.lab.memory import memory
 from steplab.ops.rms_norm.api import add_rms_norm
 from steplab.ops.rms_norm.reference import plain_add_rms_norm
 from steplab.ops.rotary_heads.api import rotary_heads
@@ -103,18 +103,19 @@ def test_tensors_of_more_than_two_to_the_31_elements() -> None:
     ],
     ids=lambda fields: " ".join(map(str, fields.values())),
 )
-def test_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, Any], tmp_path: Path) -> None:
+def test_what_is_alive_at_the_peak_of_an_eager_step_is_the_plans(fields: dict[str, Any], tmp_path: Path) -> None:
+    """Each category to the KiB; how far the allocator fills its blocks up depends on what was freed before."""
     merged: dict[str, Any] = {
         "model.projections": "merged",
         "context": 256,
         "block_ops": "triton",
-        "warmup": 3,
-        "steps": 5,
+        "warmup": 2,
+        "steps": 3,
     }
-    run = measure("small", **merged, **fields, store=tmp_path / "store.db")
-    assert run.memory is not None, run.failure
+    run = memory("small", **merged, **fields, store=tmp_path / "store.db")
+    assert run.memory_profile is not None, run.failure
     assert run.spec is not None
-    peak = run.memory.peak("step")
-    assert peak is not None
-    predicted = predict_memory(run.spec, device=torch.cuda.get_device_name())
-    assert predicted.peak_bytes == pytest.approx(peak.peak_allocated_bytes, rel=0.002)
+    predicted = predict_memory(run.spec, device=torch.cuda.get_device_name()).at_peak
+    measured = run.memory_profile.at_peak
+    for category in (predicted.keys() | measured.keys()) - {"rounding"}:
+        assert measured.get(category, 0) == pytest.approx(predicted.get(category, 0), abs=1024), category
