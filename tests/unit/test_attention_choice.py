@@ -1,6 +1,7 @@
 """What `auto` chooses, and that it says so."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
@@ -130,6 +131,18 @@ def test_the_committed_table_has_names_that_there_are() -> None:
         assert set(entry.implementations) <= set(IMPLEMENTATIONS) - {"auto", "plain", "sdpa_math", "flash_reference"}
         assert all(row[0] > 0 and min(row[1:]) > 0 for row in entry.rows)
         assert entry.dtype in ("float32", "bfloat16", "float16")
+
+
+def test_the_documented_choice_is_made() -> None:
+    """docs/attention.md shows a choice by the committed table, and what comes of it in comments."""
+    text = (Path(__file__).parents[2] / "docs/attention.md").read_text(encoding="utf-8")
+    (shown,) = (block.split("```")[0] for block in text.split("```python\n")[1:] if "choose(" in block)
+    names: dict[str, object] = {}
+    exec(shown, names)
+    choice = names["choice"]
+    assert isinstance(choice, Choice)
+    assert f"choice.implementation  # {choice.implementation!r}" in shown
+    assert f"choice.reason  # '{choice.reason.split('(')[0]}(...)'" in shown
 
 
 def test_a_cpu_gets_torchs_own() -> None:
