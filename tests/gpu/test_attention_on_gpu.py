@@ -411,6 +411,18 @@ def test_a_cuda_graph_replays_it(variant: str) -> None:
         assert torch.equal(found, right), name
 
 
+def test_the_compiler_records_a_graph_of_a_first_call() -> None:
+    """Which it warms up in the graph's memory, where nothing may stay that is not a result."""
+    q, k, v = inputs(2, 3, 190, 64)
+    torch._dynamo.reset()
+    compiled = torch.compile(loss_of, mode="reduce-overhead")
+    for _ in range(3):  # warmed up, recorded, replayed
+        torch.compiler.cudagraph_mark_step_begin()
+        found = torch.autograd.grad(compiled(q, k, v), (q, k, v))
+    for got, expected in zip(found, torch.autograd.grad(loss_of(q, k, v), (q, k, v)), strict=True):
+        assert (got - expected).float().norm() <= 0.02 * expected.float().norm()
+
+
 def test_a_first_call_while_a_graph_is_captured_is_refused_in_one_line(variant: str) -> None:
     """And forgotten: the next one, outside, is as any first call."""
     q, k, v = (x.detach() for x in inputs(1, 3, 77, 64))

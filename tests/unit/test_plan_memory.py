@@ -277,14 +277,13 @@ def test_weights_in_bf16_with_masters_have_no_copies_where_autocast_makes_them()
 
 
 def test_a_step_compiled_block_by_block_has_its_masters_beside_other_state() -> None:
-    """By parts, which an eager step holds as the dry run of all blocks does, but for tables of the optimizer."""
+    """By parts, which hold what the dry run of all blocks does."""
     few: dict[str, object] = {"precision": "bf16_master", "optimizer": "adamw_triton", "batch": 1, "context": 1}
     blocks, whole = predict(**few, compile="block"), predict(**few)
     for category in ("parameters", "gradients"):
         assert blocks.at_peak.get(category) == whole.at_peak.get(category)
-    assert blocks.at_peak["optimizer_state"] == 4 * MATRICES + 8 * N
-    rest = whole.at_peak["optimizer_state"] - blocks.at_peak["optimizer_state"]
-    assert whole.phase_peaks["optimizer"] - blocks.phase_peaks["optimizer"] == pytest.approx(rest, abs=5e5)
+    assert blocks.at_peak["optimizer_state"] == whole.at_peak["optimizer_state"]
+    assert blocks.phase_peaks["optimizer"] == pytest.approx(whole.phase_peaks["optimizer"], abs=5e5)
     passes = predict(**few | {"pass": "forward_backward"}, compile="block")
     assert passes.at_peak["parameters"] == whole.at_peak["parameters"]
     assert "optimizer_state" not in passes.at_peak

@@ -1,9 +1,14 @@
 """Rules for names: kernels of eager and compiled steps as real traces name them, operators as torch dispatches them."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from steplab.records.profile import CATEGORIES
 from steplab.traces.categories import kernel_category, op_category
+
+OPS_FOLDER = Path(__file__).parents[2] / "src" / "steplab" / "ops"
 
 KERNELS = {
     "nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNT": "matmul",
@@ -65,6 +70,27 @@ OPS = {
 def test_kernels(name: str, category: str) -> None:
     assert kernel_category(name) == category
     assert category in CATEGORIES
+
+
+OWN = {
+    "adamw": {"optimizer"},
+    "attention": {"attention"},
+    "cross_entropy": {"softmax", "elementwise"},
+    "rms_norm": {"normalisation"},
+    "rotary_heads": {"elementwise"},
+    "swiglu": {"elementwise"},
+}
+"""Folder of ops -> categories of the kernels in it, which a replayed CUDA graph shows by their names alone."""
+
+
+@pytest.mark.parametrize("folder", OWN)
+def test_kernels_of_this_repository(folder: str) -> None:
+    """Those that are started; what they call (a name that begins with _, or a helper's) is part of them."""
+    texts = [path.read_text(encoding="utf-8") for path in (OPS_FOLDER / folder).glob("*.py")]
+    started = {name for text in texts for name in re.findall(r"\n@(?:triton|gluon)\.jit.*?\ndef (\w+)\(", text, re.S)}
+    kernels = {name for name in started if name.endswith("_kernel") or name.startswith("attention_")}
+    assert kernels
+    assert {kernel_category(name) for name in kernels} == OWN[folder]
 
 
 @pytest.mark.parametrize(("name", "category"), OPS.items())

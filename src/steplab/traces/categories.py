@@ -69,7 +69,7 @@ _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
         "elementwise",
         (
             r"elementwise|triton_poi_|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu",
-            r"^swiglu_|^rotary_heads_",
+            r"^swiglu_|^rotary_heads_|^cross_entropy_scale",
         ),
     ),
     (

@@ -10,7 +10,7 @@ import triton.language as tl
 
 
 @triton.jit
-def rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
+def adamw_rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
     """Count a step of each tensor, and work out its rates in float64; the formulas are those of reference.Rates.
 
     addresses [tensors, WIDTH], of which the fifth is the number of a tensor's steps, in float32; settings [4], in
@@ -50,7 +50,8 @@ def adamw_kernel(
     and of the number of steps. With masters [tensors, 6]: the parameter is the float32 master, the gradient is
     bfloat16, and the last address is that of the bfloat16 weight, which is written and not read. counts [tensors] of
     elements; firsts [tensors], the first program that has a block of each; tensors [programs], which one a program has;
-    rates as rates_kernel writes them. Moments move towards a gradient by first_rate and second_rate, one minus beta.
+    rates as adamw_rates_kernel writes them. Moments move towards a gradient by first_rate and second_rate, one minus
+    beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)

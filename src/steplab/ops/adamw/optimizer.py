@@ -233,13 +233,13 @@ def _on(device: torch.device, table: Tensor) -> Tensor:
 
 
 def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None:
-    from steplab.ops.adamw.kernel import adamw_kernel, rates_kernel
+    from steplab.ops.adamw.kernel import adamw_kernel, adamw_rates_kernel
 
     if not len(tables.tensors):
         return
     num_tensors, (beta_1, beta_2) = len(tables.sizes), group["betas"]
     with on_device_of(tables.counts):
-        rates_kernel[(-(-num_tensors // block.RATES_BLOCK),)](
+        adamw_rates_kernel[(-(-num_tensors // block.RATES_BLOCK),)](
             tables.addresses,
             tables.settings.on_device,
             tables.rates,

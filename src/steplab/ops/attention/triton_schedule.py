@@ -5,6 +5,7 @@ Heads are done in groups whose tensors the L2 cache holds together: what one pro
 
 import heapq
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
 from typing import NamedTuple
 
@@ -85,4 +86,7 @@ def task_table(
     width = 2 * max(map(len, lists)) + 3
     table = [[len(row), *(number for task in row for number in tasks[task][:2])] for row in lists]
     filled = [[*row, *[0] * (width - len(row))] for row in table]
-    return torch.tensor(filled, dtype=torch.int32, device=device)
+    # torch.compile warms a CUDA graph up in memory that it gives to all that this thread makes then, and refuses what
+    # stays. The table outlives the graph, so another thread makes it, and returns once it is copied.
+    with ThreadPoolExecutor(max_workers=1) as outside:
+        return outside.submit(torch.tensor, filled, dtype=torch.int32, device=device).result()

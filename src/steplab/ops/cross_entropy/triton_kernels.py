@@ -103,7 +103,7 @@ def cross_entropy_softmax_kernel(
 
 
 @triton.jit
-def scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
+def cross_entropy_scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
     """x *= factor, where nothing is read or written if the factor is 1."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:

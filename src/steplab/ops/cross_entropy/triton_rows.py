@@ -7,7 +7,7 @@ import triton
 from torch import Tensor
 
 from steplab.ops.cross_entropy.chunks import Terms
-from steplab.ops.cross_entropy.triton_kernels import cross_entropy_softmax_kernel, scale_kernel
+from steplab.ops.cross_entropy.triton_kernels import cross_entropy_scale_kernel, cross_entropy_softmax_kernel
 from steplab.ops.triton_device import on_device_of
 
 BLOCK, NUM_WARPS = 16384, 32
@@ -46,4 +46,4 @@ def triton_scale(x: Tensor, factor: Tensor) -> None:
         return
     num_programs = min(triton.cdiv(x.numel(), SCALED_BLOCK), MOST_PROGRAMS)
     with on_device_of(x):
-        scale_kernel[(num_programs,)](x, factor, x.numel(), BLOCK=SCALED_BLOCK, num_warps=8)
+        cross_entropy_scale_kernel[(num_programs,)](x, factor, x.numel(), BLOCK=SCALED_BLOCK, num_warps=8)

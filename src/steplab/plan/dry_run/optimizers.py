@@ -1,11 +1,38 @@
 """What each optimizer holds between steps, and makes for a while within one."""
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 from steplab.ops.adamw.block import ADAMW_BLOCK
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.sizes import FP32, INT32, INT64, Count
+from steplab.plan.dry_run.sizes import FP32, INT32, INT64, Count, Dtype
 from steplab.plan.dry_run.tensors import Tensor
 
 _Tensors = tuple[Tensor, ...]
+
+
+class Table(NamedTuple):
+    """What a kernel of ops/adamw reads of its tensors."""
+
+    size: Count
+    dtype: Dtype
+    what: str
+
+
+def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
+    """What ops/adamw has on the device of the tensors of a kernel, whose elements are given: five addresses of each and
+    that of the weight beside a master, then their sizes, their rates, and of each block of elements whose it is."""
+    number, width = len(sizes), 6 if has_masters else 5
+    num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)
+    each, blocks = Count(number, str(number)), Count(num_blocks, str(num_blocks))
+    return (
+        Table(Count(width * number, f"{width} {number}"), INT64, "addresses"),
+        Table(each, INT64, "numbers of elements"),
+        Table(each, INT64, "first blocks"),
+        Table(blocks, INT32, "tensors of blocks"),
+        Table(Count(3 * number, f"3 {number}"), FP32, "rates"),
+        Table(Count(4, "4"), INT64, "learning rate, betas, weight decay"),
+    )
 
 
 class Optimizer:
@@ -57,22 +84,16 @@ class Optimizer:
         self._fused(parameters, tuple(moment for index in indices if self._moments for moment in self._moments[index]))
 
     def _tables(self, parameters: list[Parameter], has_masters: bool) -> None:
-        """What ops/adamw has on the device of the tensors of a kernel: five addresses of each and that of the weight
-        beside a master, anew where gradients are elsewhere, then their sizes, their rates, and of each block of
-        elements whose it is."""
-        m, number, width = self._machine, len(parameters), 6 if has_masters else 5
-        addresses = m.new(Count(width * number, f"{width} {number}"), INT64, "addresses", category="optimizer_state")
+        """The tables of a kernel: addresses anew where gradients are elsewhere, the others once."""
+        sizes = [parameter.tensor.count.value for parameter in parameters]
+        addresses, *others = tables_of_one_kernel(sizes, has_masters=has_masters)
+        made = self._new_table(addresses)
         if has_masters not in self._blocks:
-            num_blocks = sum(-(-parameter.tensor.count.value // ADAMW_BLOCK) for parameter in parameters)
-            sizes = Count(number, str(number))
-            self._blocks[has_masters] = (
-                m.new(sizes, INT64, "numbers of elements", category="optimizer_state"),
-                m.new(sizes, INT64, "first blocks", category="optimizer_state"),
-                m.new(Count(num_blocks, str(num_blocks)), INT32, "tensors of blocks", category="optimizer_state"),
-                m.new(Count(3 * number, f"3 {number}"), FP32, "rates", category="optimizer_state"),
-                m.new(Count(4, "4"), INT64, "learning rate, betas, weight decay", category="optimizer_state"),
-            )
-        self._addresses[has_masters] = addresses
+            self._blocks[has_masters] = tuple(self._new_table(other) for other in others)
+        self._addresses[has_masters] = made
+
+    def _new_table(self, table: Table) -> Tensor:
+        return self._machine.new(table.size, table.dtype, table.what, category="optimizer_state")
 
     def _fused(self, parameters: list[Parameter], state: _Tensors) -> None:
         """One kernel over these: reads parameter, gradient and state of each, and writes all but the gradient; of a

@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.dry_run.optimizers import tables_of_one_kernel
 from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
@@ -286,7 +287,18 @@ class _Rank:
         if self._has_masters:
             with_masters = self._of_all(lambda weights: elements([w for w in weights if self._has_master(w)]))
             moments = _FP32_BYTES * (2 * self._of_all(elements) + with_masters)
-        return moments + (_FP32_BYTES * number if self._spec.optimizer == "adamw_fused" else 0)
+        in_one_kernel = self._spec.optimizer in ("adamw_fused", "adamw_triton")
+        return moments + (_FP32_BYTES * number if in_one_kernel else 0) + self._table_bytes()
+
+    def _table_bytes(self) -> int:
+        """Tables of ops/adamw, which serves one process: those of weights with masters and of the others."""
+        if self._spec.optimizer != "adamw_triton":
+            return 0
+        sizes: dict[bool, list[int]] = {}
+        for weight in self._weights():
+            sizes.setdefault(self._has_master(weight), []).append(weight.elements)
+        tables = (t for kind, of in sizes.items() for t in tables_of_one_kernel(of, has_masters=kind))
+        return sum(table.size.value * table.dtype.num_bytes for table in tables)
 
     def _state(self) -> Holdings:
         """Weights and optimizer state, with what the allocator adds to them and to gradients."""
@@ -436,7 +448,7 @@ def _is_aside(bundle: Bundle) -> bool:
 
 
 _SUM = "sum over weights"
-_WORDS = {"optimizer_state": "moments, step numbers and masters"}
+_WORDS = {"optimizer_state": "moments, step numbers, masters and tables"}
 
 
 @functools.lru_cache(maxsize=4096)
