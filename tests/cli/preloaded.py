@@ -3,7 +3,7 @@
 Run as a program, with the descriptor of a socket: for each request on it, this process forks, and the fork starts a
 command with the folder, variables and streams that come along, and answers on a socket that comes along too, with the
 number of the command and then its exit code. Measuring processes are forked in turn, by the command and with a session
-of their own, as `steplab.measurement.processes.launch` starts them; so are the commands that torchrun starts.
+of their own, as `steplab.measurement.processes.started` starts them; so are the commands that torchrun starts.
 """
 
 import atexit
@@ -32,7 +32,6 @@ _MAINS = {
     "steplab": "steplab.__main__:console",
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.entry.child": "steplab.measurement.entry.child:main",
-    "steplab.measurement.entry.rank": "steplab.measurement.entry.rank:main",
 }
 """What `python -m` calls of each module that is started by forking."""
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"

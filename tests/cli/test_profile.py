@@ -252,7 +252,7 @@ def test_help_has_an_example(steplab: Program, command: str) -> None:
 
 NSYS = '''#!{python}
 """Plays nsys: looks at how it was called, answers as the measuring process would, and writes an export."""
-import json, os, shutil, sys
+import json, os, shutil, socket, sys
 
 arguments = sys.argv[1:]
 assert arguments[0] == "profile", arguments
@@ -261,15 +261,15 @@ options, report, command = arguments[1:at], arguments[at + 1], arguments[at + 2:
 assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite",
          "--force-overwrite=true"}} <= set(options), options
 assert command[1:3] == ["-m", "steplab.measurement.entry.child"], command
-request = json.loads(sys.stdin.readline())
+connection = socket.socket(fileno=int(command[3]))
+request = json.loads(connection.makefile().readline())["value"]["request"]
 task = request["task"]
 assert (task["profiled_steps"], task["trace"]) == (2, None), request
 with open("record.json") as file:
     record = json.load(file)
 if os.path.exists("export"):
     shutil.copy("export", report + ".sqlite")
-with os.fdopen(int(command[3]), "wb") as pipe:
-    pipe.write(json.dumps({{"kind": "result", "value": record}}).encode() + b"\\n")
+connection.sendall(json.dumps({{"kind": "result", "value": record}}).encode() + b"\\n")
 '''
 
 

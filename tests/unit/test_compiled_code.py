@@ -24,12 +24,15 @@ def test_compiled_code_is_kept_where_only_the_user_writes(
     assert given["TORCHINDUCTOR_CACHE_DIR"] == folder
 
 
-def test_every_measuring_process_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_measuring_process_asks_for_it_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from steplab.measurement.entry import child
-    from steplab.measurement.processes.messages import Request
 
-    asked = list[bool]()
-    monkeypatch.setattr(child, "keep_compiled_code_private", lambda: asked.append(True))
-    monkeypatch.setattr(child, "JOBS", {"none": type("Job", (), {"do": lambda *arguments: None})()})
-    child.answer(Request(job="none", task=b"null"), lambda kind, value: None)  # type: ignore[arg-type]
-    assert asked == [True]
+    class Asked(Exception):
+        pass
+
+    def ask() -> None:
+        raise Asked
+
+    monkeypatch.setattr(child, "keep_compiled_code_private", ask)
+    with pytest.raises(Asked):
+        child.main()

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 
-import msgspec
 import pytest
 
 from steplab.errors import UserError
@@ -19,8 +18,8 @@ from steplab.measurement.processes.channel import Channel, connect, whereabouts
 from steplab.measurement.processes.hearing import Hearing
 from steplab.measurement.processes.hub import GONE, Event, Hub, command_line_of
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request, Whereabouts
-from steplab.measurement.processes.ranks_launch import environment_of
+from steplab.measurement.processes.messages import Whereabouts
+from steplab.measurement.processes.ranks import environment_of
 from steplab.measurement.progress import Progress
 from steplab.records.failure import Failure
 
@@ -53,10 +52,6 @@ class Process:
         return ("first line", "last words")
 
 
-def asked(processes: int) -> Request:
-    return Request(job="step", task=msgspec.Raw(b"null"), processes=processes)
-
-
 class World:
     """A hub and two ranks that are measuring: started here or, but for the first, `joined` by torchrun."""
 
@@ -77,7 +72,7 @@ class World:
         return joined_by(self.hub, self.port, rank)[0]
 
     def hear(self, timeout_s: float | None = None) -> Failure | None:
-        return Hearing(self.hub, asked(self._size), self.listener, timeout_s, self.processes).hear()
+        return Hearing(self.hub, self._size, self.listener, timeout_s, self.processes, exit_s=0.3).hear()
 
     def end(self, rank: int, code: int) -> None:
         self.processes[rank].code = code
@@ -163,7 +158,7 @@ def test_a_killed_rank_is_named_with_its_last_lines_though_another_has_lost_it(w
 
 
 def test_of_two_that_ended_the_earlier_is_the_cause(world: World) -> None:
-    heard = Hearing(world.hub, asked(2), world.listener, None, world.processes)
+    heard = Hearing(world.hub, 2, world.listener, None, world.processes)
     for rank in (1, 0):
         world.end(rank, -signal.SIGABRT)
         while world.hub.is_connected(rank):

@@ -1,13 +1,13 @@
-"""What one process hears of another is checked where it enters: on the child's pipe, at the hub and in a rank."""
+"""What one process hears of another is checked where it enters: at the hub, and in a rank."""
 
 import io
-import os
 import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import patch
 
 import msgspec
 import pytest
@@ -27,10 +27,12 @@ REQUEST = Request(job="step", task=msgspec.Raw(b"null"))
 
 
 def heard(folder: Path, program: str) -> Failure:
-    """What becomes of a child that does this with its pipe, the descriptor `fd`."""
+    """What becomes of a child that does this with its connection, the descriptor `fd`."""
     (folder / "sayer.py").write_text(f"import os, sys, time\nfd = int(sys.argv[1])\n{program}\n")
-    listener = Listener(JOBS["step"])
-    with Conversation("sayer", REQUEST, listener, 20.0, surroundings=Surroundings(folder=folder)) as child:
+    with (
+        patch.object(conversation, "CHILD", "sayer"),
+        Conversation(REQUEST, Listener(JOBS["step"]), 20.0, surroundings=Surroundings(folder=folder)) as child,
+    ):
         failure = child.listen()
     assert failure is not None
     return failure
@@ -40,7 +42,7 @@ def heard(folder: Path, program: str) -> Failure:
     ("said", "why"),
     [
         (b"Epoch 1: loss 2.0", "JSON is malformed"),
-        (b'{"kind": "stage", "value": ["build', "JSON is malformed"),
+        (b'{"kind": "stage", "value": ["build', "truncated"),
         (b"\xff\xfe", "JSON is malformed"),
         (b'{"kind": "stage", "value": ["b\xffuild", 0]}', "invalid start byte"),
         (b'{"kind": "shutdown"}', "Invalid enum value 'shutdown'"),
@@ -67,10 +69,10 @@ def test_a_line_without_end_takes_no_memory_beyond_the_bound(tmp_path: Path, mon
     assert failure.message.endswith(" it has more than 97.7 KiB")
 
 
-def test_a_child_that_has_closed_its_pipe_and_goes_on_is_not_waited_for(
+def test_a_child_that_has_closed_its_connection_and_goes_on_is_not_waited_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(conversation, "_EXIT_S", 0.2)
+    monkeypatch.setattr(conversation, "EXIT_S", 0.2)
     failure = heard(tmp_path, r"print('\x1b[31mdaemon', flush=True); os.close(fd); time.sleep(600)")
     assert failure.message == "the process closed its connection during starting and did not end"
     assert (failure.kind, failure.signal, failure.last_lines) == ("crashed", None, ("daemon",))
@@ -117,7 +119,7 @@ def test_a_rank_that_sends_a_line_without_end_is_cut_off_and_named(hub: Hub, mon
 
         flooding = threading.Thread(target=flood)
         flooding.start()
-        failure = Hearing(hub, REQUEST, Listener(JOBS["step"]), 20.0, {}).hear()
+        failure = Hearing(hub, 2, Listener(JOBS["step"]), 20.0, {}).hear()
         flooding.join(20)
     assert failure is not None
     assert failure.message.startswith(f"rank 0 on {socket.gethostname()}: the process sent an unreadable message")
@@ -134,6 +136,7 @@ def test_a_rank_that_sends_a_line_without_end_is_cut_off_and_named(hub: Hub, mon
         (b'{"kind": "verd', "the connection to the first process ended"),
         (b"GET /\n", "the first process sent an unreadable message: JSON is malformed"),
         (b'{"kind": "verdict", "value": 3}\n', "the first process sent an unreadable message: Expected `object`"),
+        (b'{"kind": "order", "value": {"job": "step"}}\n', "the first process sent an unreadable message: Object miss"),
     ],
 )
 def test_a_rank_ends_by_what_is_no_message_of_the_hub(said: bytes, why: str) -> None:
@@ -145,7 +148,7 @@ def test_a_rank_ends_by_what_is_no_message_of_the_hub(said: bytes, why: str) -> 
         ended.set()
 
     with ours, theirs:
-        Channel(theirs).listen(on_verdict=lambda verdict: None, on_end=on_end)
+        Channel(theirs).listen(on_end)
         ours.sendall(said)
         ours.shutdown(socket.SHUT_WR)
         assert ended.wait(20)
@@ -176,15 +179,3 @@ def test_what_is_no_hub_is_not_waited_for(answer: bytes, monkeypatch: pytest.Mon
         other.shutdown(socket.SHUT_RDWR)
     for opened in others:
         opened.close()
-
-
-def test_the_order_of_a_process_is_checked(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    from steplab.measurement.entry.child import order_of
-
-    read_fd, write_fd = os.pipe()
-    os.write(write_fd, b'{"job": "step", "ta')
-    os.close(write_fd)
-    with os.fdopen(read_fd) as stdin:
-        monkeypatch.setattr("sys.stdin", stdin)
-        with pytest.raises(SystemExit, match="the order of the measuring process is unreadable"):
-            order_of(Request)

@@ -52,7 +52,7 @@ class Device:
         monkeypatch.setattr(processes, "Conversation", self.start)
         monkeypatch.setattr(processes, "measure_in_child", self.measure)
 
-    def start(self, module: str, request: Any, listener: Any, timeout_s: float | None, **rest: Any) -> "Process":
+    def start(self, request: Any, listener: Any, timeout_s: float | None, **rest: Any) -> "Process":
         self.started.append(Process(self, request, listener))
         return self.started[-1]
 

@@ -12,7 +12,7 @@ from steplab.lab.keeping import open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
-from steplab.measurement.processes.ranks_launch import refuse_too_many
+from steplab.measurement.processes.ranks import refuse_too_many
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun

@@ -15,16 +15,19 @@ from steplab.measurement.processes.messages import (
     Hello,
     JointOutcome,
     Message,
+    Order,
     Whereabouts,
     decoded,
     lines_of,
     read,
 )
 from steplab.records.codec import encode
+from steplab.records.turns import Turn
 
 _CONNECT_S = 60.0
 _RETRY_S = 0.05
 _WELCOME_BYTES = 1024
+_ORDERS = {"order": Order, "turn": Turn}
 
 
 class Channel:
@@ -50,15 +53,23 @@ class Channel:
             return None
         return None if line is None else decoded(line, Message)
 
-    def listen(self, on_verdict: Callable[[JointOutcome], None], on_end: Callable[[str], None]) -> None:
-        """Answer questions in a thread from now on; call back on the verdict over all ranks, or with the reason when
-        the hub is gone."""
+    def listen(
+        self,
+        on_end: Callable[[str], None],
+        *,
+        on_order: Callable[[Order | Turn], None] = lambda order: None,
+        on_verdict: Callable[[JointOutcome], None] = lambda verdict: None,
+    ) -> None:
+        """Answer questions in a thread from now on; call back on an order, on the verdict over all ranks, or with the
+        reason when the hub is gone."""
 
         def serve() -> None:
             try:
                 while message := self.receive():
                     if message.kind == "where":
                         self.send("where", whereabouts())
+                    elif message.kind in _ORDERS:
+                        on_order(decoded(message.value, _ORDERS[message.kind]))
                     elif message.kind == "verdict":
                         on_verdict(read(message.value, JointOutcome))
                 on_end("the connection to the first process ended")

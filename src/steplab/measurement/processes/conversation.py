@@ -1,27 +1,33 @@
-"""One measuring process: started with a request, heard until it has answered, ended with all that it started."""
+"""The measuring processes of one request: started with it, heard until they have answered, ended with all that they
+started.
 
-import contextlib
-import os
-import subprocess
+On this machine alone each process inherits its connection, and several meet in a private folder: nothing listens on a
+port. If torchrun has started a command line for each rank, the first one listens to the ranks of all.
+"""
+
+import signal
 import sys
-import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from steplab.measurement.machine.torchrun import ProcessPlace, Torchrun
+from steplab.measurement.processes.hearing import EXIT_S, Hearing
+from steplab.measurement.processes.hub import Hub
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import BadMessage, Order, Request
-from steplab.measurement.processes.started import Watchdog, crash, end, end_group_with, start, tail, unreadable
-from steplab.records.codec import encode
+from steplab.measurement.processes.messages import JointOutcome, Order, Request
+from steplab.measurement.processes.ranks import environment_of
+from steplab.measurement.processes.scratch import scratch_folder
+from steplab.measurement.processes.started import Started
 from steplab.records.failure import Failure
-from steplab.units import format_time
+from steplab.records.turns import Turn
 
-_EXIT_S = 10.0
-"""How long a child may take to exit after its answer."""
 _WRAPPER_EXIT_S = 600.0
-"""How long the profiler around a child may take to write what it recorded."""
+"""How long the profiler around a process may take to write what it recorded."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,52 +42,57 @@ class Surroundings:
 
 HERE = Surroundings()
 """The surroundings of this process."""
+CHILD = "steplab.measurement.entry.child"
+"""The program of a measuring process."""
 
 
 class Conversation:
-    """A measuring process and the messages of it; a context manager that ends the process."""
+    """The processes of a request and their messages; a context manager that ends the processes."""
 
     def __init__(
         self,
-        module: str,
-        order: Request | Order | None,
+        request: Request | None,
         listener: Listener,
         timeout_s: float | None,
         *,
+        around: Torchrun | None = None,
         wrapper: Sequence[str] = (),
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
-        """Start `python -m module`. `timeout_s` limits each time that this process waits for it. Without an order it
-        loads what the job `ahead_of` needs, and is ready for `begin` then.
+        """Start the processes. `timeout_s` limits each time that this process waits for them.
 
-        Raises SteplabError if the system does not let it start.
+        Under torchrun (`around`) only the process of this command line's rank is started. `wrapper` and `surroundings`
+        are of a single process. Without a request it loads what the job `ahead_of` needs, and is then ready for
+        `begin`.
+
+        Raises SteplabError if the system does not let one start.
         """
-        self._listener, self._wrapper = listener, wrapper
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
-        read_fd, write_fd = os.pipe()
-        self._pipe = os.fdopen(read_fd, "rb")
-        with contextlib.ExitStack() as undone:
-            undone.callback(self._errors.close)
-            undone.callback(self._pipe.close)
-            try:
-                self._child = start(
-                    [*wrapper, sys.executable, "-m", module, str(write_fd), *([ahead_of] if ahead_of else [])],
-                    stdin=subprocess.PIPE,
-                    stdout=self._errors,
-                    stderr=self._errors,
-                    cwd=surroundings.folder,
-                    env=surroundings.environment,
-                    pass_fds=[write_fd],
-                )
-            finally:
-                os.close(write_fd)
-            undone.pop_all()
-        self._watchdog = Watchdog(self._child, timeout_s)
-        threading.Thread(target=end_group_with, args=(self._child,), daemon=True).start()
-        listener.renew = self._watchdog.renew
-        if order is not None:
-            self._tell(order)
+        hears_all = around is None or around.is_first
+        size = request.processes if request is not None and hears_all else 1
+        self._listener, self._around = listener, around if hears_all else None
+        self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
+        self._processes: dict[int, Started] = {}
+        with ExitStack() as opened:
+            scratch = opened.enter_context(scratch_folder()) if size > 1 and around is None else None
+            opened.callback(self._end_processes)
+            self._hub = opened.enter_context(closing(Hub(size)))
+            for number, environment in enumerate(_environments(size, around, surroundings)):
+                with self._hub.adopt(number) as connection:
+                    descriptor = connection.fileno()
+                    self._processes[number] = Started(
+                        [*wrapper, sys.executable, "-m", CHILD, str(descriptor), *([ahead_of] if ahead_of else [])],
+                        folder=surroundings.folder,
+                        environment=environment,
+                        pass_fds=[descriptor, *([scratch.lock] if scratch else [])],
+                    )
+            if request is not None:
+                order = Order(request=request, folder=str(scratch.path) if scratch else None)
+                if self._around is not None:
+                    order.hub = (self._hub.listen(everywhere=not self._around.is_on_one_machine), self._hub.token)
+                self._hub.broadcast("order", order)
+            self._opened = opened.pop_all()
+        self._hearing = Hearing(self._hub, size, listener, timeout_s, self._processes, self._exit_s)
 
     def __enter__(self) -> Self:
         return self
@@ -90,67 +101,65 @@ class Conversation:
         self.end()
 
     def listen(self) -> Failure | None:
-        """Hear the process until its last message, or until it waits for a turn; gives its failure.
+        """Hear the processes until the last message, or until a single one waits for a turn; gives their failure.
 
-        Raises the SteplabError of a refused request.
+        Raises the SteplabError that a process reported.
         """
-        try:
-            self._listener.listen(self._pipe)
-        except BadMessage as error:
-            self._watchdog.cancel()
-            end(self._child)
-            return unreadable(error, self._listener.progress.stage, tail(self._errors))
-        if self._listener.is_ready:
-            self._watchdog.cancel()
+        with nullcontext() if self._around is None else _told_to_end(self._hearing.end_soon):
+            failure = self._hearing.hear()
+        listener = self._listener
+        if failure is None and listener.is_ready:
             return None
-        # it has answered, or closed its pipe: either way it can say nothing more
-        exit_s = _WRAPPER_EXIT_S if self._wrapper else _EXIT_S
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(timeout=exit_s)
-        self._watchdog.cancel()
-        returncode = self._child.returncode
-        end(self._child)
-        return self._failure(returncode)
+        refusal = listener.refusal
+        refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
+        self._hub.broadcast("verdict", JointOutcome(failure=failure, refused=refused))
+        if refusal is not None:
+            raise refusal
+        if failure is None and listener.failed is None:
+            deadline_s = time.monotonic() + self._exit_s
+            for process in self._processes.values():
+                process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
+        return failure
 
-    def begin(self, order: Request, timeout_s: float | None) -> None:
-        """Give a process that was started without one its order, and its time limit."""
-        self._watchdog = Watchdog(self._child, timeout_s)
-        self._listener.renew = self._watchdog.renew
-        self._tell(order)
+    def begin(self, request: Request, timeout_s: float | None) -> None:
+        """Give a process that was started without one its request, and its time limit."""
+        self._hearing.limit(timeout_s)
+        self._hub.send(0, "order", Order(request=request))
 
-    def give(self, turn: object) -> Failure | None:
+    def give(self, turn: Turn) -> Failure | None:
         """Give the process its next turn, and listen as `listen` does until the turn is over."""
-        self._watchdog.renew()
-        self._tell(turn)
+        self._listener.renew()
+        self._hub.send(0, "turn", turn)
         return self.listen()
 
     def end(self) -> None:
-        """End the process and everything that it started."""
-        self._watchdog.cancel()
-        end(self._child)
-        self._pipe.close()
-        self._errors.close()
+        """End the processes and everything that they started."""
+        self._opened.close()
 
-    def _tell(self, line: object) -> None:
-        assert self._child.stdin is not None
-        # a child that dies at once cannot be written to; its exit is what gets reported
-        with contextlib.suppress(BrokenPipeError):
-            self._child.stdin.write(encode(line) + b"\n")
-            self._child.stdin.flush()
+    def _end_processes(self) -> None:
+        for process in self._processes.values():
+            process.end()
 
-    def _failure(self, returncode: int | None) -> Failure | None:
-        """The failure of a child without a last message; `returncode` is None if it did not end by itself.
 
-        Raises the error of a refused request.
-        """
-        listener, watchdog = self._listener, self._watchdog
-        if listener.refusal is not None:
-            raise listener.refusal
-        if listener.answered:
-            return None
-        stage = listener.progress.stage
-        if watchdog.fired:
-            assert watchdog.timeout_s is not None
-            message = f"did not end within {format_time(watchdog.timeout_s)}"
-            return Failure(kind="timeout", message=message, phase=stage, last_lines=tail(self._errors))
-        return crash(returncode, stage, tail(self._errors))
+def _environments(size: int, around: Torchrun | None, surroundings: Surroundings) -> Sequence[Mapping[str, str] | None]:
+    """The environment variables of each process to start."""
+    if around is not None:
+        return [environment_of(around)]
+    if size == 1:
+        return [surroundings.environment]
+    places = (ProcessPlace(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size))
+    return [environment_of(place) for place in places]
+
+
+@contextmanager
+def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
+    """A context in which torchrun's signal to end calls `end_soon`: torchrun ends all command lines once one fails,
+    and the first still has to name the rank."""
+    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: end_soon())
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

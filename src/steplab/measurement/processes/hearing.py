@@ -1,17 +1,19 @@
-"""What is known of each of several measuring processes, which of them failed, and why.
+"""What is known of each of the measuring processes, which of them failed, and why.
 
 A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies; after STALL_S
-without progress on any rank, or at the user's time limit, if it hangs.
+without progress on any rank, or at the user's time limit, if it hangs. A single process that hangs is ended at the time
+limit alone.
 """
 
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
 from steplab.measurement.processes.hub import GONE, UNREAD, Event, Hub, command_line_of
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import STAGE, BadMessage, Request, Whereabouts, read
+from steplab.measurement.processes.messages import STAGE, BadMessage, Whereabouts, read
 from steplab.measurement.processes.started import crash, named, unreadable
 from steplab.records.failure import Failure
 from steplab.units import format_time
@@ -25,6 +27,8 @@ _COMMAND_LINE_S = 1.0
 """How long torchrun may take to end the command line of a rank that it started."""
 _ANSWER_S = 3.0
 """How long a rank may take to say where it stands."""
+EXIT_S = 10.0
+"""How long processes may take to end once they have said all."""
 _LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
 """Words in the error of a rank that fails because another rank is gone."""
 
@@ -53,33 +57,47 @@ class Hearing:
     def __init__(
         self,
         hub: Hub,
-        request: Request,
+        num_ranks: int,
         listener: Listener,
         timeout_s: float | None,
         processes: Mapping[int, RankProcess],
+        exit_s: float = EXIT_S,
     ) -> None:
         """Listen through `hub`; `processes` are those of the ranks started here: all, or under torchrun the first
-        alone."""
+        alone. `exit_s` is how long one may take to end whose connection has ended."""
         self._hub, self._listener, self._processes = hub, listener, processes
-        self._timeout_s = timeout_s
-        self._ranks = {number: _Rank() for number in range(request.processes)}
+        self._exit_s = exit_s
+        self._ranks = {number: _Rank() for number in range(num_ranks)}
+        self._is_alone = num_ranks == 1
+        self._pending = deque[Event]()
+        """Events after one with which a process waits for its turn."""
         self._gone: list[int] = []
         """The ranks that ended without reporting the end of their work, in order."""
         self._is_to_end = False
-        self._started_s = self._moved_s = time.monotonic()
+        self.limit(timeout_s)
         listener.renew = self._renew
+
+    def limit(self, timeout_s: float | None) -> None:
+        """Give the processes so much time from now on; None: any time."""
+        self._timeout_s = timeout_s
+        self._renew()
 
     def end_soon(self) -> None:
         """From now on wait only long enough to hear of a cause."""
         self._is_to_end = True
 
     def hear(self) -> Failure | None:
-        """Listen to all ranks until the first has sent its last message, or one has failed."""
+        """Listen to all ranks until the first has sent its last message, or waits for a turn, or one has failed."""
+        self._listener.is_ready = False
         self._listener.on_progress(self._listener.progress)
         trouble_s: float | None = None
         while not self._listener.answered:
-            for event in self._hub.poll(_POLL_S):
-                self._take(event)
+            if not self._pending:
+                self._pending.extend(self._hub.poll(_POLL_S))
+            while self._pending and not self._listener.is_ready:
+                self._take(self._pending.popleft())
+            if self._listener.is_ready:
+                return None
             failed = self._failed_rank()
             if failed is not None:
                 return self._told(failed)
@@ -94,7 +112,7 @@ class Hearing:
                 return self._died()
             if self._timeout_s is not None and now_s - self._started_s > self._timeout_s:
                 return self._hung(f"did not end within {format_time(self._timeout_s)}")
-            if now_s - self._moved_s > STALL_S:
+            if not self._is_alone and now_s - self._moved_s > STALL_S:
                 return self._hung(f"made no progress for {format_time(STALL_S)}")
         return None
 
@@ -115,8 +133,9 @@ class Hearing:
         number = event.rank if event.rank >= 0 else command_line_of(event.rank)
         rank = self._ranks[number]
         if event.kind == UNREAD:
-            rank.failure = unreadable(event.why, rank.stage)
-        elif event.kind == "failed":
+            process = self._processes.get(event.rank)
+            rank.failure = unreadable(event.why, rank.stage, process.last_lines() if process else ())
+        elif event.kind == "failed" and not self._is_alone:
             rank.failure = read(event.value, Failure)
         elif event.rank < 0:
             return
@@ -135,7 +154,7 @@ class Hearing:
                 self._listener.hear(event.kind, event.value)
 
     def _failed_rank(self) -> int | None:
-        """The rank that reported a failure, if it is the cause and not a consequence."""
+        """The rank with a failure that is the cause and not a consequence."""
         for number, rank in self._ranks.items():
             if rank.failure is not None and not _is_suffered(rank.failure):
                 return number
@@ -168,8 +187,8 @@ class Hearing:
 
     def _crashed(self, number: int) -> Failure:
         stage, process = self._ranks[number].stage, self._processes.get(number)
-        code = process.exit_code(_ANSWER_S) if process else None
-        if process is None or code is None:
+        code = process.exit_code(self._exit_s) if process else None
+        if process is None or (code is None and not self._is_alone):
             message = f"the process ended, or was cut off, during {stage}"
             failure = Failure(kind="crashed", message=message, phase=stage)
         else:
@@ -183,7 +202,10 @@ class Hearing:
 
     def _hung(self, what: str) -> Failure:
         """The failure of ranks that hang: each is asked where it stands, and one that waits for others is not the
-        cause."""
+        cause. A single one is not asked."""
+        if self._is_alone:
+            process, stage = self._processes[0], self._ranks[0].stage
+            return Failure(kind="timeout", message=what, phase=stage, last_lines=process.last_lines())
         for number in self._ranks:
             self._hub.send(number, "where")
         deadline_s = time.monotonic() + _ANSWER_S
@@ -224,7 +246,7 @@ class Hearing:
         return f"{name} {doing} at {where.line}"
 
     def _named(self, number: int, failure: Failure) -> Failure:
-        return named(failure, number, self._hub.hosts.get(number))
+        return failure if self._is_alone else named(failure, number, self._hub.hosts.get(number))
 
 
 def _is_suffered(failure: Failure) -> bool:

@@ -1,7 +1,7 @@
-"""Measures a cell in a child process, and turns whatever happens to that process into a record.
+"""Measures a cell in a child process, or in several, and turns whatever happens to them into a record.
 
-The child (`entry.child`) gets the request on standard input and answers over a pipe. It leads a session of its own, so
-that Ctrl-C reaches the parent alone, which then ends the child and everything that the child started.
+A child (`entry.child`) gets its order and answers over one connection. It leads a session of its own, so that Ctrl-C
+reaches the parent alone, which then ends the child and everything that the child started.
 """
 
 import contextlib
@@ -14,15 +14,15 @@ from typing import Any
 
 import msgspec
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import JOBS, AuditTask, StepTask
 from steplab.measurement.machine.torchrun import Torchrun, torchrun_around
 from steplab.measurement.processes.channel import connect
 from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
 from steplab.measurement.processes.hub import command_line_of
 from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Order, Request
-from steplab.measurement.processes.ranks_launch import converse_with_ranks, environment_of
+from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.ranks import refuse_too_many
 from steplab.measurement.processes.started import named
 from steplab.measurement.progress import OnProgress
 from steplab.records.attention_tuning import AttentionTuning
@@ -36,8 +36,6 @@ from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 
-CHILD = "steplab.measurement.entry.child"
-"""The program of a single measuring process."""
 _FIRST_RANK_S = 30.0
 """How much longer the other command lines of torchrun wait than the first, which knows of all ranks."""
 
@@ -177,19 +175,28 @@ def converse(
     wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Failure | None:
-    """Start a child, pass its messages to `listener`, and return its failure; None if it sent its last message.
+    """Have the processes of a request serve it, pass the first one's messages to `listener`, and return their failure;
+    None if the first sent its last message.
 
-    A request for several processes is given to as many, started here or by torchrun (ranks_launch); `wrapper` and
-    `surroundings` are of a single one.
+    Several are started here or by torchrun; `wrapper` and `surroundings` are of a single one.
 
-    Raises the SteplabError that the child reported. KeyboardInterrupt ends the child and passes on.
+    Raises the SteplabError that a process reported, and UserError if the processes do not fit into memory, or if
+    torchrun started another number of them. KeyboardInterrupt ends the processes and passes on.
     """
-    if request.processes == 1:
-        return _converse_with_child(CHILD, request, listener, timeout_s, wrapper, surroundings)
-    around = torchrun_around()
-    if around is None or around.is_first:
-        return converse_with_ranks(request, listener, timeout_s, around)
-    return _follow_the_first(request, listener, timeout_s, around)
+    around = torchrun_around() if request.processes > 1 else None
+    if around is not None and not around.is_first:
+        return _follow_the_first(request, listener, timeout_s, around)
+    if around is None and request.processes > 1:
+        refuse_too_many(request.processes)
+    if around is not None and around.size != request.processes:
+        raise UserError(
+            f"torchrun started {around.size} processes, but the layout takes "
+            f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
+        )
+    with Conversation(
+        request, listener, timeout_s, around=around, wrapper=wrapper, surroundings=surroundings
+    ) as conversation:
+        return conversation.listen()
 
 
 def _follow_the_first(
@@ -198,10 +205,8 @@ def _follow_the_first(
     """The part of every command line of torchrun but the first: its child learns the outcome of all ranks from the
     first."""
     patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
-    order, variables = Order(request=request), Surroundings(environment=environment_of(around))
-    failure = _converse_with_child(
-        "steplab.measurement.entry.rank", order, listener, patience_s, surroundings=variables
-    )
+    with Conversation(request, listener, patience_s, around=around) as conversation:
+        failure = conversation.listen()
     if failure is None:
         return listener.failed
     if listener.hub is not None:
@@ -209,15 +214,3 @@ def _follow_the_first(
         with contextlib.suppress(OSError), contextlib.closing(connect(*address, own)) as first:
             first.send("failed", failure)  # if the first one has ended, torchrun reports it
     return named(failure, around.rank, socket.gethostname())
-
-
-def _converse_with_child(
-    module: str,
-    order: Request | Order,
-    listener: Listener,
-    timeout_s: float | None,
-    wrapper: Sequence[str] = (),
-    surroundings: Surroundings = HERE,
-) -> Failure | None:
-    with Conversation(module, order, listener, timeout_s, wrapper=wrapper, surroundings=surroundings) as conversation:
-        return conversation.listen()

@@ -1,13 +1,13 @@
-"""The parent's side of a job: it receives the calls of the child's observer through a pipe or a socket."""
+"""The parent's side of a job: it receives the calls of the child's observer."""
 
 from collections.abc import Callable, Sequence
-from typing import IO, Any
+from typing import Any
 
 import msgspec
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import Job
-from steplab.measurement.processes.messages import STAGE, Message, decoded, lines_of, read
+from steplab.measurement.processes.messages import STAGE, decoded, read
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
@@ -46,19 +46,6 @@ class Listener:
         """Restarts the child's time limit."""
         self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
         self._ended = False
-
-    def listen(self, pipe: IO[bytes]) -> None:
-        """Receive messages until the last one, or until the child waits for its next turn.
-
-        Raises BadMessage for what is no message.
-        """
-        self.is_ready = False
-        self.on_progress(self.progress)
-        for line in lines_of(pipe):
-            message = decoded(line, Message)
-            self.hear(message.kind, message.value)
-            if self.answered or self.is_ready:
-                return
 
     def hear(self, kind: str, value: msgspec.Raw) -> None:
         """Receive one message. Raises BadMessage if its value is not what such a message has."""

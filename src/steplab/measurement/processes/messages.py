@@ -1,7 +1,7 @@
 """The messages between processes that measure and the process that started them, as lines of JSON.
 
-A line is a Message, `{"kind": ..., "value": ...}`. The first line of a connection over TCP is a Hello, and the line on
-standard input of a process that was started is a Request or an Order.
+A line is a Message, `{"kind": ..., "value": ...}`. The first line of a connection over TCP is a Hello, and the first
+message to a process that was started is its Order.
 
 A process may be a user's, or have been disturbed by one: what is heard of it passes `lines_of` and `read`, which refuse
 by BadMessage what no process of steplab says.
@@ -26,7 +26,7 @@ _MEETING = re.compile(r"([0-9]{1,5}):([0-9a-f]{32})")
 
 Kind = Literal[
     "stage", "step", "environment", "measured", "ready", "facts", "at", "cell", "result", "hub", "failed", "refused",
-    "ended", "where", "welcome", "verdict",
+    "ended", "order", "turn", "where", "welcome", "verdict",
 ]  # fmt: skip
 
 
@@ -70,11 +70,12 @@ class Request(msgspec.Struct, kw_only=True):
 
 
 class Order(msgspec.Struct):
-    """The order that a rank's process finds on its standard input."""
+    """What a process is started for."""
 
     request: Request
     folder: str | None = None
-    """The private folder in which the ranks of one command line meet; None if torchrun's variables say where."""
+    """The private folder in which the ranks of one command line meet; None for a single process, and if torchrun's
+    variables say where."""
     hub: tuple[int, str] | None = None
     """Port and token at which this command line listens to the ranks of others, if torchrun started one for each."""
 

@@ -19,7 +19,7 @@ import msgspec
 from steplab.errors import UserError
 from steplab.measurement.jobs import JOBS, TurnsTask
 from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
-from steplab.measurement.processes.launch import CHILD, measure_in_child
+from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
 from steplab.measurement.progress import OnProgress
@@ -180,12 +180,10 @@ class Session:
             side.conversation.begin(request, self.timeout_s)
         else:
             side.listener = Listener(JOBS[_JOB], self._on_progress)
-            side.conversation = Conversation(
-                CHILD, request, side.listener, self.timeout_s, surroundings=side.surroundings
-            )
+            side.conversation = Conversation(request, side.listener, self.timeout_s, surroundings=side.surroundings)
         if self._loads_ahead and not self._spare:
             self._loading = Listener(JOBS[_JOB])
-            self._spare = Conversation(CHILD, None, self._loading, None, ahead_of=_JOB)
+            self._spare = Conversation(None, self._loading, None, ahead_of=_JOB)
         self._heard(side, side.conversation.listen())
 
     def _await_spare(self) -> None:
