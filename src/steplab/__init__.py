@@ -19,39 +19,50 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0"
 
-if TYPE_CHECKING:
-    from steplab.errors import SteplabError, Unsupported, UserError
-    from steplab.lab.accounting import plan_accounting
-    from steplab.lab.advising import advise
-    from steplab.lab.annotating import note, tag
-    from steplab.lab.attention import attention
-    from steplab.lab.comm import comm
-    from steplab.lab.comparing import compare
-    from steplab.lab.ddp import ddp
-    from steplab.lab.explaining import explain
-    from steplab.lab.history import history
-    from steplab.lab.importing import import_files
-    from steplab.lab.keeping import load
-    from steplab.lab.layout_planning import plan_layout
-    from steplab.lab.listing import list_records
-    from steplab.lab.machine import doctor
-    from steplab.lab.measuring import measure
-    from steplab.lab.memory import import_snapshot, memory
-    from steplab.lab.planning import plan, plan_memory, plan_steps, plan_time
-    from steplab.lab.precision import precision
-    from steplab.lab.profiling import import_trace, profile
-    from steplab.lab.recording import recorder
-    from steplab.lab.sweeping import study, sweep
-    from steplab.lab.turns import ab
-    from steplab.records.record import Record
-    from steplab.records.run import Run
-    from steplab.specs.model import ModelSpec
-    from steplab.specs.step import StepSpec
-    from steplab.specs.study import StudySpec, load_study, study_from_grids
-    from steplab.store.database import Store
-    from steplab.views.reporting import report
-    from steplab.views.showing import show
-    from steplab.views.view import View
+if TYPE_CHECKING:  # `as` tells type checkers that the name is public
+    from steplab.errors import SteplabError as SteplabError
+    from steplab.errors import Unsupported as Unsupported
+    from steplab.errors import UserError as UserError
+    from steplab.lab.accounting import plan_accounting as plan_accounting
+    from steplab.lab.advising import advise as advise
+    from steplab.lab.annotating import note as note
+    from steplab.lab.annotating import tag as tag
+    from steplab.lab.attention import attention as attention
+    from steplab.lab.comm import comm as comm
+    from steplab.lab.comparing import compare as compare
+    from steplab.lab.ddp import ddp as ddp
+    from steplab.lab.explaining import explain as explain
+    from steplab.lab.history import history as history
+    from steplab.lab.importing import import_files as import_files
+    from steplab.lab.keeping import load as load
+    from steplab.lab.layout_planning import plan_layout as plan_layout
+    from steplab.lab.listing import list_records as list_records
+    from steplab.lab.machine import doctor as doctor
+    from steplab.lab.measuring import measure as measure
+    from steplab.lab.memory import import_snapshot as import_snapshot
+    from steplab.lab.memory import memory as memory
+    from steplab.lab.planning import plan as plan
+    from steplab.lab.planning import plan_memory as plan_memory
+    from steplab.lab.planning import plan_steps as plan_steps
+    from steplab.lab.planning import plan_time as plan_time
+    from steplab.lab.precision import precision as precision
+    from steplab.lab.profiling import import_trace as import_trace
+    from steplab.lab.profiling import profile as profile
+    from steplab.lab.recording import recorder as recorder
+    from steplab.lab.sweeping import study as study
+    from steplab.lab.sweeping import sweep as sweep
+    from steplab.lab.turns import ab as ab
+    from steplab.records.record import Record as Record
+    from steplab.records.run import Run as Run
+    from steplab.specs.model import ModelSpec as ModelSpec
+    from steplab.specs.step import StepSpec as StepSpec
+    from steplab.specs.study import StudySpec as StudySpec
+    from steplab.specs.study import load_study as load_study
+    from steplab.specs.study import study_from_grids as study_from_grids
+    from steplab.store.database import Store as Store
+    from steplab.views.reporting import report as report
+    from steplab.views.showing import show as show
+    from steplab.views.view import View as View
 
 _HOMES = {
     "ab": "steplab.lab.turns",
@@ -99,52 +110,7 @@ _HOMES = {
     "Unsupported": "steplab.errors",
 }
 
-__all__ = [
-    "ModelSpec",
-    "Record",
-    "Run",
-    "StepSpec",
-    "SteplabError",
-    "Store",
-    "StudySpec",
-    "Unsupported",
-    "UserError",
-    "View",
-    "__version__",
-    "ab",
-    "advise",
-    "attention",
-    "comm",
-    "compare",
-    "ddp",
-    "doctor",
-    "explain",
-    "history",
-    "import_files",
-    "import_snapshot",
-    "import_trace",
-    "list_records",
-    "load",
-    "load_study",
-    "measure",
-    "memory",
-    "note",
-    "plan",
-    "plan_accounting",
-    "plan_layout",
-    "plan_memory",
-    "plan_steps",
-    "plan_time",
-    "precision",
-    "profile",
-    "recorder",
-    "report",
-    "show",
-    "study",
-    "study_from_grids",
-    "sweep",
-    "tag",
-]
+__all__ = [*_HOMES, "__version__"]
 
 
 class _Package(ModuleType):
