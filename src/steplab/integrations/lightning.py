@@ -8,54 +8,21 @@ A step is an optimizer step with all of its micro-steps. The forward phase is tr
 includes the clipping of gradients. Time between the phases is Lightning's own.
 """
 
-from pathlib import Path
 from typing import Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
-from steplab.integrations.recorded import RecordedTraining
-from steplab.records.run import Run
+from steplab.integrations.recorded import RecordingCallback
 
 
-class SteplabCallback(Callback):
+class SteplabCallback(RecordingCallback, Callback):
     """Records the first steps of a training as one record in the store, by default 100 after 5 of warm-up.
 
-    The record is stored once they are over, or the training fails.
+    The record is stored once they are over, or the training fails. Its name is by default that of the LightningModule's
+    class.
     """
 
-    def __init__(
-        self,
-        name: str = "",
-        *,
-        tokens_per_step: int | None = None,
-        flops_per_step: float | None = None,
-        precision: str | None = None,
-        warmup: int = 5,
-        steps: int = 100,
-        profile: range | None = None,
-        store: Path | str | None = None,
-    ) -> None:
-        """Take the options of `steplab.recorder`; the name is by default that of the LightningModule's class.
-
-        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` and
-        `flops_per_step` are those of all ranks.
-        """
-        self._name = name
-        self._training = RecordedTraining(
-            tokens_per_step=tokens_per_step,
-            flops_per_step=flops_per_step,
-            precision=precision,
-            warmup=warmup,
-            steps=steps,
-            profile=profile,
-            store=store,
-        )
-        self._step_before = 0
-
-    @property
-    def run(self) -> Run | None:
-        """The record, once it is stored; None before, and on all ranks but the first."""
-        return self._training.run
+    _step_before = 0
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Begin to record."""

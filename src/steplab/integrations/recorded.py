@@ -6,6 +6,7 @@ length can be recorded.
 
 import warnings
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -82,3 +83,40 @@ class RecordedTraining:
         except SteplabError as failure:  # the training goes on
             warnings.warn(f"steplab: {failure}", stacklevel=2)
         self.run = ended.run
+
+
+class RecordingCallback:
+    """What the callbacks of all trainers have in common: their options, and the record."""
+
+    def __init__(
+        self,
+        name: str = "",
+        *,
+        tokens_per_step: int | None = None,
+        flops_per_step: float | None = None,
+        precision: str | None = None,
+        warmup: int = 5,
+        steps: int = 100,
+        profile: range | None = None,
+        store: Path | str | None = None,
+    ) -> None:
+        """Take the options of `steplab.recorder`.
+
+        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` and `flops_per_step` are
+        those of all ranks.
+        """
+        self._name = name
+        self._training = RecordedTraining(
+            tokens_per_step=tokens_per_step,
+            flops_per_step=flops_per_step,
+            precision=precision,
+            warmup=warmup,
+            steps=steps,
+            profile=profile,
+            store=store,
+        )
+
+    @property
+    def run(self) -> Run | None:
+        """The record, once it is stored; None before, and on all ranks but the first."""
+        return self._training.run

@@ -9,58 +9,25 @@ hooks on the model of its forward pass; what follows until the next event is the
 gradients is part of it. The optimizer phase includes the scheduler and zero_grad.
 """
 
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import TrainerCallback
 
-from steplab.integrations.recorded import RecordedTraining
+from steplab.integrations.recorded import RecordingCallback
 from steplab.measurement.compat import minds_hooks
-from steplab.records.run import Run
 
 
-class SteplabCallback(TrainerCallback):
+class SteplabCallback(RecordingCallback, TrainerCallback):
     """Records the first steps of a training as one record in the store, by default 100 after 5 of warm-up.
 
-    The record is stored once they are over. transformers tells callbacks of no exception, so a training that fails
-    earlier leaves no record.
+    The record is stored once they are over. Its name is by default the run name of the training's arguments.
+    transformers tells callbacks of no exception, so a training that fails earlier leaves no record.
     """
 
-    def __init__(
-        self,
-        name: str = "",
-        *,
-        tokens_per_step: int | None = None,
-        flops_per_step: float | None = None,
-        precision: str | None = None,
-        warmup: int = 5,
-        steps: int = 100,
-        profile: range | None = None,
-        store: Path | str | None = None,
-    ) -> None:
-        """Take the options of `steplab.recorder`; the name is by default the run name of the training's arguments.
-
-        `profile=range(20, 23)` profiles steps 20 to 22, counted from 0. `tokens_per_step` and
-        `flops_per_step` are those of all ranks.
-        """
-        self._name = name
-        self._training = RecordedTraining(
-            tokens_per_step=tokens_per_step,
-            flops_per_step=flops_per_step,
-            precision=precision,
-            warmup=warmup,
-            steps=steps,
-            profile=profile,
-            store=store,
-        )
-        self._hooks: list[RemovableHandle] = []
-
-    @property
-    def run(self) -> Run | None:
-        """The record, once it is stored; None before, and on all ranks but the first."""
-        return self._training.run
+    _hooks: Sequence[RemovableHandle] = ()
 
     def on_train_begin(self, args: Any, state: Any, control: Any, *, model: nn.Module, **others: Any) -> None:
         """Begin to record."""
@@ -71,7 +38,7 @@ class SteplabCallback(TrainerCallback):
         self._training.begin(name, device=args.device, model=model if hooked else None)
         if hooked:
             before = model.register_forward_pre_hook(self._on_forward, prepend=True)
-            self._hooks = [before, model.register_forward_hook(self._on_output)]
+            self._hooks = (before, model.register_forward_hook(self._on_output))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Begin a step, before its first micro-step."""
@@ -105,4 +72,4 @@ class SteplabCallback(TrainerCallback):
     def _remove_hooks(self) -> None:
         for hook in self._hooks:
             hook.remove()
-        self._hooks = []
+        self._hooks = ()
