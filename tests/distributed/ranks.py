@@ -7,6 +7,7 @@ ranks no longer agree on what comes next.
 
 import atexit
 import contextlib
+import gc
 import multiprocessing
 import os
 import tempfile
@@ -25,7 +26,9 @@ GRACE_S = 3
 """How long other ranks have, once one failed, to say how they fare."""
 
 _processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(["torch", "torch.distributed", "torch._dynamo"])
+_processes.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "steplab.measurement.step.step"]
+)
 
 
 def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> None:
@@ -139,6 +142,7 @@ def _join(rank: int, size: int, folder: str) -> None:
     import torch
     import torch.distributed as dist
 
+    gc.freeze()  # what was imported stays
     torch.set_num_threads(1)
     timeout = timedelta(seconds=COLLECTIVE_TIMEOUT_S)
     dist.init_process_group("gloo", f"file://{folder}/store", timeout, world_size=size, rank=rank)

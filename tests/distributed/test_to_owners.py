@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from tests.distributed import modules
-from tests.distributed.parity import TINY_MB, Loss, batches, mean_square
+from tests.distributed.parity import TINY_MB, Loss, assert_equal_over_ranks, batches, mean_square
 from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.transports import Delays
@@ -84,7 +84,7 @@ def assert_trains_as_the_whole_optimizer(
     tolerance = 0.0 if exact else STEPS * size * len(silent_passes) * coarsest
     for (name, expected), found in zip(whole.named_parameters(), model.parameters(), strict=True):
         torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance, msg=f"{name} differs")
-    assert_equal_on_all_ranks(model)
+    assert_equal_over_ranks(model.parameters())
     return model, sharded
 
 
@@ -94,13 +94,6 @@ def assert_only_owners_have_averages(model: DataParallel, whole: DataParallel, r
             assert (found.grad is None) == (expected.grad is None)
         else:
             assert found.grad is None
-
-
-def assert_equal_on_all_ranks(module: nn.Module) -> None:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, [p.detach().clone() for p in module.parameters()])
-    for theirs in everyone:
-        assert all(torch.equal(a, b) for a, b in zip(everyone[0], theirs, strict=True))
 
 
 def layers(module: nn.Module) -> list[nn.Module]:
