@@ -378,6 +378,26 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     assert "slower" in text
 
 
+def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_kept() -> None:
+    """As xl's block operators on a host that cannot launch them in time, which CUDA graphs mend."""
+    alone = Tried(
+        field="block_ops", value="triton", along=("projections merged",), code=("…",), predicted_share=0.05,
+        ratio=ratio(0.067, 0.091, "higher"), waits_for_host=True,
+    )  # fmt: skip
+    joined = dataclasses.replace(
+        alone,
+        along=("projections merged", "cuda_graph step"),
+        kept=True,
+        ratio=ratio(0.068, 0.062, "lower"),
+        waits_for_host=None,
+    )
+    advice = dataclasses.replace(some_advice(), tried=(*some_advice().tried, alone, joined))
+    sentences = advice_verdict(advice).sentences
+    assert "Tried and not kept: compile block, loss fused." in sentences
+    why = "slower because the host launches it too late"
+    assert f"block_ops triton with projections merged by itself: {why}; kept with cuda_graph step." in sentences
+
+
 @pytest.mark.parametrize(
     ("decision", "walked", "in_turns"),
     [

@@ -231,6 +231,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         predicted_share=promise.share if promise else None,
         predicted_by=promise.source if promise else "",
         ratio=attempt.ratio,
+        waits_for_host=attempt.waits_for_host,
         kept=attempt.kept,
         failure=attempt.failure,
         peak_bytes=_peak_bytes(run),

@@ -84,11 +84,16 @@ class Attempt:
         return self.change.brings(self.base.spec)
 
     @property
-    def is_late(self) -> bool:
-        """Whether it should pay, and the device waited for the host, which did not launch it in time."""
+    def waits_for_host(self) -> bool | None:
+        """Whether the device waited for the host in the step with it; None: not known."""
         timing = self.side.run.timing if self.side and self.side.run else None
+        return waits_for_host(timing.back_to_back) if timing else None
+
+    @property
+    def is_late(self) -> bool:
+        """Whether it should pay, and does not, because the host did not launch it in time."""
         should_pay = self.promise is not None and self.promise.share > 0
-        return should_pay and not self.kept and timing is not None and waits_for_host(timing.back_to_back)
+        return should_pay and not self.kept and bool(self.waits_for_host)
 
     @property
     def may_pay(self) -> bool:

@@ -33,6 +33,8 @@ class Tried:
     """What predicted it: plan time, or the kind of a finding."""
     ratio: Ratio | None = None
     """Step time with the change over that without it; None if it was not compared."""
+    waits_for_host: bool | None = None
+    """Whether the device waited for the host in the step with the change; None: not known."""
     kept: bool = False
     """Whether the walk went on from the step with the change."""
     failure: str | None = None

@@ -84,10 +84,21 @@ def _answer(advice: Advice) -> Iterator[str]:
         times = f"With {kept} the step takes {best} for {units.format_time(advice.start_s)}"
         told = f"{advice.best_s / advice.start_s:.3f} times as long (medians of different turns)"
         yield f"{times}: {ratio_words(advice.overall) if advice.overall else told}."
-    if missed := [tried.words for tried in advice.tried if not tried.kept]:
-        yield f"Tried and not kept: {', '.join(missed)}."
+    missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
+    if alone := [tried.words for tried, others in missed if not others]:
+        yield f"Tried and not kept: {', '.join(alone)}."
+    for tried, others in missed:
+        if others:
+            yield f"{tried.words} by itself: {_result(tried)}; kept with {' and '.join(others)}."
     if advice.untried:
         yield f"Not tried, because time was over: {', '.join(_untried(advice))}.{_more_time(advice)}"
+
+
+def _kept_with(tried: Tried, advice: Advice) -> list[str]:
+    """The changes together with which one that was not kept by itself was kept; empty: there are none."""
+    own = set(tried.all_words)
+    found = (kept.all_words for kept in advice.kept if own < set(kept.all_words))
+    return [words for words in next(found, ()) if words not in own]
 
 
 def _untried(advice: Advice) -> Iterator[str]:
@@ -198,5 +209,6 @@ def _result(tried: Tried) -> str:
     if tried.kept:
         return "kept"
     decision: Decision = tried.ratio.decision if tried.ratio else "undecided"
-    words: dict[Decision, str] = {"higher": "slower", "same": "no gain", "lower": "kept"}
+    late = " because the host launches it too late" if tried.waits_for_host and (tried.predicted_share or 0) > 0 else ""
+    words: dict[Decision, str] = {"higher": f"slower{late}", "same": "no gain", "lower": "kept"}
     return words.get(decision, "not decided")
