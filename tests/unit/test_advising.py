@@ -14,7 +14,7 @@ from tests.unit.taking import FakeSession, Told
 from steplab.errors import Remark, Unsupported, UserError
 from steplab.lab.advising import advise
 from steplab.measurement.processes.turns import Side
-from steplab.records.advice import Advice
+from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
 from steplab.records.failure import Failure

@@ -28,7 +28,7 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import CHANGES
 from steplab.specs.resolve import resolve_step
-from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step import StepSpec
 
 H200 = gpu_named("H200 SXM")
 START_S, TURNS_S = 10.0, 10.0
@@ -201,29 +201,30 @@ def test_what_the_turns_leave_open_gets_more_of_them(tmp_path: Path, monkeypatch
     assert max(each.num_b for each in ratios) > 10  # a difference that the first ten turns did not show
 
 
-def test_changes_that_their_turns_leave_open_are_tried_as_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device whose steps differ by 5 and by 7 %."""
+def test_what_is_left_of_the_recipe_is_tried_as_one_where_turns_leave_a_part_open(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a device whose steps differ by 5 and by 7 %, in which no part by itself can be seen."""
     monkeypatch.setattr(sys.modules[__name__], "TURNS_S", 5.0)
     fields = {"compile": "block", "precision": "bf16_master", "optimizer": "adamw_triton", "attention": "flash_triton"}
-    joined = 0
     for noise in (0.05, 0.07):
         quick = {"eager_s": 11e-6, "compiled_s": 11e-6, "budget_s": 400.0, "noise": noise}
         advice = walk(tmp_path / f"{noise}.db", model="2.7b", steps=10, **quick, **fields)  # type: ignore[arg-type]
-        for place, together in enumerate(advice.tried):
-            if together.predicted_by != "turns":
-                continue
-            joined += 1
-            before = {(each.field, each.value): each for each in advice.tried[:place]}
-            assert not before[together.field, together.value].kept
-            assert together.along
-            assert len(set(together.code)) > len(set(before[together.field, together.value].code))
-            best = advice.best
-            assert best is not None
-            if together.kept:
-                assert str(FIELDS[together.field].read(best)) == together.value
-                own = {change.words: change for change in CHANGES}
-                assert all(str(FIELDS[own[words].field].read(best)) == own[words].value for words in together.along)
-    assert joined
+        rest = {"cuda_graph step", "update overlapped"}
+        [place] = [place for place, tried in enumerate(advice.tried) if rest <= set(tried.all_words)]
+        together, before = advice.tried[place], advice.tried[:place]
+        alone = [tried for tried in before if tried.words in rest]
+        assert alone
+        assert not any(tried.kept for tried in alone)
+        assert set(alone[0].code) < set(together.code)
+        assert together.kept
+        assert (together.predicted_share or 0.0) > max(tried.predicted_share or 0.0 for tried in alone)
+        assert is_the_recipe(advice.best)
+
+
+def is_the_recipe(best: StepSpec | None) -> bool:
+    """Whether a step has all that the recipe sets of block operators, graphs and updates."""
+    return best is not None and (best.block_ops, best.cuda_graph, best.update) == ("triton", "step", "overlapped")
 
 
 def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path) -> None:
@@ -233,10 +234,12 @@ def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path
     )  # fmt: skip
     late, together = (tried for tried in advice.tried if tried.field == "block_ops")
     assert not late.kept
+    assert late.waits_for_host
     assert late.ratio is not None
     assert late.ratio.ratio > 1.5
-    assert together.along == ("projections merged", "cuda_graph step")
+    assert together.along == ("projections merged", "cuda_graph step", "update overlapped")
     assert together.kept
+    assert is_the_recipe(advice.best)
     assert together.predicted_share is not None
     assert together.ratio is not None
     assert together.predicted_share == pytest.approx(1 - together.ratio.ratio, abs=0.01)

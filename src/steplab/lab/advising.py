@@ -71,11 +71,16 @@ def advise(
         found = _Findings(asked, store, name, on_progress, on_change, profile)
         taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
         interrupted: KeyboardInterrupt | None = None
+
+        def changes(spec: StepSpec) -> list[Change]:
+            return changes_for(spec, found.device_kind, keep_precision=keep_precision)
+
         with taking:
             walk = Walk(
                 taking=taking,
                 outlook=Outlook(
-                    changes=lambda spec: changes_for(spec, found.device_kind, keep_precision=keep_precision),
+                    changes=changes,
+                    recipe=lambda spec: [each for each in changes(spec) if each.is_fast(spec, found.device_kind)],
                     forecast=found.promise,
                     meant=found.meant,
                     compile_s=found.compile_s,

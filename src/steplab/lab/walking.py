@@ -1,13 +1,13 @@
 """The walk from one step to a faster one: which change is tried next, and which is kept.
 
 Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
-it pays; what the turns leave open gets more of them, and several such changes are then tried as one. Next is the change
-that is predicted to save most for the time that trying it takes; then those of which nothing is predicted; then those
-that are predicted to save less than the noise of the comparisons lets be seen, the shortest trials first; last, those
-that should cost time.
+it pays; what the turns leave open gets more of them. Next is the change that is predicted to save most for the time
+that trying it takes; then those of which nothing is predicted; then those that are predicted to save less than what a
+change is kept for, the shortest trials first; last, those that should cost time.
 
 While the device waits for the host, the ways to launch kernels come first: until that is settled, the noise of the host
-is in every comparison, and what a change saves of the device's time is not seen.
+is in every comparison, and what a change saves of the device's time is not seen. Once a change of the recipe `fast` did
+not pay by itself, all that is left of the recipe is a change too, so that the walk ends no slower than the recipe.
 """
 
 import math
@@ -33,8 +33,7 @@ from steplab.units import format_time
 
 _MAKE_ROOM = ("attention", "loss", "precision")
 """Fields whose changes need less memory and no more time, where the first step does not fit."""
-_GRAPHS = "cuda_graph"
-_LAUNCHING = ("compile", _GRAPHS)
+_LAUNCHING = ("compile", "cuda_graph")
 """Fields that change how many kernels are launched, and how."""
 _FIRST_STEPS = 1
 """How often the first step is measured by itself, to see whether the device waits for the host."""
@@ -44,8 +43,6 @@ _LEAST_GAIN = 0.003
 """The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
 _MOST_ROUNDS = 2.5
 """How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
-_TURNS = "turns"
-"""What predicts the gain of changes together: the turns of each by itself."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
 
@@ -75,8 +72,6 @@ class Attempt:
     failure: str | None = None
     took_s: float = 0.0
     """Seconds from its beginning until it was decided."""
-    parts: tuple["Attempt", ...] = ()
-    """Those that it joins, which by themselves were left open; none: it is a change by itself."""
 
     @property
     def along(self) -> tuple[Change, ...]:
@@ -90,16 +85,11 @@ class Attempt:
         return waits_for_host(timing.back_to_back) if timing else None
 
     @property
-    def is_late(self) -> bool:
-        """Whether it should pay, and does not, because the host did not launch it in time."""
-        should_pay = self.promise is not None and self.promise.share > 0
-        return should_pay and not self.kept and bool(self.waits_for_host)
-
-    @property
-    def may_pay(self) -> bool:
-        """Whether its turns left open if it saves time, and rather say that it does."""
-        ratio = self.ratio
-        return ratio is not None and ratio.decision in ("undecided", "not higher") and ratio.ratio < 1
+    def is_settled(self) -> bool:
+        """Whether it was kept, failed, or saves nothing although the host launches it in time."""
+        if self.kept or self.ratio is None:
+            return True
+        return self.ratio.decision in ("higher", "same") and not self.waits_for_host
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -110,8 +100,6 @@ class Candidate:
     promise: Promise | None
     takes_s: float
     """Seconds that trying it takes, as far as is known."""
-    parts: tuple[Attempt, ...] = ()
-    """The attempts that it joins; none: it is a change by itself."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,6 +110,8 @@ class Outlook:
     """Gives those that apply to a step, in the order in which they are tried where nothing else decides."""
     forecast: Callable[[StepSpec, Change], Promise | None]
     """Predicts what a change of a step saves; None: it is not known."""
+    recipe: Callable[[StepSpec], Sequence[Change]]
+    """Gives those of them that the recipe `fast` sets."""
     meant: Callable[[StepSpec, str, str], str]
     """Gives what a value of a field of a step comes to on the device; two values may come to the same."""
     compile_s: Callable[[StepSpec], float]
@@ -164,8 +154,6 @@ class Walk:
     """Seconds that building each step took, without compilation."""
     _turns: list[float] = field(default_factory=list)
     """Seconds that the turns of each comparison took, over the sum of both step times."""
-    _noise: float = _LEAST_GAIN
-    """The smallest share of a step that the last comparison could have shown."""
 
     def go(self, spec: StepSpec) -> None:
         """Walk from a step until no change is left, or the time is over."""
@@ -217,16 +205,15 @@ class Walk:
         fitting = [candidate for candidate in self._candidates() if self._has_time(candidate.takes_s)]
         return min(fitting, key=self._rank, default=None)
 
-    def _rank(self, candidate: Candidate) -> tuple[int, float, float]:
+    def _rank(self, candidate: Candidate) -> tuple[int, float]:
         """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
-        if candidate.promise is None or candidate.parts:
-            return 2, candidate.takes_s, 0.0
-        share, takes_s = candidate.promise.share, max(candidate.takes_s, _LEAST_TRIAL_S)
-        if share < -self._noise:
-            return 4, takes_s, -share
-        if share <= self._noise:
-            return 3, takes_s, -share
-        return (0 if candidate.change.field in _LAUNCHING and self._waits() else 1), -share / takes_s, 0.0
+        takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
+        if candidate.promise is None:
+            return 2, takes_s
+        share = candidate.promise.share
+        if share <= _LEAST_GAIN:
+            return (3 if share > 0 else 4), takes_s
+        return (0 if candidate.change.field in _LAUNCHING and self._waits() else 1), -share / takes_s
 
     def _waits(self) -> bool:
         """Whether the device waits for the host in the fastest step."""
@@ -242,36 +229,27 @@ class Walk:
             promise = self.outlook.forecast(spec, change)
             takes_s = trial_s + self.outlook.compile_s(change.made(spec))
             found.append(Candidate(change=change, promise=promise, takes_s=takes_s))
-        return [*found, *self._together(trial_s)]
+        return [*found, *self._rest_of_recipe(trial_s)]
 
-    def _together(self, trial_s: float) -> Iterator[Candidate]:
-        """The changes that may pay, as one: what each saves is lost in the noise, and their sum need not be. Those that
-        the host did not launch in time may pay in CUDA graphs, which are added."""
+    def _rest_of_recipe(self, trial_s: float) -> Iterator[Candidate]:
+        """What the recipe sets and the fastest step lacks, as one, once a part of it did not pay by itself: what each
+        saves may be lost in noise, and what the host cannot launch in time may pay in CUDA graphs."""
         spec = self.best.spec
-        present = {(change.field, change.value): change for change in self.outlook.changes(spec)}
-        graphs = next((change for change in present.values() if change.field == _GRAPHS), None)
-        late = {attempt for attempt in self.attempts if attempt.is_late and graphs}
-        open_still: dict[str, Attempt] = {}
-        for attempt in self.attempts:
-            change, known = attempt.change, open_still.get(attempt.change.field)
-            is_open = attempt.may_pay or attempt in late
-            if is_open and not attempt.parts and (change.field, change.value) in present:
-                open_still[change.field] = min(attempt, known or attempt, key=_ratio_of)
-        brought = {need for attempt in open_still.values() for need in attempt.change.needs.items()}
-        apart = (each for each in open_still.values() if (each.change.field, each.change.value) not in brought)
-        parts = tuple(sorted(apart, key=_ratio_of))
-        added = [graphs] if graphs and late & set(parts) and graphs.field not in open_still else []
-        if len(parts) + len(added) < 2 or any(set(parts) <= set(attempt.parts) for attempt in self.attempts):
+        settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
+        lacking = [each for each in self.outlook.recipe(spec) if each.field not in settled and self._differs(each)]
+        brought = {need for each in lacking for need in each.needs.items()}
+        parts = [each for each in lacking if (each.field, each.value) not in brought]
+        if len(parts) < 2 or all((part.field, part.value) not in self._tried for part in parts):
             return
-        change = parts[0].change.joined([*(part.change for part in parts[1:]), *added])
+        change = parts[0].joined(parts[1:])
+        if any(change.fields <= attempt.change.fields for attempt in self.attempts):
+            return
         try:
             takes_s = trial_s + self.outlook.compile_s(change.made(spec))
         except UserError:  # they are refused together
             return
-        promise: Promise | None = Promise(share=1 - math.prod(map(_ratio_of, parts)), source=_TURNS)
-        if added:  # their turns were those of the host
-            promise = self.outlook.forecast(spec, change)
-        yield Candidate(change=change, promise=promise, takes_s=takes_s, parts=parts)
+        promise = self.outlook.forecast(spec, change)
+        yield Candidate(change=change, promise=promise, takes_s=takes_s)
 
     def _trial_s(self, other_s: float | None) -> float:
         """Seconds of a comparison of the fastest step with another of that length, without compilation."""
@@ -286,9 +264,14 @@ class Walk:
             for change in self.outlook.changes(spec)
             if (change.field, change.value) not in self._tried
             and self._meaning(spec, change) not in self._tried
-            and self._meaning(spec, change)[1] != self.outlook.meant(spec, *_now(spec, change))
+            and self._differs(change)
             and not any((change.field, value) in timed for value in change.pointless_after)
         ]
+
+    def _differs(self, change: Change) -> bool:
+        """Whether the fastest step with a change is another one."""
+        spec = self.best.spec
+        return self._meaning(spec, change)[1] != self.outlook.meant(spec, *_now(spec, change))
 
     def _meaning(self, spec: StepSpec, change: Change) -> tuple[str, str]:
         return change.field, self.outlook.meant(spec, change.field, change.value)
@@ -314,13 +297,11 @@ class Walk:
 
     def _try(self, candidate: Candidate) -> None:
         began_s = self.clock()
-        attempt = self._attempt(candidate.change, candidate.promise, candidate.parts)
+        attempt = self._attempt(candidate.change, candidate.promise)
         if attempt.side is None:
             return
         built_s = self.clock()
-        self._measure(
-            [self.best, attempt.side], most_s=built_s - began_s + sum(part.took_s for part in candidate.parts)
-        )
+        self._measure([self.best, attempt.side], most_s=built_s - began_s)
         decided_s = self.clock()
         attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -333,7 +314,7 @@ class Walk:
         if attempt.ratio:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
-            self._see_noise(attempt.ratio)
+            self._look_at_best()
 
     def _measure(self, sides: Sequence[Any], most_s: float = 0.0) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
@@ -376,21 +357,16 @@ class Walk:
             return None
         return step_ratio(before.run, after.run, threshold=None if self.taking.alternating else threshold)
 
-    def _see_noise(self, ratio: Ratio) -> None:
-        if ratio.low is not None and ratio.high is not None:
-            self._noise = max(_LEAST_GAIN, (ratio.high - ratio.low) / 2)
-        self._look_at_best()
-
     def _look_at_best(self) -> None:
         if self.best.run and not self.best.failure:
             self.on_best(self.best.run)
 
-    def _attempt(self, change: Change, promise: Promise | None, parts: tuple[Attempt, ...] = ()) -> Attempt:
+    def _attempt(self, change: Change, promise: Promise | None) -> Attempt:
         """Build the fastest step with a change."""
         spec = self.best.spec
         self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
-        attempt = Attempt(change=change, base=self.best, promise=promise, parts=parts)
+        attempt = Attempt(change=change, base=self.best, promise=promise)
         self.attempts.append(attempt)
         try:
             attempt.side = self.taking.enter(change.words, change.made(spec))
@@ -430,11 +406,6 @@ class Walk:
             if ratio := self._ratio([again, self.best]):
                 self.overall, self.met = ratio, True
             self.leave(again)
-
-
-def _ratio_of(attempt: Attempt) -> float:
-    """The measured ratio of an attempt; 1 without one."""
-    return attempt.ratio.ratio if attempt.ratio else 1.0
 
 
 def _now(spec: StepSpec, change: Change) -> tuple[str, str]:

@@ -22,7 +22,7 @@ class Tried:
     value: str
     """Its value with the change."""
     along: tuple[str, ...] = ()
-    """Words of the changes that were made with it: what it needs, and others that their own turns left open."""
+    """Words of the changes that were made with it: what it needs, and others of the recipe `fast`."""
     code: tuple[str, ...]
     """Lines of Python that make the change in a loop of the user's own."""
     numerics: str = ""

@@ -52,6 +52,11 @@ class Change:
         """The change in words."""
         return f"{self.field.removeprefix('model.')} {self.value}"
 
+    @property
+    def fields(self) -> frozenset[str]:
+        """The fields that it sets."""
+        return frozenset((self.field, *self.needs))
+
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
         """Whether it changes this step on such a device."""
         return (
@@ -60,6 +65,10 @@ class Change:
             and all(change.matters(spec) for change in self.brings(spec))
             and self._is_supported(spec)
         )
+
+    def is_fast(self, spec: StepSpec, device_kind: str) -> bool:
+        """Whether the recipe `fast` has it for such a model on such a device."""
+        return spec.model.kind in self.fast.get(device_kind, ())
 
     def matters(self, spec: StepSpec) -> bool:
         """Whether it replaces the present value of a field that has an effect on this step."""
@@ -78,7 +87,8 @@ class Change:
 
     def joined(self, others: Sequence["Change"]) -> "Change":
         """This change together with others, of other fields, as one."""
-        return dataclasses.replace(self, needs={**self.needs, **{other.field: other.value for other in others}})
+        made = {field: value for each in others for field, value in (*each.needs.items(), (each.field, each.value))}
+        return dataclasses.replace(self, needs={**self.needs, **made})
 
     def made(self, spec: StepSpec) -> StepSpec:
         """The step with the change, and with what it needs. Raises UserError as with_fields does."""

@@ -33,7 +33,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
     kind = device_kind(spec.device)
     added, numerics, refused = dict[str, str](), dict[str, None](), list[str]()
     for change in CHANGES:
-        if change.field in given or spec.model.kind not in change.fast.get(kind, ()) or not change.matters(spec):
+        if change.field in given or not change.is_fast(spec, kind) or not change.matters(spec):
             continue
         option = f"{option_name(change.field)} {change.value}"
         try:
