@@ -29,6 +29,12 @@ Larger buckets leave more to send when the backward pass is over; smaller ones p
 (o = 0), each further division would leave less, and no size would be best. So o is above zero here, and a fit without
 one is none. Neither formula knows that communication slows the computation it runs beside.
 
+**Copies between GPUs** take no SMs from the backward pass, but memory bandwidth. Of s bytes of gradients each of N
+ranks reads (N - 1)/N to send them, and as many are written where they land; the means read s and write s/N; on their
+way home they are read and written (N - 1)/N times again. So each GPU moves through its memory
+
+    m = (5N - 3)/N s.
+
 **Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
 type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
 ranks the optimizer state (stage 1), the gradients too (2), the parameters too (3).
@@ -99,6 +105,12 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
     if call_s <= 0 or transfer_s <= 0:
         return None
     return Link(bytes_per_s=num_bytes / transfer_s, call_s=call_s)
+
+
+def peer_copy_memory_bytes(num_bytes: float, size: int) -> float:
+    """m: the bytes that each of `size` GPUs moves through its memory when peer copies average so many bytes of
+    gradients."""
+    return (5 * size - 3) / size * num_bytes
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:

@@ -2,14 +2,15 @@
 
 Compute is that of plan.time for the rank's part of the model. Messages that nothing runs beside take their own time.
 Those beside computation are hidden as far as they keep up with it, and slow it: NCCL takes multiprocessors and memory
-bandwidth from the kernels that it runs beside, in proportion to the bytes that it moves. A pipeline of S stages and m
-microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan et al. 2021, section 2.2);
-interleaved stages fill it in shorter turns.
+bandwidth from the kernels that it runs beside, and peer copies bandwidth alone, in proportion to the bytes that they
+move. A pipeline of S stages and m microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan
+et al. 2021, section 2.2); interleaved stages fill it in shorter turns.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from steplab.costs.data_parallel import peer_copy_memory_bytes
 from steplab.plan.layout.compute import (
     DTENSOR_KERNEL_S,
     DTENSOR_KERNEL_SLOW_S,
@@ -31,9 +32,12 @@ from steplab.specs.ddp import Variant
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 
-CONTENTION = {"buckets": 0.49, "peer_copy": 0.2, "fsdp2": 0.71}
+CONTENTION = {"buckets": 0.49, "fsdp2": 0.71, "peer_copy_to_owners": 0.164}
 """Seconds by which messages beside computation slow it, for each second that they would take over a node's link:
 medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
+PEER_COPY_CONTENTION = 0.68
+"""The same of peer copies of buckets, for each second that their bytes would take through the GPU's memory: the median
+over the backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs."""
 COMMUNICATION_SPREAD = 0.3
 """Half of the 90 % interval of what communication adds, as a share of it: all but three of them are within."""
 UNMEASURED_SPREAD = 0.5
@@ -187,7 +191,6 @@ class LayoutClock:
         alone = {
             phase: sum(one for each, one in messages if not each.beside and each.phase == phase) for phase in times
         }
-        share = CONTENTION["peer_copy" if peer_copy else "fsdp2" if sharing.gathers else "buckets"]
         hidden = {phase: sum(one for each, one in messages if each.beside and each.phase == phase) for phase in times}
         found = []
         for each, one in messages:
@@ -198,9 +201,17 @@ class LayoutClock:
             late = max(0.0, hidden[each.phase] - times[each.phase]) * one / hidden[each.phase]
             last = one / each.count if each.phase == "backward" and each.collective != "all_gather" else 0.0
             last /= max(sum(other.phase == "backward" and other.beside for other, _ in messages), 1)
-            slowed = share * each.wire_bytes / self.machine.node_bytes_per_s[each.collective]
+            slowed = self._slowed_s(each, sharing, peer_copy)
             found.append(min(max(late, last) + slowed * (1 - late / one), one))
         return found
+
+    def _slowed_s(self, each: Traffic, sharing: Sharing, peer_copy: bool) -> float:
+        """The time by which messages slow the computation beside them."""
+        if peer_copy and sharing.owned is None:
+            moved_bytes = peer_copy_memory_bytes(each.total_bytes, each.group.size)
+            return PEER_COPY_CONTENTION * moved_bytes / self.gpu.bandwidth_bytes_per_s
+        share = CONTENTION["peer_copy_to_owners" if peer_copy else "fsdp2" if sharing.gathers else "buckets"]
+        return share * each.wire_bytes / self.machine.node_bytes_per_s[each.collective]
 
     def _told(self, each: Traffic, alone_s: float, exposed_s: float) -> AxisTraffic:
         return AxisTraffic(
