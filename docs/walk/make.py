@@ -30,7 +30,6 @@ from steplab.report.kit.markup import escape_markdown, markdown_table
 from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME
 from steplab.report.profile.figures import whole
 from steplab.report.profile.roofline import roofline
-from steplab.report.run.figures import phase_median
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import CHANGES
 from steplab.specs.command import command
@@ -218,7 +217,7 @@ def _stations(steps: Sequence[Run], walk: Advice) -> Table:
             {
                 "step": change or describe(run.spec),
                 "step_s": _step_s(run),
-                **{f"{phase}_s": phase_median(run, phase) for phase in ("forward", "backward", "optimizer")},
+                **{f"{phase}_s": run.phase_s(phase) for phase in ("forward", "backward", "optimizer")},
                 "mfu": mfu,
                 "peak_bytes": peak.peak_allocated_bytes if peak else None,
                 "record": run.id,
@@ -374,7 +373,7 @@ def _others(others: Sequence[Advice]) -> Iterator[str]:
 
 
 def _step_s(run: Run) -> float:
-    seconds = phase_median(run, "step")
+    seconds = run.phase_s("step")
     assert seconds is not None
     return seconds
 

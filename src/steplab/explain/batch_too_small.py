@@ -99,8 +99,7 @@ def _narrow_s(case: Case, profile: Profile) -> float:
 
 
 def _factor(case: Case) -> int | None:
-    memory = case.run.memory
-    peak = memory.peak("step") if memory else None
+    memory, peak = case.run.memory, case.run.peak
     if memory is None or memory.total_bytes is None or peak is None:
         return FACTORS[-1]
     fitting = (f for f in FACTORS if f * peak.peak_allocated_bytes <= FITS * memory.total_bytes)
@@ -108,7 +107,7 @@ def _factor(case: Case) -> int | None:
 
 
 def _memory(case: Case, factor: int) -> str:
-    peak = case.run.memory.peak("step") if case.run.memory else None
+    peak = case.run.peak
     if peak is None:
         return " Whether it fits is not known: the record has no peak of memory."
     return f" It needs at most {format_bytes(factor * peak.peak_allocated_bytes)}."

@@ -7,14 +7,12 @@ the time of a step is from the timing alone, which was made without a profiler.
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from statistics import median
 
 from steplab.costs.roofline import Roofline
 from steplab.records.ceilings import Ceilings
 from steplab.records.profile import OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.records.step_time import CompiledShares
-from steplab.records.timing import find_phase
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
@@ -52,12 +50,11 @@ class Case:
     @property
     def step_s(self) -> float | None:
         """Median step, unprofiled; None where it was not timed."""
-        return self.phase_s("step")
+        return self.run.median_s
 
     def phase_s(self, name: str) -> float | None:
         """Median of one phase, unprofiled."""
-        samples = find_phase(self.run.timing.back_to_back, name) if self.run.timing else None
-        return median(samples.best_s) if samples and samples.best_s else None
+        return self.run.phase_s(name)
 
     def slowdown(self, profile: Profile) -> float:
         """Profiled over unprofiled step time on a CPU, where the profiler slows what it measures; elsewhere 1."""

@@ -4,7 +4,6 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from steplab.comparison.turns import step_ratio
@@ -41,12 +40,11 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
     found = run if isinstance(run, Run) else run_to_explain(run, store=store)
     with open_store(store, write=False) as opened:
         ceilings = opened.latest_ceilings(found.environment.device.name) if found.environment else None
-    step = found.timing.phase("step") if found.timing else None
     return Findings(
         run_id=found.id,
         created_utc=now_utc(),
         steplab_version=__version__,
-        step_s=median(step.best_s) if step and step.best_s else None,
+        step_s=found.median_s,
         findings=tuple(diagnose(found, ceilings, shares_when_compiled(found))),
         not_looked_at=not_looked_at(found, ceilings),
     )
@@ -171,13 +169,17 @@ def _tried(
 
 def _trial(base: Run, outcome: Run | str) -> Trial:
     if isinstance(outcome, str):
-        return Trial(before_s=_step_s(base), after_s=None, run_ids=(base.id,), failure=outcome)
+        return Trial(before_s=base.median_s or 0.0, after_s=None, run_ids=(base.id,), failure=outcome)
     tokens_ratio = outcome.spec.tokens_of_all / base.spec.tokens_of_all if outcome.spec and base.spec else 1.0
     ratio = step_ratio(base, outcome, tokens_ratio=tokens_ratio)
     ids = (base.id, outcome.id)
     if ratio is None:
         return Trial(
-            before_s=_step_s(base), after_s=None, run_ids=ids, tokens_ratio=tokens_ratio, failure=failure_words(outcome)
+            before_s=base.median_s or 0.0,
+            after_s=None,
+            run_ids=ids,
+            tokens_ratio=tokens_ratio,
+            failure=failure_words(outcome),
         )
     return Trial(
         before_s=ratio.a,
@@ -203,11 +205,6 @@ def _refuse_another_device(run: Run, found: Environment | None) -> None:
             f"run {run.id} was measured on {was}, but this machine has {now}, for which its predictions do not hold; "
             "profile the step here, and explain that"
         )
-
-
-def _step_s(run: Run) -> float:
-    step = run.timing.phase("step") if run.timing else None
-    return median(step.best_s) if step else 0.0
 
 
 def failure_words(run: Run) -> str:

@@ -67,8 +67,7 @@ def memory(
                 if marks_target:
                     marks_target.take(marks)
                 kept = target.take(written) if target else written
-                unwatched = run.memory.peak("step") if run.memory else None
-                peak_bytes = unwatched.peak_allocated_bytes if unwatched else None
+                peak_bytes = run.peak.peak_allocated_bytes if run.peak else None
                 profile = read_memory(kept, on_progress, unwatched_peak_bytes=peak_bytes)
                 run = dataclasses.replace(run, memory_profile=profile)
         except Exception as error:

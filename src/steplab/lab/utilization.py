@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal, get_args
 
 from steplab.costs.flops import (
@@ -85,11 +84,10 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
 
 def utilizations(run: Run, peak: PeakFigure) -> tuple[Utilization, ...]:
     """MFU under every convention whose sizes are known, and HFU; empty for a failed or foreign step."""
-    step = run.timing.phase("step") if run.timing else None
-    if run.spec is None or run.model is None or step is None or not step.best_s:
+    step_s = run.median_s
+    if run.spec is None or run.model is None or step_s is None:
         return ()
     spec = run.spec
-    step_s = median(step.best_s)
     num_devices = spec.layout.world_size
     return tuple(
         _utilization(kind, convention, flops, spec.precision, step_s, peak, num_devices)

@@ -38,7 +38,7 @@ def check_runs(runs: Sequence[Run]) -> list[TimeCheck]:
 def _check_run(run: Run, device_waited: bool) -> TimeCheck:
     assert run.spec is not None
     assert run.timing is not None
-    spec, step = run.spec, run.timing.phase("step")
+    spec = run.spec
     peaks = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     blank = TimeCheck(
         id=run.id,
@@ -47,7 +47,7 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         cell=_cell(spec),
         precision=spec.precision,
         compiled=spec.compile != "off",
-        measured_step_time_s=median(step.best_s) if step and step.best_s else None,
+        measured_step_time_s=run.median_s,
         measured_peak_bytes=peaks.get("step"),
         device_waited=device_waited,
     )

@@ -6,7 +6,7 @@ from statistics import median
 from typing import TYPE_CHECKING, Literal
 
 from steplab.errors import SteplabError
-from steplab.records.memory import Memory
+from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.problems import Problem, known, numbered
 from steplab.records.profile import PHASES, Profile
@@ -122,12 +122,22 @@ class Run(StepRecord):
     @property
     def median_s(self) -> float | None:
         """Median step time in seconds; None without a timing."""
-        return median(self.samples_s) if self.samples_s else None
+        return self.phase_s("step")
+
+    def phase_s(self, name: str) -> float | None:
+        """Median time in seconds of a phase of the steps that ran back to back; None if it was not timed."""
+        samples = self.timing.phase(name) if self.timing else None
+        return median(samples.best_s) if samples and samples.best_s else None
 
     @property
     def interval_s(self) -> tuple[float, float] | None:
         """The 95 % interval in seconds of the median step time (stats.median_interval); None below six samples."""
         return median_interval(self.samples_s)
+
+    @property
+    def peak(self) -> PeakMemory | None:
+        """Peak memory of a step; None if it was not measured, or this device's allocator does not count it."""
+        return self.memory.peak("step") if self.memory else None
 
     @property
     def mfu(self) -> float | None:

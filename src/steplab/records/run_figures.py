@@ -5,14 +5,11 @@ The flat row of a run and the columns of every table of runs are made of these; 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from statistics import median
 from typing import Literal
 
 from steplab.records.disturbances import disturbance_words
-from steplab.records.memory import PeakMemory
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.run import Run, Utilization
-from steplab.records.timing import find_phase
 from steplab.specs.step_fields import Scalar
 
 Unit = Literal["s", "tokens/s", "share", "FLOP/s", "bytes", "text"]
@@ -38,12 +35,7 @@ class RunFigure:
 
 def _phase(name: str) -> Callable[[Run], float | None]:
     """A function that gives the median of a phase over steps that ran back to back."""
-
-    def found(run: Run) -> float | None:
-        samples = find_phase(run.timing.back_to_back, name) if run.timing else None
-        return median(samples.best_s) if samples and samples.best_s else None
-
-    return found
+    return lambda run: run.phase_s(name)
 
 
 def _end_of_interval(number: int) -> Callable[[Run], float | None]:
@@ -78,22 +70,18 @@ def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization],
     return lambda run: read(used) if (used := find(run)) else None
 
 
-def _peak(run: Run) -> PeakMemory | None:
-    return run.memory.peak("step") if run.memory else None
-
-
 def _seen(run: Run) -> MemoryProfile | None:
     """The memory profile of a run without measured memory, such as an imported snapshot; its peak is then shown."""
     return run.memory_profile if run.memory is None else None
 
 
 def _allocated_bytes(run: Run) -> int | None:
-    peak, seen = _peak(run), _seen(run)
+    peak, seen = run.peak, _seen(run)
     return peak.peak_allocated_bytes if peak else seen.peak_bytes if seen else None
 
 
 def _reserved_bytes(run: Run) -> int | None:
-    peak, seen = _peak(run), _seen(run)
+    peak, seen = run.peak, _seen(run)
     return peak.peak_reserved_bytes if peak else seen.reserved_bytes if seen else None
 
 

@@ -12,7 +12,6 @@ from steplab.report.memory.categories import category_word, color_number, legend
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
 from steplab.report.run.cells import RunCell, label, said, varying
-from steplab.report.run.figures import step_median
 from steplab.units import format_share
 
 _FIRST = 12
@@ -103,7 +102,7 @@ def _points(group: Sequence[RunCell]) -> list[_Point]:
     """Settings with both figures, the fastest first."""
     found = []
     for cell in group:
-        time_s, peak_bytes = step_median(cell.run), peak_of(cell.run)
+        time_s, peak_bytes = cell.run.median_s, peak_of(cell.run)
         if time_s and peak_bytes:
             found.append(_Point(setting=str(cell.values[_FIELD]), time_s=time_s, peak_bytes=peak_bytes))
     return sorted(found, key=lambda point: point.time_s)

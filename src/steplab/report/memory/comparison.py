@@ -12,7 +12,6 @@ from steplab.report.memory.forecast import balance, forecast_sentence, moved_wor
 from steplab.report.memory.pairs import counterpart
 from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.run.cells import RunCell, cells_of
-from steplab.report.run.figures import step_median
 from steplab.report.run.words import precision_words
 from steplab.specs.step import AUTOCAST
 
@@ -71,7 +70,7 @@ def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
     name = f"checkpointing ({run.spec.checkpointing})"
     yield _change(name, "no checkpointing", profile, baseline.memory_profile)
     yield from _moments(name, "no checkpointing", profile, baseline.memory_profile)
-    after_s, before_s = step_median(run), step_median(baseline)
+    after_s, before_s = run.median_s, baseline.median_s
     if after_s and before_s:
         yield (
             f"The step takes {units.format_time(after_s)} instead of {units.format_time(before_s)} "

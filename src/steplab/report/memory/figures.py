@@ -137,9 +137,8 @@ def saved_activations(profile: MemoryProfile) -> list[SavedTensors]:
 
 def peak_of(run: Run) -> int | None:
     """The run's peak: what the allocator counted over the timed steps, else that of the watched step."""
-    counted = run.memory.peak("step") if run.memory else None
-    if counted:
-        return counted.peak_allocated_bytes
+    if run.peak:
+        return run.peak.peak_allocated_bytes
     return run.memory_profile.peak_bytes if run.memory_profile else None
 
 

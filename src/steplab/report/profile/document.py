@@ -37,7 +37,7 @@ from steplab.report.profile.tables import (
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.figures import spread, step_samples
+from steplab.report.run.figures import spread
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import interval_words, run_subtitle, run_title
 from steplab.stats import summarize
@@ -65,7 +65,7 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
     """What would save time, the step time, and why to doubt it."""
-    samples = step_samples(run)
+    samples = run.samples_s
     summary = summarize(samples) if samples else None
     timed = (
         [f"A step takes {units.format_time(summary.median)} ({interval_words(summary)}) without the profiler."]

@@ -11,7 +11,6 @@ from steplab.records.profile import CATEGORIES, OUTSIDE, PHASES, KernelStats, Ph
 from steplab.records.run import Run
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.kernel_names import short_kernels
-from steplab.report.run.figures import phase_median
 
 _TRAINING = {"forward", "backward", "optimizer"}
 _OVERLAPPED = {"forward", "backward"}
@@ -73,7 +72,7 @@ def _span(run: Run, profile: Profile, name: str, phases: Sequence[PhaseTime]) ->
         idle_s=idle_s,
         categories={c: sum(p.categories.get(c, 0.0) for p in phases) / steps for c in CATEGORIES},
         num_kernels=sum(p.num_kernels for p in phases) / steps,
-        timed_s=phase_median(run, name),
+        timed_s=run.phase_s(name),
     )
 
 

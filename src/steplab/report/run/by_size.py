@@ -5,7 +5,6 @@ from collections.abc import Iterator, Sequence
 from steplab import stats
 from steplab.records.disturbances import disturbance_words
 from steplab.records.rows import Row, Scalar
-from steplab.records.run import Run
 from steplab.report.kit.document import Column, Section, Table, named_section
 from steplab.report.kit.quantities import BYTES, LABEL, TIME, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
@@ -83,7 +82,9 @@ def _single(effects: Sequence[Effect]) -> Table:
 
 
 def _pair_row(pair: Pair) -> dict[str, Scalar]:
-    before_bytes, after_bytes = _peak_bytes(pair.before.run), _peak_bytes(pair.after.run)
+    before_bytes, after_bytes = (
+        cell.run.peak.peak_allocated_bytes if cell.run.peak else None for cell in (pair.before, pair.after)
+    )
     return {
         "before_s": pair.before_s,
         "after_s": pair.after_s,
@@ -117,8 +118,3 @@ def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) ->
             "machine disturbed a run."
         )
     return Table(name=name, columns=columns, rows=tuple(rows), caption=caption, first=MOST_ROWS)
-
-
-def _peak_bytes(run: Run) -> int | None:
-    peak = run.memory.peak("step") if run.memory else None
-    return peak.peak_allocated_bytes if peak else None

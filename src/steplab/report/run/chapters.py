@@ -29,15 +29,7 @@ from steplab.report.run.by_size import MOST_ROWS, effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
-from steplab.report.run.figures import (
-    WARMUP_COUNTS,
-    achieved_flops_per_s,
-    steady_sentence,
-    steady_words,
-    step_median,
-    step_samples,
-    warmup_study,
-)
+from steplab.report.run.figures import WARMUP_COUNTS, achieved_flops_per_s, steady_sentence, steady_words, warmup_study
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.gaps import choices, doubts, gaps
 from steplab.report.run.narrative import facts
@@ -104,7 +96,7 @@ def failure_chapter(cells: Sequence[RunCell]) -> Section | None:
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
     """Step time of every cell: as a chart, or of a single run the statistics."""
-    if not any(step_median(cell.run) is not None for cell in cells):
+    if not any(cell.run.median_s is not None for cell in cells):
         return None
     if len(cells) > 1:
         return chapter("Step time", "time", later(charts.step_times, cells))
@@ -116,7 +108,7 @@ def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
 def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
     """Parts of a step: a bar per run, and of a single run a table."""
     blocks: list[Block] = [bars] if (bars := phases(cells)) else []
-    if len(cells) == 1 and (timing := cells[0].run.timing) and step_median(cells[0].run) is not None:
+    if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         blocks += phase_blocks(cells[0].run, timing)
     if len(cells) > 1 and (table := passes_table(cells)):
         blocks.append(table)
@@ -130,7 +122,7 @@ def effects_chapter(cells: Sequence[RunCell]) -> Section | None:
 
 def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
     """When the step time settles, and what fewer warm-up steps would have changed."""
-    timings = [cell.run.timing for cell in cells if cell.run.timing and step_median(cell.run) is not None]
+    timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
     if not timings:
         return None
     if len(cells) == 1:
@@ -266,7 +258,7 @@ _SPREAD = {"low_s": "low", "high_s": "high", "mean_s": "mean", "stdev_s": "sd"}
 
 def _spread(run: Run) -> Row:
     """Interval of the median, mean and standard deviation of a run's step time."""
-    samples = step_samples(run)
+    samples = run.samples_s
     if not samples:
         return {}
     summary = stats.summarize(samples)

@@ -29,7 +29,6 @@ from steplab.report.kit.charts import (
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
-from steplab.report.run.figures import step_samples
 from steplab.report.run.words import interval_words
 
 if TYPE_CHECKING:
@@ -45,8 +44,8 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
 
     Imported traces have no step time and are left out.
     """
-    cells = [c for c in cells if step_samples(c.run) or c.run.failure]
-    summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := step_samples(c.run))}
+    cells = [c for c in cells if c.run.samples_s or c.run.failure]
+    summaries = {c.run.id: stats.summarize(samples) for c in cells if (samples := c.run.samples_s)}
     if not summaries or len(cells) < 2:
         return None  # the summary says it of a single run
     (layout, panels), fields = arrange(cells), varying(cells)
@@ -90,7 +89,7 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
     cells = [c for c in cells if c.run.memory or c.run.timing or c.run.failure]
     if len(cells) < 2:
         return None
-    peaks = {c.run.id: p for c in cells if c.run.memory and (p := c.run.memory.peak("step"))}
+    peaks = {c.run.id: p for c in cells if (p := c.run.peak)}
     if not peaks:
         return _host_memory(cells)
     (layout, panels), fields = arrange(cells), varying(cells)

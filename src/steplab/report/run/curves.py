@@ -1,7 +1,6 @@
 """Warm-up curves: every step from the first on, in one small panel per run, and which runs get one."""
 
 from collections.abc import Sequence
-from statistics import median
 
 from steplab import stats, units
 from steplab.records.run import Run
@@ -10,7 +9,7 @@ from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import spread, steady_words, step_median
+from steplab.report.run.figures import spread, steady_words
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150
@@ -19,7 +18,7 @@ _WIDTH, _HEIGHT = 300, 150
 def worth_a_curve(cells: Sequence[RunCell]) -> list[RunCell]:
     """At most MOST_CURVES timed runs: those that never settle, the rest from the fastest to the slowest."""
     timed = [cell for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
-    timed.sort(key=lambda cell: step_median(cell.run) or 0)
+    timed.sort(key=lambda cell: cell.run.median_s or 0)
     restless = [cell for cell in timed if not _settles(cell.run)]
     first = spread(restless, MOST_CURVES // 2) if len(timed) > MOST_CURVES else restless
     others = [cell for cell in timed if _settles(cell.run)]
@@ -82,7 +81,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     apart = max(len(samples) // 5, 1)
     axes.set_xticks([1, *range(apart if apart > 1 else 2, len(samples) + 1, apart)])
     axes.tick_params(axis="x", labelsize=11)
-    settled = step_median(run)
+    settled = run.median_s
     if settled is not None:
         axes.axhline(settled, color=SERIES[0], linewidth=1, alpha=0.5)
     steady = steady_step(run)
@@ -107,5 +106,4 @@ def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
 
 def relative(value: float | None, run: Run) -> float | None:
     """A mean as a multiple of the run's own median, which shows what too few warm-up steps add."""
-    settled = median(samples.best_s) if run.timing and (samples := run.timing.phase("step")) else None
-    return value / settled if value is not None and settled else None
+    return value / run.median_s if value is not None and run.median_s else None

@@ -8,7 +8,6 @@ from steplab.records.disturbances import disturbed_by_the_machine, never_settles
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
-from steplab.report.run.figures import step_median, step_samples
 from steplab.specs.step import STEP_FIELDS
 
 NEGLIGIBLE = 0.02
@@ -80,7 +79,7 @@ def certainly_differ(before: Run, after: Run) -> bool:
     disturbed either."""
     if disturbed_by_the_machine(before) or disturbed_by_the_machine(after):
         return False
-    a, b = stats.summarize(step_samples(before)), stats.summarize(step_samples(after))
+    a, b = stats.summarize(before.samples_s), stats.summarize(after.samples_s)
     return a.low > b.high or b.low > a.high
 
 
@@ -102,7 +101,7 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     def rest(cell: RunCell) -> tuple[Scalar, ...]:
         return tuple(cell.values[name] for name in COMPARED if name != field)
 
-    timed = [(cell, time_s) for cell in cells if (time_s := step_median(cell.run))]
+    timed = [(cell, time_s) for cell in cells if (time_s := cell.run.median_s)]
     before = {rest(cell): (cell, time_s) for cell, time_s in timed if cell.values[field] == base}
     after = [(cell, time_s) for cell, time_s in timed if cell.values[field] == value and rest(cell) in before]
     pairs = []

@@ -78,22 +78,6 @@ def phase_names(run: Run) -> list[str]:
     return [name for name in PARTS if name in parts] if set(parts) <= set(PARTS) else parts
 
 
-def step_samples(run: Run) -> tuple[float, ...]:
-    """The measured samples of the whole step; none for a run without a timing."""
-    return run.samples_s
-
-
-def step_median(run: Run) -> float | None:
-    """Median step time of a run; None for a run without a timing."""
-    return phase_median(run, "step")
-
-
-def phase_median(run: Run, phase: str) -> float | None:
-    """Median back-to-back time of one phase."""
-    samples = run.timing.phase(phase) if run.timing else None
-    return median(samples.best_s) if samples and samples.best_s else None
-
-
 def achieved_flops_per_s(used: Utilization) -> float | None:
     """FLOP/s of all devices together; None where the utilization is not known."""
     if used.value is None or used.peak_flops_per_s is None:

@@ -51,7 +51,7 @@ def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[F
 
 
 def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    peaks = [(p.peak_allocated_bytes, c) for c in cells if c.run.memory and (p := c.run.memory.peak("step"))]
+    peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
     if not peaks:
         return []
     size, cell = max(peaks, key=lambda item: item[0])

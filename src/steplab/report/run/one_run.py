@@ -20,7 +20,7 @@ from steplab.report.kit.document import (
 )
 from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
-from steplab.report.run.figures import achieved_flops_per_s, phase_names, step_median, step_samples, warmup_study
+from steplab.report.run.figures import achieved_flops_per_s, phase_names, warmup_study
 from steplab.report.run.gaps import doubts
 
 _NOTICEABLY = 1.02
@@ -46,7 +46,7 @@ def failure_blocks(failure: Failure) -> Iterator[Block | Section]:
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
     """Mean, quartiles and range of a step's samples, and the figures that follow from it."""
-    summary, show = stats.summarize(step_samples(run)), units.format_time
+    summary, show = stats.summarize(run.samples_s), units.format_time
     pairs = [
         ("median", show(summary.median)),
         ("mean", show(summary.mean) + (f" ± {show(summary.stdev)}" if summary.stdev is not None else "")),
@@ -75,7 +75,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
 
 def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
     """Median of every phase back to back, and, where phases were also timed alone, by both clocks."""
-    whole = step_median(run)
+    whole = run.median_s
     rows: list[Row] = []
     for name in (*phase_names(run), "step"):
         together, alone = timing.phase(name), find_phase(timing.synchronised, name)

@@ -7,7 +7,7 @@ from steplab.records.run import Run
 from steplab.report.kit.charts import SERIES, series_legend
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import phase_median, phase_names, spread, step_median
+from steplab.report.run.figures import phase_names, spread
 from steplab.units import format_share
 
 _MOST_BARS = 40
@@ -21,7 +21,7 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
     chosen = _parted(cells)
     if not chosen:
         return None
-    shown = spread(sorted(chosen, key=lambda c: step_median(c.run) or 0), _MOST_BARS)
+    shown = spread(sorted(chosen, key=lambda c: c.run.median_s or 0), _MOST_BARS)
     shown = [cell for cell in chosen if cell in shown]
     note = f" {len(shown)} of {len(chosen)} runs, spread from the fastest to the slowest." if shown != chosen else ""
     names = list(dict.fromkeys(name for cell in shown for name in phase_names(cell.run)))
@@ -29,7 +29,7 @@ def phases(cells: Sequence[RunCell]) -> Bars | None:
     bars = tuple(
         Bar(
             label=label(cell, fields),
-            figure=units.format_time(step_median(cell.run) or 0.0),
+            figure=units.format_time(cell.run.median_s or 0.0),
             segments=tuple(_segments(cell.run, names)),
             detail=_shares(cell.run) if cell.run.spec and len(shown) > 1 else "",
         )
@@ -73,13 +73,13 @@ def _covered(run: Run) -> float:
 
 def _shares(run: Run) -> str:
     """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %'."""
-    times = {name: phase_median(run, name) or 0.0 for name in phase_names(run)}
+    times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     total = sum(times.values()) or 1.0
     return ", ".join(f"{name} {format_share(time_s / total)}" for name, time_s in times.items())
 
 
 def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
-    times = {name: phase_median(run, name) or 0.0 for name in phase_names(run)}
+    times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     total, covered = sum(times.values()) or 1.0, _covered(run)
     whole_name = "its parts' sum" if covered == 1 else "the step"
     for name, time_s in times.items():

@@ -11,7 +11,7 @@ from steplab.report.kit.document import Verdict
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
 from steplab.report.run.effects import Effect, certainly_differ, effect_words, effects_of, times_words
-from steplab.report.run.figures import achieved_flops_per_s, step_median, step_samples
+from steplab.report.run.figures import achieved_flops_per_s
 from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
 from steplab.specs.command import command
@@ -36,7 +36,7 @@ def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
 def _one(run: Run) -> Iterator[str]:
     if run.failure:
         yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
-    samples = step_samples(run)
+    samples = run.samples_s
     if not samples:
         return
     summary = stats.summarize(samples)
@@ -73,10 +73,9 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     effects = main_effects(cells)
     yield from map(effect_words, effects)
     if not told and not effects:
-        timed = [cell for cell in cells if step_median(cell.run)]
+        timed = [cell for cell in cells if cell.run.median_s]
         listed = "; ".join(
-            f"{label(cell, fields)} takes {units.format_time(step_median(cell.run) or 0)}"
-            for cell in timed[:_MOST_NAMED]
+            f"{label(cell, fields)} takes {units.format_time(cell.run.median_s or 0)}" for cell in timed[:_MOST_NAMED]
         )
         if listed:
             yield f"{listed}{'; …' if len(timed) > _MOST_NAMED else ''}."
@@ -103,7 +102,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
         return None
     axis, series = max(found, key=lambda pair: _telling(pair[1]))
     first, last = series[0], series[-1]
-    before_s, after_s = (median(step_samples(cell.run)) for cell in (first, last))
+    before_s, after_s = (median(cell.run.samples_s) for cell in (first, last))
     others = [name for name in fields if name != axis and name in _NAMED]
     told = label(first, others) if any(first.values[name] is not None for name in others) else ""
     told = f" ({told})" if others and told else ""
@@ -139,7 +138,7 @@ def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
     groups: dict[tuple[object, ...], dict[Scalar, RunCell]] = {}
     for cell in cells:
         spec = cell.run.spec
-        if spec is None or spec.model.kind == "factory" or not step_median(cell.run) or cell.values[axis] is None:
+        if spec is None or spec.model.kind == "factory" or not cell.run.median_s or cell.values[axis] is None:
             continue
         key = (spec.model.kind, *(cell.values[name] for name in COMPARED if name not in (axis, "repeat")))
         groups.setdefault(key, {})[cell.values[axis]] = cell

@@ -1,7 +1,6 @@
 """The report of steps that were measured in turns."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
 
 from steplab import units
 from steplab.records.comparison import Ratio
@@ -105,20 +104,18 @@ def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[
 
 
 def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
-    step = run.timing.phase("step") if run.timing else None
-    peak = run.memory.peak("step") if run.memory else None
     return {
         "side": _label(run),
         "what": said,
-        "step_time_s": median(step.best_s) if step else None,
-        "num_steps": len(step.best_s) if step else None,
+        "step_time_s": run.median_s,
+        "num_steps": len(run.samples_s) or None,
         "ratio": ratio.ratio if ratio else None,
         "low": ratio.low if ratio else None,
         "high": ratio.high if ratio else None,
         "p": ratio.p if ratio else None,
         "threshold": ratio.threshold if ratio else None,
         "decision": ratio.decision if ratio else None,
-        "peak_bytes": peak.peak_allocated_bytes if peak else None,
+        "peak_bytes": run.peak.peak_allocated_bytes if run.peak else None,
         "git_commit": run.environment.git_commit if run.environment else None,
         "id": run.id,
         "session": run.turns.session if run.turns else None,
