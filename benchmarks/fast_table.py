@@ -3,21 +3,25 @@
     python benchmarks/fast_table.py RECORDS... [--into benchmarks/results/fast_h200_202611.md]
 
 RECORDS are what `steplab export` writes of training steps, gzipped or not; those with a profile make a table of their
-own. With --into, the tables replace what stands between the marks in a page. Every figure is computed from the samples
-in the records; nothing is typed in but the ceilings below.
+own, and walks of `steplab advise` among them a column. With --into, the tables replace what stands between the marks in
+a page. Every figure is computed from the samples in the records; nothing is typed in but the ceilings below.
 """
 
 import argparse
 import gzip
+import re
 from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 
 from page_tables import table_of_texts, write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
+from steplab.records.advice import Advice
 from steplab.records.codec import decode
 from steplab.records.profile import CATEGORIES
+from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
@@ -32,6 +36,8 @@ ADAMW_BYTES = 28
 OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
 """Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
 PHASES = ("forward", "backward", "optimizer")
+SAME_RUN = timedelta(minutes=10)
+"""Two records of one GPU that are no further apart are of one run."""
 STEP = (
     *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
     "optimizer",
@@ -43,32 +49,40 @@ def main() -> None:
     parser.add_argument("records", nargs="+", type=Path)
     parser.add_argument("--into", type=Path)
     options = parser.parse_args()
-    runs = {run.id: run for path in options.records for run in read(path)}
-    text = "\n\n".join(parts(list(runs.values())))
+    found = [record for path in options.records for record in read(path)]
+    text = "\n\n".join(parts(*measured(found)))
     if options.into:
         write_between_marks(options.into, "fast_table.py", text)
     else:
         print(text)
 
 
-def read(path: Path) -> Iterator[Run]:
-    """The measured training steps of a file."""
+def read(path: Path) -> Iterator[Record]:
+    """The records of a file; of one with walks, these alone."""
     content = path.read_bytes()
-    for line in (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines():
-        run = decode(line)
-        if isinstance(run, Run) and run.spec and run.samples_s and not run.failure:
-            yield run
+    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
+    found = [decode(line) for line in lines]
+    walks = [record for record in found if isinstance(record, Advice)]
+    yield from walks or found
 
 
-def parts(runs: Sequence[Run]) -> Iterator[str]:
-    """The page, piece by piece: the fastest step of each size, its distance to the roofline, all steps, and where the
-    time of profiled ones goes."""
+def measured(records: Sequence[Record]) -> tuple[list[Run], list[Advice]]:
+    """The measured training steps, each once, and the walks that ended with a step."""
+    runs = {r.id: r for r in records if isinstance(r, Run) and r.spec and r.samples_s and not r.failure}
+    return list(runs.values()), [r for r in records if isinstance(r, Advice) and r.spec and r.best_s]
+
+
+def parts(runs: Sequence[Run], walks: Sequence[Advice] = ()) -> Iterator[str]:
+    """The page, piece by piece: each size beside others and by `advise`, its fastest step and the distance of that to
+    the roofline, all steps, and where the time of profiled ones goes."""
     order = sorted(runs, key=lambda run: (_parameters(run), run.spec.context if run.spec else 0, run.median_s))
     fastest = dict[tuple[str, int], Run]()
     for run in order:
         assert run.spec is not None
         if run.spec.model.kind == "transformer":
             fastest.setdefault((run.spec.model.name, run.spec.context), run)
+    yield "## Beside transformers, and by `advise`"
+    yield markdown_table(beside(runs, walks))
     yield "## The fastest step of each size"
     yield markdown_table(steps(list(fastest.values())))
     yield "## Their distance to the roofline"
@@ -125,6 +139,63 @@ def steps(runs: Sequence[Run]) -> Table:
     return table_of_texts(
         "steps", headers, rows, numeric=[h not in (*STEP, "record") for h in headers], caption=caption
     )
+
+
+def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
+    """The recipe's step of each size beside transformers' of the same run, and what a walk ended with."""
+    rows = []
+    sizes = {(r.spec.model.name, r.spec.context): _parameters(r) for r in runs if r.spec and not _peer(r)}
+    for size in sorted(sizes, key=lambda size: (sizes[size], size[1])):
+        walked = max((w for w in walks if _size(w) == size), key=lambda walk: walk.created_utc, default=None)
+        ours = [run for run in runs if _size(run) == size and _is_the_recipe(run)]
+        pairs = [(run, peer) for run in ours for peer in runs if _peer(peer) == size and _in_one_run(run, peer)]
+        pair = max(pairs, key=lambda pair: pair[1].created_utc, default=None)
+        recipe, peer = pair or (min(ours, key=lambda run: run.median_s, default=None), None)
+        if recipe is None:
+            continue
+        rows.append(
+            (
+                *(size[0], str(size[1]), _ms(recipe.median_s), _ms(walked.best_s if walked else None)),
+                *(_ms(peer.median_s if peer else None), f"{recipe.median_s / peer.median_s:.3f}" if peer else "–"),
+                ", ".join(record.id for record in (recipe, walked, peer) if record),
+            )
+        )
+    own = ("model", "context")
+    headers = (*own, "recipe", "by advise", "transformers", "times as long", "records")
+    caption = (
+        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`. Transformers: its "
+        "Llama of the same sizes, bf16 autocast, compiled layer by layer, cuDNN's attention, torch's fused AdamW; on the "
+        "same GPU within ten minutes, beside the recipe's step of that run. By advise: the walk from the plain step."
+    )
+    return table_of_texts(
+        "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
+    )
+
+
+def _size(record: Run | Advice) -> tuple[str, int] | None:
+    return (record.spec.model.name, record.spec.context) if record.spec else None
+
+
+def _is_the_recipe(run: Run) -> bool:
+    spec = run.spec
+    return spec is not None and (spec.block_ops, spec.update, spec.attention) == (
+        "triton",
+        "overlapped",
+        "flash_triton",
+    )
+
+
+def _peer(run: Run) -> tuple[str, int] | None:
+    """The size that transformers' model has; None: it is another model."""
+    assert run.spec is not None
+    found = re.fullmatch(r"hf:.*llama-(.+)\.json", run.spec.model.name)
+    return (found[1], run.spec.context) if found else None
+
+
+def _in_one_run(a: Run, b: Run) -> bool:
+    gpus = {run.environment.device.uuid for run in (a, b) if run.environment}
+    apart = datetime.fromisoformat(a.created_utc) - datetime.fromisoformat(b.created_utc)
+    return len(gpus) == 1 and abs(apart) <= SAME_RUN
 
 
 def _phase_ms(run: Run, name: str) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from steplab.costs.parameters import num_parameters
+from steplab.records.advice import Advice
 from steplab.records.run import Run
 from steplab.specs.model import MODEL_SIZES
 
@@ -25,19 +26,28 @@ def fast_table() -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def runs(fast_table: Any) -> list[Run]:
-    return list(fast_table.read(RESULTS / "fast_h200_202611.jsonl.gz"))
+def found(fast_table: Any) -> tuple[list[Run], list[Advice]]:
+    names = ("fast_h200_202611.jsonl.gz", "walk_h200_202611.jsonl.gz")
+    parts: tuple[list[Run], list[Advice]] = fast_table.measured(
+        [record for name in names for record in fast_table.read(RESULTS / name)]
+    )
+    return parts
 
 
-def test_the_committed_tables_are_made_of_the_records(fast_table: Any, runs: list[Run]) -> None:
+@pytest.fixture(scope="module")
+def runs(found: tuple[list[Run], list[Advice]]) -> list[Run]:
+    return found[0]
+
+
+def test_the_committed_tables_are_made_of_the_records(fast_table: Any, found: tuple[list[Run], list[Advice]]) -> None:
     page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
     begin, end = import_module("page_tables").marks("fast_table.py")
     tables = page.partition(begin)[2].partition(end)[0]
-    assert tables.strip() == "\n\n".join(fast_table.parts(runs))
+    assert tables.strip() == "\n\n".join(fast_table.parts(*found))
 
 
 def test_each_size_has_its_fastest_step_first(fast_table: Any, runs: list[Run]) -> None:
-    _, first, *_ = fast_table.parts(runs)
+    _, _, _, first, *_ = fast_table.parts(runs)
     large = [row.split(" | ") for row in first.splitlines() if row.startswith("| large |")]
     times = [median(run.samples_s) for run in runs if run.spec and run.spec.model.name == "large"]
     assert [row[len(fast_table.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
