@@ -163,9 +163,9 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
     own = ("model", "context")
     headers = (*own, "recipe", "by advise", "transformers", "times as long", "records")
     caption = (
-        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`. Transformers: its "
-        "Llama of the same sizes, bf16 autocast, compiled layer by layer, cuDNN's attention, torch's fused AdamW; on the "
-        "same GPU within ten minutes, beside the recipe's step of that run. By advise: the walk from the plain step."
+        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`. By advise: the "
+        "walk from the plain step. Transformers: its Llama of the same sizes, bf16 autocast, compiled layer by layer, "
+        "cuDNN's attention, torch's fused AdamW, on the GPU of the recipe's step and within ten minutes of it."
     )
     return table_of_texts(
         "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
