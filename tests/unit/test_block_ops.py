@@ -174,11 +174,31 @@ def test_a_norm_or_a_sum_that_nothing_reads_has_no_gradient(used: int) -> None:
     torch.testing.assert_close(found, wanted)
 
 
+def test_a_weight_whose_norm_nothing_reads_has_no_gradient() -> None:
+    """None, as of torch's own operators: an optimizer passes over it, where it would decay one of zeros."""
+    x, weight = torch.randn(4, 6).bfloat16().requires_grad_(), torch.rand(6, requires_grad=True)
+    add_rms_norm(x, torch.randn(4, 6), weight, 1e-5)[1].sum().backward()
+    assert weight.grad is None
+    assert x.grad is not None
+    assert torch.equal(x.grad, torch.ones_like(x))
+
+
 def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UserError, match=r"equal widths side by side, not \[2, 3\]"):
         swiglu(torch.zeros(2, 3))
-    with pytest.raises(UserError, match=r"not \[1, 2, 12\] and \[2, 2, 2\] with 2 heads"):
+    with pytest.raises(UserError, match=r"not \[1, 2, 12\] and \[2, 2, 2\] of torch.float32 with 2 heads"):
         rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2), 2)
+    for table, num_heads in (
+        (torch.zeros(2, 2), 1),  # read as one of two positions, of which the kernel would read past the end
+        (torch.zeros(1, 2, 2), 1),
+        (torch.zeros(2, 2, 0), 1),
+        (torch.zeros(2, 1, 2), 1),
+        (torch.zeros(2, 2, 2, 1), 1),
+        (torch.zeros(2, 2, 3), 0),
+        (torch.zeros(2, 2, 2, dtype=torch.float64), 1),
+    ):
+        with pytest.raises(UserError, match="a float32 table"):
+            rotary_heads(torch.zeros(1, 2, 12), table, num_heads)
     with pytest.raises(UserError, match=r"not \[2, 3\], \[2, 4\] and \[3\]"):
         add_rms_norm(torch.zeros(2, 3), torch.zeros(2, 4), torch.zeros(3), 1e-5)
     with pytest.raises(UserError, match=r"not \[\], \[\] and \[\]"):

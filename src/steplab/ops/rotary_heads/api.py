@@ -26,21 +26,27 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
 
     table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4);
     rotated are the pairs (x[i], x[i + D/2]). Computed in float32 and rounded once. For float32, bfloat16 and float16 on
-    CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes, Unsupported for other formats and
-    devices, and for a table that is trained.
+    CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes and for a table of another type,
+    Unsupported for other formats and devices, and for a table that is trained.
     """
-    head_dim = 2 * table_2TD.shape[-1]
-    num_kv_heads, rest = divmod(merged_BTE.shape[-1] - num_heads * head_dim, 2 * head_dim)
-    if merged_BTE.dim() != 3 or rest or num_kv_heads < 1 or table_2TD.shape[1] < merged_BTE.shape[1]:
+    if not _fit(merged_BTE.shape, table_2TD.shape, num_heads) or table_2TD.dtype != torch.float32:
         raise UserError(
-            f"rotary_heads takes [B, T, (H + 2 N) D] and a table [2, T, D/2], not {list(merged_BTE.shape)} and "
-            f"{list(table_2TD.shape)} with {num_heads} heads"
+            f"rotary_heads takes [B, T, (H + 2 N) D] and a float32 table [2, T, D/2], not {list(merged_BTE.shape)} and "
+            f"{list(table_2TD.shape)} of {table_2TD.dtype} with {num_heads} heads"
         )
     refuse_unserved("rotary_heads", merged_BTE, _INSTEAD)
     if table_2TD.requires_grad and torch.is_grad_enabled():
         raise Unsupported("rotary_heads with a trained table", "its backward pass has no gradient of it", _INSTEAD)
     q_BTHD, k_BTND, v_BTND = torch.ops.steplab.rotary_heads(merged_BTE, table_2TD, num_heads)
     return q_BTHD.transpose(1, 2), k_BTND.transpose(1, 2), v_BTND.transpose(1, 2)
+
+
+def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
+    """Whether the shapes are those of rotary_heads; its kernels read past the end of a table that is too small."""
+    if len(merged) != 3 or len(table) != 3 or table[0] != 2 or table[1] < merged[1] or not table[2] or num_heads < 1:
+        return False
+    num_kv_heads, rest = divmod(merged[2] - num_heads * 2 * table[2], 4 * table[2])
+    return num_kv_heads >= 1 and not rest
 
 
 def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
