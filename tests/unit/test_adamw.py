@@ -163,6 +163,24 @@ def test_what_the_kernel_does_not_take_is_refused(tensor: Tensor, said: str) -> 
         OneKernelAdamW([torch.zeros(4, requires_grad=True)], betas=(0.9, 1.0))
 
 
+@pytest.mark.parametrize(
+    ("kind", "options", "said"),
+    [
+        (torch.optim.AdamW, {"amsgrad": True}, "with amsgrad is not supported"),
+        (torch.optim.AdamW, {"maximize": True}, "with maximize is not supported"),
+        (torch.optim.Adam, {}, "with Adam's weight decay is not supported"),
+    ],
+)
+def test_the_state_of_another_update_is_refused(kind: Any, options: dict[str, Any], said: str) -> None:
+    given = parameters()
+    saved = kind(given, **OPTIONS, **options).state_dict()
+    with pytest.raises(Unsupported, match=said):
+        OneKernelAdamW(given, **OPTIONS).load_state_dict(saved)
+    if options:
+        with pytest.raises(Unsupported, match=said):
+            OneKernelAdamW([{"params": given} | options])
+
+
 def test_what_it_keeps_on_the_device_is_what_a_plan_says() -> None:
     made = OneKernelAdamW(given := parameters(), **OPTIONS)
     for parameter, gradient in zip(given, gradients(1), strict=True):

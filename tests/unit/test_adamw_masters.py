@@ -135,6 +135,29 @@ def test_a_checkpoint_goes_to_float32_weights_and_back() -> None:
         assert torch.equal(other, weight)
 
 
+def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None:
+    """The next step would write the master over them, as where a model is loaded after its optimizer was made."""
+    weights, made = optimizer_of(masters_of())
+    take_steps(weights, made, range(1, 2))
+    with torch.no_grad():
+        weights[0].copy_(weights[0].clone())  # the same values
+        take_steps(weights, made, range(2, 3))
+        weights[0].add_(1)
+    given = weights[0].detach().clone()
+    for _ in range(2):
+        with pytest.raises(UserError, match=r"shape \(700,\) was given values that are not its master's, .*: load weights"):
+            take_steps(weights, made, range(3, 4))
+    float32 = [value.clone().requires_grad_() for value in masters_of()]
+    theirs = torch.optim.AdamW(float32, **OPTIONS)
+    take_steps(float32, theirs, range(1, 2))
+    made.load_state_dict(theirs.state_dict())  # it has no masters
+    assert torch.equal(weights[0], given)
+    with pytest.raises(UserError, match="not its master's"):
+        take_steps(weights, made, range(3, 4))
+    made.state[weights[0]]["master"].copy_(weights[0])
+    take_steps(weights, made, range(3, 4))
+
+
 class Small(nn.Module):
     """A linear layer with a bias, a norm, and an embedding whose weight is a linear layer's too."""
 

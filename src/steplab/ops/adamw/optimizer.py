@@ -47,12 +47,14 @@ class OneKernelAdamW(torch.optim.Optimizer):
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
         """`masters` has the float32 values of each bfloat16 parameter, as `bf16_with_masters` gives them; the
-        optimizer keeps these tensors and updates them in place."""
+        optimizer keeps these tensors and updates them in place. Weights are written from them, so a step after a
+        weight was given other values than its master's raises UserError."""
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._tables: dict[_Part, _Tables] = {}
         self._of_graphs: list[_Tables] = []  # what CUDA graphs read, in the host's memory and in the device's
+        self._versions: dict[Tensor, int] = {}  # of bfloat16 weights after their last step; autograd counts changes
         for group in self.param_groups:
             for parameter in group["params"]:
                 master = (masters or {}).get(parameter)
@@ -65,12 +67,22 @@ class OneKernelAdamW(torch.optim.Optimizer):
         super().__setstate__(state)
         self.__dict__.setdefault("_tables", {})
         self.__dict__.setdefault("_of_graphs", [])
+        self.__dict__.setdefault("_versions", {})
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add a group. Raises Unsupported for options of torch's AdamW that it does not have."""
+        _refuse_other_options(param_group)
+        super().add_param_group(param_group)
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load moments and masters; each parameter that was saved with a master then has its value, rounded where the
-        parameter is bfloat16. Of a state without masters, such as torch's own, the masters stay what they are."""
+        parameter is bfloat16. Of a state without masters, such as torch's own, the masters stay what they are.
+        Raises Unsupported for the state of another update: AMSGrad's, an ascent's, or Adam's with weight decay."""
+        for group in state_dict["param_groups"]:
+            _refuse_other_options(group)
         masters = {parameter: state["master"] for parameter, state in self.state.items() if "master" in state}
+        self._tables.clear()  # they hold the tensors of the state that goes
         super().load_state_dict(state_dict)
         # torch casts what it loads to the parameter's type, which would round the state of a bfloat16 weight.
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
@@ -78,35 +90,41 @@ class OneKernelAdamW(torch.optim.Optimizer):
         for number, parameter in zip(numbers, parameters, strict=True):
             state, saved = self.state[parameter], state_dict["state"].get(number, {})
             state |= {name: saved[name].to(parameter.device, torch.float32) for name in _IN_FLOAT32 if name in saved}
-            master = state.pop("master", masters.get(parameter))
+            master = state.pop("master", None)
             if master is not None:
                 parameter.copy_(master)
             if parameter in masters:
-                state["master"] = master
+                state["master"] = masters[parameter] if master is None else master
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Update all parameters that have a gradient; gives what the closure does.
 
-        Raises Unsupported in a capture that no step outside of one preceded.
+        Raises Unsupported in a capture that no step outside of one preceded, and UserError where a weight was given
+        other values than its master's.
         """
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
             for has_masters, tensors in self._with_gradients(group["params"]).items():
-                if not runs_on(tensors[0][0].device.type):
-                    _update_by_torch(tensors, group)
-                    continue
-                key = (tensors[0][0], len(tensors))
-                if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
-                    tables = self._tables_in_capture(key, tensors)
-                else:
-                    tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
-                tables.settings.set(group)
-                _start(tables, group, has_masters=has_masters)
-                if has_masters and not tables.counts.is_cuda:  # the interpreter cuts off what a GPU rounds
-                    _round_to_weights(tensors)
+                self._update(tensors, group, has_masters=has_masters)
+                if has_masters:
+                    self._versions |= {weight: weight._version for *_, weight in tensors}
         return loss
+
+    def _update(self, tensors: Sequence["Tensors"], group: dict[str, Any], *, has_masters: bool) -> None:
+        if not runs_on(tensors[0][0].device.type):
+            _update_by_torch(tensors, group)
+            return
+        key = (tensors[0][0], len(tensors))
+        if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+            tables = self._tables_in_capture(key, tensors)
+        else:
+            tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
+        tables.settings.set(group)
+        _start(tables, group, has_masters=has_masters)
+        if has_masters and not tables.counts.is_cuda:  # the interpreter cuts off what a GPU rounds
+            _round_to_weights(tensors)
 
     def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[bool, list["Tensors"]]:
         """What has a gradient, with its state, by whether it has a master."""
@@ -125,6 +143,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 state["step"] = step.to(parameter.device, torch.float32)
             tensors = (values, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             weight = () if master is None else (parameter,)
+            if master is not None and self._versions.get(parameter) != parameter._version:
+                _refuse_other_values(parameter, master)
             found.setdefault(master is not None, []).append((*tensors, *weight))
         return found
 
@@ -289,6 +309,24 @@ def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None
     _refuse_other_types(master, torch.float32, "master", "it updates float32 masters")
     if master.shape != parameter.shape:
         raise UserError(f"a weight of shape {tuple(parameter.shape)} was given a master of shape {tuple(master.shape)}")
+
+
+def _refuse_other_values(weight: Tensor, master: Tensor) -> None:
+    if not torch.equal(weight, master.to(weight.dtype)):
+        raise UserError(
+            f"a bfloat16 weight of shape {tuple(weight.shape)} was given values that are not its master's, and the step "
+            "would write the master's over them: load weights before bf16_with_masters, or load the optimizer's state "
+            "with its masters too"
+        )
+
+
+def _refuse_other_options(group: Mapping[str, Any]) -> None:
+    """Raise Unsupported for a group of torch's AdamW whose update is another."""
+    for name in ("amsgrad", "maximize"):
+        if group.get(name):
+            raise Unsupported(f"AdamW in one kernel with {name}", "it has no such update", _INSTEAD)
+    if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
+        raise Unsupported("AdamW in one kernel with Adam's weight decay", "it decays weights by themselves", _INSTEAD)
 
 
 def _refuse_unserved_tensors(values: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *weight: Tensor) -> None:
