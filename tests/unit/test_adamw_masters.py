@@ -145,7 +145,9 @@ def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None
         weights[0].add_(1)
     given = weights[0].detach().clone()
     for _ in range(2):
-        with pytest.raises(UserError, match=r"shape \(700,\) was given values that are not its master's, .*: load weights"):
+        with pytest.raises(
+            UserError, match=r"shape \(700,\) was given values that are not its master's, .*: load weights"
+        ):
             take_steps(weights, made, range(3, 4))
     float32 = [value.clone().requires_grad_() for value in masters_of()]
     theirs = torch.optim.AdamW(float32, **OPTIONS)

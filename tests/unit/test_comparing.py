@@ -133,6 +133,26 @@ def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
     assert verdict(found).cautions == ()
 
 
+def test_the_exact_peak_beside_a_step_time_does_not_take_part_in_its_doubt() -> None:
+    """Six turns of a step with a peak decide what six turns of one without decide: bytes raise no false alarm."""
+    turns = Turns(session="s", label="A", turns=tuple(Turn(place=4 * place, steps=3) for place in range(6)))
+    a, b = (
+        replace(
+            STEADY,
+            id=letter * 12,
+            timing=Timing(
+                warmup=(),
+                back_to_back=(PhaseSamples(phase="step", device_s=tuple(factor * s for s in SAMPLES[:18])),),
+            ),
+            turns=replace(turns, label=letter, turns=tuple(replace(t, place=t.place + shift) for t in turns.turns)),
+        )
+        for letter, factor, shift in (("a", 1.0, 0), ("b", 1.1, 1))
+    )
+    found = compared(a, b)
+    assert [figure.name for figure in found.deciding] == ["step time", "peak allocated"]
+    assert found.outcome == "regression"
+
+
 # --- likeness ---------------------------------------------------------------------------------------------
 
 

@@ -20,10 +20,10 @@ GOLDEN = Path(__file__).parents[1] / "golden"
 Samples = NDArray[np.float64]
 
 
-def compare_samples(a: Any, b: Any, *, in_turns: bool, threshold: float | None = None) -> Ratio:
+def compare_samples(a: Any, b: Any, *, in_turns: bool, threshold: float | None = None, num_decided: int = 1) -> Ratio:
     """The same of arrays."""
     lists = ([list(map(float, block)) for block in side] for side in (a, b))
-    return compare_lists(*lists, in_turns=in_turns, threshold=threshold)
+    return compare_lists(*lists, in_turns=in_turns, threshold=threshold, num_decided=num_decided)
 
 
 def recorded(name: str, fewest: int) -> list[tuple[Samples, bool]]:
@@ -70,6 +70,14 @@ def test_in_turns_all_ways_to_exchange_within_turns_are_counted() -> None:
     a, b = np.arange(0.0, 8)[:, None], np.arange(0.0, 8)[:, None] + 0.5
     assert mann_whitney_in_turns(a, b) == 2 / 2**8
     assert mann_whitney(a.ravel(), b.ravel()) > 0.5
+
+
+def test_in_turns_a_way_as_far_apart_as_the_one_observed_counts_whatever_its_sum_rounds_to() -> None:
+    """Mean ranks of five samples are no binary fractions; the two ways that keep all signs apart are 2 of 2^6."""
+    for seed in range(100):
+        random = np.random.default_rng(seed)
+        a, b = random.normal(1, 0.01, (6, 5)), random.normal(2, 0.01, (6, 5))
+        assert mann_whitney_in_turns(a, b) >= 2 / 2**6
 
 
 # --- decisions --------------------------------------------------------------------------------------------
@@ -120,6 +128,16 @@ def test_what_is_undecided_is_decided_with_about_as_many_samples_as_said() -> No
 def test_too_few_samples_decide_nothing_and_say_how_many_are_missing() -> None:
     found = compare_samples([[1.0, 1.1, 1.0]], [[2.0, 2.1, 2.0]], in_turns=False)
     assert (found.decision, found.low, found.high, found.p, found.more) == ("undecided", None, None, None, FEWEST - 3)
+
+
+def test_ratios_decided_together_need_more_turns_and_say_how_many() -> None:
+    random = np.random.default_rng(0)
+    a, b = random.normal(1, 0.001, (8, 3)), random.normal(1.1, 0.001, (8, 3))
+    assert compare_samples(a[:6], b[:6], in_turns=True).decision == "higher"
+    found = compare_samples(a[:6], b[:6], in_turns=True, num_decided=4)
+    assert (found.decision, found.more) == ("undecided", 2)
+    assert compare_samples(a[:7], b[:7], in_turns=True, num_decided=4).decision == "undecided"
+    assert compare_samples(a, b, in_turns=True, num_decided=4).decision == "higher"
 
 
 def test_processes_are_the_units_where_there_are_enough() -> None:

@@ -75,7 +75,7 @@ def compare(
     several = max(len(cells_a), len(cells_b)) > 1
     named = [(before.label if several else "", before, after) for before, after in pairs]
     doubts = [_doubts(before, after) for before, after in pairs]
-    num_decided = max(1, sum(figure.decides for before, _ in pairs for figure in _first_figures(before)))
+    num_decided = max(1, sum(_may_alarm(figure) for before, _ in pairs for figure in _first_figures(before)))
     allowed: dict[str, Unlike] = {}
     for before, after in pairs:
         allowed |= {found.field: found for found in unlike(before.key, after.key)}
@@ -162,6 +162,11 @@ def _first_figures(cell: _Cell) -> tuple[MeasuredFigure, ...]:
     return cell.good[0].figures if cell.good else ()
 
 
+def _may_alarm(figure: MeasuredFigure) -> bool:
+    """Whether a comparison is decided by samples of the figure, which may raise a false alarm; bytes are exact."""
+    return figure.decides and figure.unit != "bytes"
+
+
 def _figures(
     cell: str, before: _Cell, after: _Cell, threshold: float | None, num_decided: int, *, doubtful: bool
 ) -> Iterator[ComparedFigure]:
@@ -171,7 +176,7 @@ def _figures(
         blocks_b = [figure.samples for figure in after.figure(first.name)]
         if not blocks_b:
             continue
-        together = num_decided if first.decides else 1
+        together = num_decided if _may_alarm(first) else 1
         ratio = _in_turns(before, after, blocks_a, blocks_b, threshold, together) or _ratio(
             first, blocks_a, blocks_b, threshold, together
         )

@@ -51,6 +51,7 @@ _AT_ONCE = 2_000_000  # values that are resampled together, to bound memory
 _MOST_FOR_EXACT = 30  # units of both sides together; beyond, the normal approximation is as good
 _MOST_TURNS_FOR_EXACT = 12
 _MOST_TIMES_MORE = 100
+_ROUNDING = 1e-9  # of sums of mean ranks
 
 
 def compare_samples(
@@ -98,7 +99,9 @@ def compare_samples(
         p=p,
         threshold=threshold,
         decision=decision,
-        more=_more(interval, threshold, min(map(len, units))) if decision == "undecided" and not restless else None,
+        more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
+        if decision == "undecided" and not restless
+        else None,
     )
 
 
@@ -191,17 +194,26 @@ def by_interval(low: float | None, high: float | None, threshold: float) -> Deci
     return "not higher" if high <= 1 + threshold else "undecided"
 
 
-def _more(interval: tuple[float, float] | None, threshold: float, num_units: int) -> int | None:
-    """About how many further units of each side make the interval no wider than the threshold.
+def _fewest(alpha: float, *, in_turns: bool) -> int:
+    """The number of units of each side from which the test can give a p below alpha: where all are apart."""
+    num = FEWEST
+    while (max(2 / 2**num, math.erfc(math.sqrt(num / 2))) if in_turns else 2 / math.comb(2 * num, num)) >= alpha:
+        num += 1
+    return num
+
+
+def _more(interval: tuple[float, float] | None, threshold: float, num_units: int, fewest: int) -> int | None:
+    """About how many further units of each side make the interval no wider than the threshold, and the test able to
+    agree, which takes `fewest`.
 
     Its width falls with the root of the number of units. A ratio that is undecided then is about the threshold itself.
     """
     if interval is None:
-        return max(FEWEST - num_units, 1)
+        return max(fewest - num_units, 1)
     times = (math.log(interval[1] / interval[0]) / math.log1p(threshold)) ** 2 if threshold else math.inf
-    if times > _MOST_TIMES_MORE or (times <= 1 and num_units >= FEWEST):
+    if times > _MOST_TIMES_MORE or (times <= 1 and num_units >= fewest):
         return None
-    return max(math.ceil(num_units * times), FEWEST) - num_units
+    return max(math.ceil(num_units * times), fewest) - num_units
 
 
 def mann_whitney(a: Any, b: Any) -> float:
@@ -243,7 +255,7 @@ def mann_whitney_in_turns(a: Any, b: Any) -> float:
     if num > _MOST_TURNS_FOR_EXACT:
         return normal
     signs = np.array(list(itertools.product((-1, 1), repeat=num)))
-    return max(normal, float((np.abs(signs @ differences) >= observed).mean()))
+    return max(normal, float((np.abs(signs @ differences) >= observed * (1 - _ROUNDING)).mean()))
 
 
 def _doubled_ranks(values: Any) -> Any:

@@ -8,16 +8,19 @@ from steplab.records.comparison import Ratio
 from steplab.records.run import Run
 
 
-def step_ratio(a: Run, b: Run, *, threshold: float | None = None, tokens_ratio: float = 1.0) -> Ratio | None:
+def step_ratio(
+    a: Run, b: Run, *, threshold: float | None = None, tokens_ratio: float = 1.0, num_decided: int = 1
+) -> Ratio | None:
     """The step time of `b` over that of `a`, on the tokens of a step of `a`.
 
-    `tokens_ratio` is the tokens per step of `b` divided by those of `a`. None: one of them has no steps, or they took
+    `tokens_ratio` is the tokens per step of `b` divided by those of `a`; `num_decided` is the number of ratios that are
+    decided together, as of `compare_samples`. None: one of them has no steps, or they took
     no turns with each other.
     """
     of_a, of_b = _steps_s(a), tuple(sample / tokens_ratio for sample in _steps_s(b))
     if not of_a or not of_b or not took_turns(a, b):
         return None
-    return ratio_in_turns(a, b, of_a, of_b, threshold=threshold)
+    return ratio_in_turns(a, b, of_a, of_b, threshold=threshold, num_decided=num_decided)
 
 
 def took_turns(a: Run, b: Run) -> bool:

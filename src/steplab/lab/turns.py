@@ -212,7 +212,11 @@ def measure_in_turns(
             present.append(taking.enter(label_of(number), spec, HERE if number else first))
         taking.measure(present, steps.pop())
         runs = tuple(taking.leave(side) for side in present)
-    return Compared(runs=runs, ratios=tuple(step_ratio(runs[0], run, threshold=threshold) for run in runs[1:]))
+    others = runs[1:]
+    return Compared(
+        runs=runs,
+        ratios=tuple(step_ratio(runs[0], run, threshold=threshold, num_decided=len(others)) for run in others),
+    )
 
 
 def label_of(number: int) -> str:

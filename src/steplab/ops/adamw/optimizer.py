@@ -314,9 +314,9 @@ def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None
 def _refuse_other_values(weight: Tensor, master: Tensor) -> None:
     if not torch.equal(weight, master.to(weight.dtype)):
         raise UserError(
-            f"a bfloat16 weight of shape {tuple(weight.shape)} was given values that are not its master's, and the step "
-            "would write the master's over them: load weights before bf16_with_masters, or load the optimizer's state "
-            "with its masters too"
+            f"a bfloat16 weight of shape {tuple(weight.shape)} was given values that are not its master's, and the "
+            "step would write the master's over them: load weights before bf16_with_masters, or load the optimizer's "
+            "state with its masters too"
         )
 
 
