@@ -188,6 +188,37 @@ def leaving(batch: int, context: int, device: torch.device) -> tuple[nn.Module, 
     return Leaving(), foreign(batch, context, device)[1]
 
 
+def sparse(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    model, make_batch = foreign(batch, context, device)
+    model.embedding = nn.Embedding(1000, 64, sparse=True)
+    return model, make_batch
+
+
+class Recurrent(Foreign):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList()
+        self.rnn = nn.LSTM(64, 64, batch_first=True)
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.rnn(self.embedding(tokens_BT))[0]).flatten(0, 1), targets_BT.flatten())
+
+
+def recurrent(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Recurrent(), foreign(batch, context, device)[1]
+
+
+class Flat(Foreign):
+    """Its peak is outside of blocks."""
+
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor) -> Tensor:
+        return cross_entropy(self.head(self.embedding(tokens_BT)).flatten(0, 1), targets_BT.flatten())
+
+
+def flat(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return Flat(), foreign(batch, context, device)[1]
+
+
 def whole_step() -> Callable[[], None]:
     return lambda: None
 
@@ -234,12 +265,19 @@ def _line_of(text: str) -> int:
         ("reading", rf"at test_fake_step.py:{_line_of('loss.item() > 0')} it computes with values of tensors"),
         ("printing", rf"at test_fake_step.py:{_line_of('print(f')} it computes with values of tensors"),
         ("leaving", rf"at test_fake_step.py:{_line_of('tokens_BT.numpy()')} it fails on tensors without content"),
+        ("sparse", "makes sparse tensors, whose sizes depend on values"),
+        ("recurrent", "what operators like its mkldnn_rnn_layer cost is not known"),
         ("whole_step", "its factory returns a whole step"),
     ],
 )
 def test_what_cannot_be_traced_is_refused(factory: str, said: str) -> None:
     with pytest.raises(Unsupported, match=said):
         plan_time(f"{__name__}:{factory}", context=64)
+
+
+def test_a_peak_outside_of_blocks_is_said_to_be_of_what_is_there() -> None:
+    found = plan_memory(resolve_step({"model": f"{__name__}:flat", "context": 64, "pass": "forward_backward"}))
+    assert found.peak_where.startswith("output of ")
 
 
 def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:

@@ -94,7 +94,9 @@ def test_every_step_is_marked_whole_by_phase_by_module_and_by_part(tmp_path: Pat
 
 def test_fused_attention_has_no_parts(tmp_path: Path) -> None:
     profiled(tmp_path / "trace.json", attention="sdpa")
-    for step in top_ranges(tmp_path / "trace.json", "step"):
+    steps = top_ranges(tmp_path / "trace.json", "step")
+    assert steps
+    for step in steps:
         assert step.ranges()["forward"] == forward(())
 
 
@@ -256,7 +258,9 @@ def own_step() -> Callable[[], object]:
 def test_a_model_of_ones_own_is_marked_by_its_modules_names(tmp_path: Path) -> None:
     of_this_file(sensing, tmp_path / "trace.json")
     inside: dict[str, Any] = {"encoder": {"encoder.0": {}, "encoder.1": {}}}
-    for step in top_ranges(tmp_path / "trace.json", "step"):
+    steps = top_ranges(tmp_path / "trace.json", "step")
+    assert steps
+    for step in steps:
         assert step.ranges() == {"forward": inside, "backward": {}, "optimizer": {}}
 
 

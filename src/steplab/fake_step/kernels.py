@@ -1,8 +1,12 @@
 """What is to be known of single operators: sizes of products, fused attention, memory within kernels."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
+
+import torch
+from torch import Tensor
 
 from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.errors import Unsupported
@@ -46,7 +50,16 @@ def refuse_unknown(name: str, namespace: str, doing: str) -> None:
         raise Unsupported(doing, f"what operators like its {name} cost is not known", _INSTEAD)
 
 
-_UNKNOWN = ("convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft")
+def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
+    """Raise Unsupported for an operator whose results have no memory of a size that is known before it runs."""
+    if any(each.layout != torch.strided for each in outputs):
+        raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
+
+
+_UNKNOWN = (
+    *("convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
+    "mkldnn_rnn",  # what torch runs on a CPU in place of cuDNN's
+)
 """Beginnings of the names of such operators."""
 _INSTEAD = "measure it with `steplab run`"
 

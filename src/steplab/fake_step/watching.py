@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from steplab.costs.operators import flops_of_elements
-from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_unknown
+from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_sparse, refuse_unknown
 from steplab.fake_step.storages import FORMATS, Storages
 from steplab.plan.dry_run.events import READS_A_VALUE, Began, Kind, Listener, Operand, Operator, Product
 from steplab.plan.dry_run.sizes import Count
@@ -163,6 +163,7 @@ class Watcher(TorchDispatchMode):
         made = func(*args, **kwargs)
         reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
+        refuse_sparse(name, outputs, self._doing)
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
         if name == READS_A_VALUE:

@@ -86,7 +86,7 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
         peak_bytes=peak.num_bytes,
         at_peak=by_category(terms),
         peak_phase=peak.phase,
-        peak_where=f"{peak.piece.where}: {peak.piece.what}",
+        peak_where=": ".join(filter(None, (peak.piece.where, peak.piece.what))),
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
         notes=tuple(notes),
