@@ -1,9 +1,12 @@
 """The search for a layout: against brute force, and what is said of it."""
 
 import itertools
+import json
+import re
 import shlex
 import time
 from math import prod
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +20,7 @@ from steplab.records.layout_plan import LayoutPlan
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import render
 from steplab.report.plan.layouts import layout_rows, layouts_document
+from steplab.specs.hf_shape import shape_of
 from steplab.specs.resolve import resolve_step
 
 JOB: dict[str, Any] = {
@@ -156,9 +160,53 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
         planned(**asked)
 
 
-def test_models_that_are_not_known_are_refused() -> None:
-    with pytest.raises(Unsupported):
+def test_models_that_are_not_known_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Unsupported, match="use `steplab plan accounting`"):
         planned(spec={"model": "xxl"})
+    with pytest.raises(Unsupported, match="replace the sizes of a built-in model"):
+        planned(spec={"model": "toy"})
+    config = {
+        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1376,
+        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
+    }  # fmt: skip
+    (tmp_path / "llama.json").write_text(json.dumps(config))
+    with pytest.raises(Unsupported, match="same parts") as refused:
+        planned(spec={"model": f"hf:{tmp_path / 'llama.json'}"})
+    typed = shlex.split(str(refused.value).partition("same parts, ")[2])
+    keys = (option.removeprefix("--").replace("-", "_") for option in typed[::2])
+    fields = dict(zip(keys, typed[1::2], strict=True))
+    named = resolve_step(fields).model.shape
+    assert named == shape_of(resolve_step({"model": f"hf:{tmp_path / 'llama.json'}"}).model, "comparing")
+
+
+def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:
+    job: dict[str, Any] = {"gpus": 4, "global_batch": 8, "gpu": "A100 SXM 40GB"}
+    found = planned(spec=JOB | {"checkpointing": "auto"}, **job)
+    three = {choice: planned(spec=JOB | {"checkpointing": choice}, **job) for choice in ("none", "selective", "full")}
+    for each in found.candidates:
+        those = [other for plan in three.values() for other in plan.candidates if other.layout == each.layout]
+        sure = [other.time.seconds for other in those if other.time and other.verdict == "fits"]
+        assert (each.verdict == "fits") == bool(sure)
+        if sure:
+            assert each.time is not None
+            assert each.time.seconds == min(sure)
+            assert each.spec is not None
+            assert (f"--checkpointing {each.spec.checkpointing}" in each.options) == (each.spec.checkpointing != "none")
+    assert len({each.spec.checkpointing for each in found.candidates if each.spec and each.time}) > 1
+    assert any("--checkpointing auto" in said for said in layouts_document(three["none"]).verdict.sentences)
+
+
+def test_the_answer_has_the_utilization_of_the_fastest() -> None:
+    plan = planned()
+    time = plan.candidates[0].time
+    assert time is not None
+    weights = 32 * (4 * 2560**2 + 3 * 2560 * 10240 + 2 * 2560) + 2560 + 2560 * 10_000  # but for the embedding
+    flops = 64 * 2048 * 6 * (weights + 32 * 2560 * 2048)
+    mfu = flops / (time.seconds * 16 * 989.4e12)
+    (rate,) = (said for said in layouts_document(plan).verdict.sentences if "MFU" in said)
+    told, share = re.findall(r"([\d.]+) k tokens/s on each GPU, an MFU of ([\d.]+) %", rate)[0]
+    assert float(share) == pytest.approx(100 * mfu, rel=2e-3)
+    assert 1e3 * float(told) == pytest.approx(64 * 2048 / time.seconds / 16, rel=5e-3)
 
 
 @pytest.mark.parametrize("format", ["table", "csv", "md", "latex"])

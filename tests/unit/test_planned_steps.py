@@ -9,11 +9,14 @@ from tests.runs import grid, make_run, recorder_run
 
 from steplab.errors import UserError
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
+from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
 from steplab.report.plan.steps import planned_document, planned_table
+from steplab.report.plan.time import time_document
 from steplab.report.sections import Context
 from steplab.specs.study import study_from_grids
+from steplab.units import GIB
 
 SMALL: dict[str, Any] = {"model": ["tiny"], "model.num_layers": [1, 2], "context": [32, 64], "precision": ["bf16"]}
 CELLS = study_from_grids("plan", "", [SMALL]).cells
@@ -24,8 +27,10 @@ def test_each_row_is_what_is_predicted_of_that_step_alone() -> None:
     assert len(table.rows) == 4
     for cell, row in zip(CELLS, table.rows, strict=True):
         memory, time = plan_memory(cell), plan_time(cell, gpu="A100 SXM 80GB")
+        on_it = plan_memory(cell, gpu="A100 SXM 80GB")  # whose cuBLAS takes less than a Hopper's
         (whole,) = (phase for phase in time.phases if phase.phase == "step")
-        assert row["peak_bytes"] == memory.peak_bytes
+        assert row["peak_bytes"] == on_it.peak_bytes < memory.peak_bytes
+        assert (time.least_device_bytes, time.fit) == (on_it.least_device_bytes, on_it.cards[0])
         assert (row["low_s"], row["time_s"], row["high_s"]) == (whole.low_s, whole.seconds, whole.high_s)
         assert row["tokens_per_s"] == cell.tokens_of_all / whole.seconds
         least = min((card for card in memory.cards if card.verdict == "fits"), key=lambda card: card.usable_bytes)
@@ -51,6 +56,18 @@ def test_the_answer_is_how_many_steps_fit_the_gpu() -> None:
     large = dataclasses.replace(large, batch=512)
     (both,) = planned_document(plan_steps([small, large], gpu="RTX 4090")).verdict.sentences
     assert re.fullmatch(r"1 of 2 steps fits on RTX 4090 \(does not fit: 2\.7b.*\)\.", both), both
+
+
+def test_a_time_says_that_the_step_does_not_fit_the_gpu() -> None:
+    (spec,) = study_from_grids("plan", "", [{"model": ["2.7b"], "model.num_layers": [1], "batch": [512]}]).cells
+    found = plan_time(spec, gpu="RTX 4090")
+    (warning,) = time_document(spec, found).verdict.cautions
+    needed, there = (float(size) for size in re.findall(r"([\d.]+) GiB", warning))
+    assert warning.startswith("Warning: the step does not fit on RTX 4090: ")
+    peak = plan_memory(spec, gpu="RTX 4090").peak_bytes
+    assert (needed, there) == pytest.approx(((peak + OUTSIDE_BYTES) / GIB, LEAST_USABLE * 24), abs=0.05)
+    fitting = dataclasses.replace(spec, batch=1)
+    assert not time_document(fitting, plan_time(fitting, gpu="RTX 4090")).verdict.cautions
 
 
 def test_an_unknown_gpu_is_refused() -> None:

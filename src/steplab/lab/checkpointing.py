@@ -63,7 +63,7 @@ def choose_checkpointing(spec: StepSpec, gpu: HardwareSpec | None = None) -> Cho
     if room is None:
         return _chosen(spec, "none", "there is no GPU whose memory could be too small")
     try:
-        return _least(spec, room)
+        return _least(spec, room, gpu)
     except Unsupported as error:
         choices = "none, selective or full"
         raise UserError(f"checkpointing auto goes by predicted memory: {error}; or name {choices} yourself") from error
@@ -74,9 +74,9 @@ def with_notes(found: Noted, notes: tuple[str, ...]) -> Noted:
     return replace(found, notes=(*found.notes, *notes)) if notes else found
 
 
-def _least(spec: StepSpec, room: Room) -> Chosen:
+def _least(spec: StepSpec, room: Room, gpu: HardwareSpec | None) -> Chosen:
     def predicted(choice: str) -> MemoryPrediction:
-        return memory_of(replace(spec, checkpointing=choice, device="auto"))
+        return memory_of(replace(spec, checkpointing=choice, device="auto"), gpu=gpu)
 
     shape = spec.model.shape
     before: tuple[str, MemoryPrediction] | None = None

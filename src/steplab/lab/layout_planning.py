@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
 from steplab.plan.layout.links import Cluster, Fit, machine_of, with_profile
@@ -13,8 +13,11 @@ from steplab.plan.memory import refuse_unknown_memory, workspace_of
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import refuse_unknown_step
 from steplab.records.layout_plan import LayoutPlan
+from steplab.specs.command import options
 from steplab.specs.hardware import HardwareSpec, hardware_named
+from steplab.specs.hf_shape import shape_of
 from steplab.specs.layout import Layout
+from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.update import AFTER
 
@@ -36,7 +39,8 @@ def plan_layout(
     """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
 
     `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
-    `network=45`, in GB/s of one GPU; `profile` is a record of `steplab comm`, whose lines replace stated links.
+    `network=45`, in GB/s of one GPU; `profile` is a record of `steplab comm`, whose lines replace stated links. With
+    checkpointing `auto` each layout has the one of none, selective and full with which it is fastest.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -50,6 +54,7 @@ def plan_layout(
     # Some fields are for several processes alone, and some steps are refused for one process alone.
     spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
     given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
+    _refuse_unknown_model(given.model)
     refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
     asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
     refuse_unknown_step(asked, chosen)
@@ -66,6 +71,18 @@ def plan_layout(
             workspace_bytes=workspace_of(hardware.device_names[0]).value,
         )
     )
+
+
+def _refuse_unknown_model(model: ModelSpec) -> None:
+    """Raise Unsupported for a model whose split is not known; of a configuration with the name of one that is."""
+    doing = f"planning layouts of {model.label}"
+    if model.shape is None:
+        alike = StepSpec(model=ModelSpec(name="small", kind="transformer", shape=shape_of(model, doing)))
+        why = "what its ranks share is known of steplab's own Transformer alone"
+        raise Unsupported(doing, why, f"plan the one with the same parts, {options(alike)}")
+    if not model.shape.num_heads:
+        why = "it is a size for planning only, which no layout can split"
+        raise Unsupported(doing, why, "use `steplab plan accounting`")
 
 
 def _machine(

@@ -74,11 +74,11 @@ def plan_memory(
         raise UserError("sequence_parallel has no effect without tp; leave it out, or use --layout tp=2")
     if asked.checkpointing == AUTO and gpu is None:
         raise UserError("checkpointing auto is chosen for a GPU; name it, as in --gpu 'H200 SXM'")
-    wanted = None if gpu is None else hardware_named(gpu).name
-    chosen = choose_checkpointing(asked, None if gpu is None else hardware_named(gpu))
-    found = memory_of(chosen.spec, asked_variant(asked, variant), sequence_parallel=sequence_parallel)
+    wanted = None if gpu is None else hardware_named(gpu)
+    chosen = choose_checkpointing(asked, wanted)
+    found = memory_of(chosen.spec, asked_variant(asked, variant), gpu=wanted, sequence_parallel=sequence_parallel)
     found = with_notes(found, chosen.notes)
-    cards = tuple(card for card in found.cards if wanted in (None, card.gpu))
+    cards = tuple(card for card in found.cards if wanted is None or wanted.name == card.gpu)
     return replace(found, cards=cards)
 
 
@@ -104,11 +104,29 @@ def plan_time(
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
-    Raises UserError for an invalid request, Unsupported for a step whose time cannot be predicted.
+    `fit` of the result says whether the step's memory fits that GPU; where it does not, the time is that of a GPU as
+    fast with enough memory. Raises UserError for an invalid request, Unsupported for a step whose time cannot be
+    predicted.
     """
     chosen = gpu_named(gpu) if isinstance(gpu, str) else gpu
     found = choose_checkpointing(asked_step("plan_time", spec, fields, on_cuda), hardware_named(chosen.name))
-    return with_notes(_time_of(found.spec, chosen), found.notes)
+    operators: list[Operator] = []
+    if is_traced(found.spec):  # which takes seconds, once for memory and time
+        refuse_unknown_step(found.spec, chosen, operators_are_known=True)
+    memory = _tried(partial(_memory_on, found.spec, chosen, operators), "memory", [])
+    return with_notes(_with_fit(_time_of(found.spec, chosen, operators), memory), found.notes)
+
+
+def _memory_on(spec: StepSpec, gpu: Gpu, operators: list[Operator]) -> MemoryPrediction:
+    return memory_of(spec, gpu=hardware_named(gpu.name), operators=operators)
+
+
+def _with_fit(time: StepTimePrediction, memory: MemoryPrediction | None) -> StepTimePrediction:
+    """The time with what the step's memory is on the GPU that it is predicted for."""
+    if memory is None:
+        return time
+    fit = next((card for card in memory.cards if card.gpu == time.gpu), None)
+    return replace(time, fit=fit, least_device_bytes=memory.least_device_bytes)
 
 
 def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> StepTimePrediction:
@@ -128,8 +146,9 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
     for spec in specs:
         why_not: list[str] = []
         operators: list[Operator] = []
-        memory = _tried(partial(memory_of, spec, operators=operators), "memory", why_not)
+        memory = _tried(partial(_memory_on, spec, chosen, operators), "memory", why_not)
         time = _tried(partial(_time_of, spec, chosen, operators), "time", why_not)
+        time = time and _with_fit(time, memory)
         found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))
     return tuple(found)
 

@@ -9,7 +9,7 @@ the host. How quick a host is differs by a factor of two between machines, so bo
 import dataclasses
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import get_args
+from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
@@ -103,7 +103,14 @@ def compiled_shares(spec: StepSpec, gpu: Gpu) -> CompiledShares:
 
 def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:
     """MFU under every convention, of a model whose sizes are known, and HFU from what the kernels execute."""
-    dtype, shape, flops = DTYPE_OF_MATMULS[spec.precision], spec.model.shape, dict[str, float]()
+    executed = sum(part.flops for part in parts if part.kind != "streaming")
+    return (*model_utilizations(spec, gpu, step_s), _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
+
+
+def model_utilizations(spec: StepSpec, gpu: Gpu, step_s: float) -> tuple[Utilization, ...]:
+    """MFU under every convention of a step that takes `step_s` on as many GPUs as its layout has ranks; none of a model
+    whose sizes are not known."""
+    shape, flops = spec.model.shape, dict[str, float]()
     if shape is not None:
         for convention in get_args(Convention):
             needed = model_flops_per_token(
@@ -117,18 +124,23 @@ def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: f
             )
             if needed is not None:
                 flops[convention] = needed * spec.tokens_of_all
-    flops["as_executed"] = sum(part.flops for part in parts if part.kind != "streaming")
-    return tuple(
-        Utilization(
-            kind="hfu" if convention == "as_executed" else "mfu",
-            convention=convention,
-            flops=each,
-            dtype=dtype,
-            peak_flops_per_s=gpu.peaks[dtype],
-            peak_source=gpu.peak_sources.get(dtype, ""),
-            value=each / step_s / gpu.peaks[dtype],
-        )
-        for convention, each in flops.items()
+    return tuple(_utilization("mfu", convention, each, spec, gpu, step_s) for convention, each in flops.items())
+
+
+def _utilization(
+    kind: Literal["mfu", "hfu"], convention: str, flops: float, spec: StepSpec, gpu: Gpu, step_s: float
+) -> Utilization:
+    """flops: of all ranks in a step."""
+    dtype, num_devices = DTYPE_OF_MATMULS[spec.precision], spec.layout.world_size
+    return Utilization(
+        kind=kind,
+        convention=convention,
+        flops=flops,
+        dtype=dtype,
+        peak_flops_per_s=gpu.peaks[dtype],
+        peak_source=gpu.peak_sources.get(dtype, ""),
+        value=flops / step_s / (gpu.peaks[dtype] * num_devices),
+        num_devices=num_devices,
     )
 
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from steplab.records.prediction import FitVerdict
+from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import counted
 
@@ -99,7 +100,7 @@ class LayoutPlan:
     """Every layout of a job on a number of GPUs, those that fit first, the fastest first."""
 
     spec: StepSpec
-    """The job: the step without a layout."""
+    """The job: the step without a layout; with checkpointing auto, each layout's own is in its spec."""
     gpu: str
     """GPU, by its name in the catalogue of hardware."""
     gpus: int
@@ -115,6 +116,8 @@ class LayoutPlan:
     num_as_fast: int
     """How many of the first layouts cannot be told from the fastest, because their intervals overlap with its
     prediction."""
+    utilizations: tuple[Utilization, ...] = ()
+    """MFU of the fastest at its central time, under every convention."""
     sources: tuple[str, ...] = ()
     """Sources of the figures of the GPU and its links."""
     notes: tuple[str, ...] = ()

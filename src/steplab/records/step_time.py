@@ -3,7 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from steplab.records.prediction import MemoryPrediction
+from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes, format_time
@@ -85,6 +85,10 @@ class StepTimePrediction:
     others are used, and the interval is wider."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU at the central value under every convention whose sizes are known, and HFU."""
+    fit: CardFit | None = None
+    """Whether the step's predicted memory fits the GPU; None: not predicted."""
+    least_device_bytes: int | None = None
+    """Memory that the GPU must have at least, as predicted."""
     sources: tuple[str, ...] = ()
     """Sources of the GPU's figures and of the rates."""
     notes: tuple[str, ...] = ()

@@ -11,6 +11,11 @@ from steplab.specs.step_fields import option_name
 
 def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
     """The command that measures the spec's step with some fields changed; it omits defaults."""
+    return f"steplab run {options(spec, changes)}"
+
+
+def options(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The options of the spec's step, with some fields changed; they omit defaults."""
     values = {"model": spec.model.name}
     base = MODEL_SIZES.get(spec.model.name)
     for field in (*SIZE_FIELDS, *STEP_FIELDS):
@@ -18,4 +23,4 @@ def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -
         if field.key != "model" and field.read(spec) != default:
             values[field.key] = str(field.read(spec))
     values |= changes
-    return " ".join(["steplab run", *(f"{option_name(name)} {shlex.quote(value)}" for name, value in values.items())])
+    return " ".join(f"{option_name(name)} {shlex.quote(value)}" for name, value in values.items())

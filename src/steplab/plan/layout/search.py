@@ -2,7 +2,7 @@
 
 A job is a step and a number of sequences that all ranks take together. On each layout the largest micro-batch that
 fits is taken, and the rest of a rank's sequences come in further micro-steps; in a pipeline the micro-batch and the
-schedule that are fastest among those that fit.
+schedule that are fastest among those that fit. Checkpointing `auto` is the choice with which a layout is fastest.
 """
 
 import dataclasses
@@ -18,8 +18,11 @@ from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.time import LayoutClock
 from steplab.plan.rates import Gpu
+from steplab.plan.time import model_utilizations
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict
+from steplab.records.run import Utilization
+from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.step import PipelineSchedule, StepSpec, Update
@@ -27,6 +30,8 @@ from steplab.specs.update import OVERLAPPED
 from steplab.units import format_bytes
 
 MOST_GPUS = 1 << 16
+_CHECKPOINTING = ("none", "selective", "full")
+"""What is tried on each layout for checkpointing `auto`."""
 _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
@@ -89,9 +94,16 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
         usable_bytes=search.usable_bytes,
         candidates=(*fitting, *others),
         num_as_fast=_num_as_fast(fitting),
+        utilizations=_utilizations(fitting, job.gpu),
         sources=tuple(dict.fromkeys((*job.gpu.sources, *job.machine.sources))),
         notes=tuple(notes),
     )
+
+
+def _utilizations(fitting: Sequence[LayoutCandidate], gpu: Gpu) -> tuple[Utilization, ...]:
+    if not fitting or fitting[0].spec is None or fitting[0].time is None:
+        return ()
+    return model_utilizations(fitting[0].spec, gpu, fitting[0].time.seconds)
 
 
 def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
@@ -133,10 +145,18 @@ class _Search:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
             return LayoutCandidate(layout=str(layout), options="", reason=why)
         per_rank = job.global_batch // layout.data_ranks
+        choices = _CHECKPOINTING if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
+        best = self._best(layout, per_rank, choices[0])
+        for choice in choices[1:]:
+            found = self._best(layout, per_rank, choice)
+            best = found if _better(found, best) else best
+        return best
+
+    def _best(self, layout: Layout, per_rank: int, checkpointing: str) -> LayoutCandidate:
         best: LayoutCandidate | None = None
         for batch in _micro_batches(per_rank):
             for schedule in _SCHEDULES if layout.pp > 1 else _SCHEDULES[:1]:
-                found = self._tried(layout, per_rank, batch, schedule)
+                found = self._tried(layout, per_rank, batch, schedule, checkpointing)
                 if best is None or _better(found, best):
                     best = found
             if layout.pp == 1 and best is not None and best.verdict == "fits":
@@ -144,9 +164,11 @@ class _Search:
         assert best is not None
         return best
 
-    def _tried(self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule) -> LayoutCandidate:
+    def _tried(
+        self, layout: Layout, per_rank: int, batch: int, schedule: PipelineSchedule, checkpointing: str
+    ) -> LayoutCandidate:
         try:
-            spec = self._spec(layout, per_rank, batch, schedule)
+            spec = dataclasses.replace(self._spec(layout, per_rank, batch, schedule), checkpointing=checkpointing)
         except SteplabError as error:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
         groups = _telling(rank_groups(spec))
@@ -159,10 +181,10 @@ class _Search:
         time = self._clock.time(spec) if verdict != "does not fit" else None
         return LayoutCandidate(
             layout=str(layout),
-            options=_options(spec),
+            options=_options(spec, chosen=self._job.spec.checkpointing == AUTO),
             spec=spec,
             verdict=verdict,
-            reason=_reason(verdict, groups[place], worst, least, self.usable_bytes, unknown=time is None),
+            reason=_reason(verdict, spec, groups[place], worst, least, self.usable_bytes, unknown=time is None),
             peak_bytes=worst.num_bytes,
             reserved_bytes=worst.reserved_bytes,
             device_bytes=safe,
@@ -216,17 +238,29 @@ def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
     return tuple(chosen[place] for place in sorted(chosen))
 
 
-def _options(spec: StepSpec) -> str:
+def _options(spec: StepSpec, *, chosen: bool) -> str:
+    """What the step adds to the job's options; chosen: its checkpointing was."""
     found = [f"--layout {spec.layout}", f"--batch {spec.batch}"]
     if spec.layout.pp > 1:
         found.append(f"--microbatches {spec.num_microbatches}")
         found += [f"--pipeline-schedule {spec.pipeline_schedule}"] if spec.pipeline_schedule != "1f1b" else []
     elif spec.accumulation > 1:
         found.append(f"--accumulation {spec.accumulation}")
+    if chosen and spec.checkpointing != "none":
+        found.append(f"--checkpointing {spec.checkpointing}")
     return " ".join(found)
 
 
-def _reason(verdict: FitVerdict, group: RankGroup, worst: RankPeak, least: int, usable: int, *, unknown: bool) -> str:
+def _reason(
+    verdict: FitVerdict,
+    spec: StepSpec,
+    group: RankGroup,
+    worst: RankPeak,
+    least: int,
+    usable: int,
+    *,
+    unknown: bool,
+) -> str:
     if verdict == "does not fit":
         sizes = Counter[str]()
         for bundle, times in worst.holdings:
@@ -234,7 +268,10 @@ def _reason(verdict: FitVerdict, group: RankGroup, worst: RankPeak, least: int, 
                 sizes[held.category] += held.num_bytes * count * times
         ((most, size),) = sizes.most_common(1)
         of_it = f"{format_bytes(size)} of it {most.replace('_', ' ')}"
-        return f"{group.label} need {format_bytes(least)} of {format_bytes(usable)}, {of_it}"
+        if most == "gradients" and spec.layout.fsdp > 1 and spec.micro_steps > 1:
+            of_it += ", whole until the last micro-step"
+        needs = "needs" if group.num_ranks == 1 else "need"
+        return f"{group.label} {needs} {format_bytes(least)} of {format_bytes(usable)}, {of_it}"
     if unknown:
         return "its messages leave the node, and the network is not known"
     return "" if verdict == "fits" else "it fits if memory fragments little"

@@ -22,6 +22,7 @@ from steplab.report.kit.document import (
     table_of,
 )
 from steplab.report.kit.quantities import BYTES, COUNT, LABEL, MESSAGE, NUMBER, TIME
+from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
 
 _FIRST = 12
@@ -63,11 +64,22 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     yield (
         f"{len(fitting)} of {units.counted(number, 'layout')} fit. Fastest: {best.options}, about {_span(time)} a step."
     )
+    tokens = plan.global_batch * plan.spec.context / time.seconds
+    each = units.format_rate(tokens / plan.gpus, " tokens/s")
+    rate = f"That is {units.format_rate(tokens, ' tokens/s')}, {each} on each GPU{mfu_words(plan.utilizations)}."
+    yield " ".join(rate.split())
     if plan.num_as_fast > 1:
         yield (
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
             "none of them is known to be faster."
         )
+    if _may_recompute(plan):
+        yield "--checkpointing auto also tries what recomputation lets fit."
+
+
+def _may_recompute(plan: LayoutPlan) -> bool:
+    """Whether recomputation was left out, and some layouts do not fit without it."""
+    return plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates)
 
 
 def _nothing_found(plan: LayoutPlan) -> str:
@@ -75,8 +87,8 @@ def _nothing_found(plan: LayoutPlan) -> str:
     untimed = sum(each.verdict == "fits" for each in plan.candidates)
     if untimed:
         return f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known."
-    if plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates):
-        return f"None of {number} fits. Plan again with --checkpointing full, a shorter --context or more GPUs."
+    if _may_recompute(plan):
+        return f"None of {number} fits. Plan again with --checkpointing auto, a shorter --context or more GPUs."
     return f"None of {number} fits; the table says why."
 
 

@@ -1,9 +1,10 @@
 """What a report says of a predicted step time: the interval, by phase, and what the time goes to."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.rows import Row
+from steplab.records.run import Utilization
 from steplab.records.step_time import PhaseTimes, StepTimePrediction
 from steplab.report.kit.document import (
     Column,
@@ -18,6 +19,7 @@ from steplab.report.kit.document import (
     table_of,
 )
 from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
+from steplab.report.plan.document import ANSWERS
 from steplab.report.run.one_run import utilization_figures
 from steplab.specs.step import StepSpec, describe
 
@@ -31,11 +33,6 @@ _BOUND = {
 def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
     step, time = prediction.step, units.format_time
-    mfu = next((used for used in prediction.utilizations if used.convention == "causal"), None)
-    utilized = ""
-    if mfu is not None and mfu.value is not None and mfu.peak_flops_per_s is not None:
-        peak = units.format_rate(mfu.peak_flops_per_s, "FLOP/s")
-        utilized = f", an MFU of {100 * mfu.value:.1f} % (causal FLOPs, of the dense {mfu.dtype} peak of {peak})"
     tokens = " ".join(units.format_rate(spec.tokens_of_all / step.seconds, " tokens/s").split())
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
@@ -44,12 +41,35 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
             sentences=(
                 f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
                 f"probability of 90 %; {_BOUND[step.bound]}.",
-                f"That is {tokens} on one GPU{utilized}.",
-            )
+                f"That is {tokens} on one GPU{mfu_words(prediction.utilizations)}.",
+            ),
+            cautions=tuple(_lack_of_memory(prediction)),
         ),
         sections=tuple(_sections(prediction)),
         data=Table(name="prediction", columns=(), rows=tuple(time_rows(prediction))),
     )
+
+
+def mfu_words(utilizations: Sequence[Utilization]) -> str:
+    """The MFU with its convention and its peak, after a comma; empty where it is not known."""
+    mfu = next((used for used in utilizations if used.convention == "causal"), None)
+    if mfu is None or mfu.value is None or mfu.peak_flops_per_s is None:
+        return ""
+    peak = units.format_rate(mfu.peak_flops_per_s, "FLOP/s")
+    return f", an MFU of {100 * mfu.value:.1f} % (causal FLOPs, of the dense {mfu.dtype} peak of {peak})"
+
+
+def _lack_of_memory(prediction: StepTimePrediction) -> Iterator[str]:
+    """That the step is too large for the GPU, or nearly so."""
+    fit, least = prediction.fit, prediction.least_device_bytes
+    if fit is None or least is None or fit.verdict in ("fits", "not known"):
+        return
+    needed, usable = units.format_bytes(least), units.format_bytes(fit.usable_bytes)
+    told = f"Warning: the step {ANSWERS[fit.verdict].format(fit.gpu)}: it needs at least {needed} of the {usable} that "
+    told += "a program can use"
+    if fit.verdict == "does not fit":
+        told += "; the time is that of a GPU as fast with enough memory"
+    yield f"{told}. `steplab plan memory` says what takes the memory."
 
 
 def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
@@ -136,7 +156,8 @@ def _part_rows(prediction: StepTimePrediction) -> list[Row]:
 
 
 def time_rows(prediction: StepTimePrediction) -> list[Row]:
-    """One row for each phase and the step, kind of kernel, convention of MFU and HFU, note and source.
+    """One row for each phase and the step, kind of kernel, convention of MFU and HFU, note and source, and one for the
+    GPU's memory.
 
     `row` tells them apart. The seconds of the parts of a phase sum to its device_s, and those of the phases to the
     step's.
@@ -147,6 +168,9 @@ def time_rows(prediction: StepTimePrediction) -> list[Row]:
         {"row": used.kind, "what": used.convention, "share": used.value, "flops": used.flops, "dtype": used.dtype}
         for used in prediction.utilizations
     ]
+    if prediction.fit:
+        fit = prediction.fit
+        rows.append({"row": "card", "what": fit.gpu, "verdict": fit.verdict, "total_bytes": fit.usable_bytes})
     rows += [{"row": "note", "what": note} for note in prediction.notes]
     rows += [{"row": "source", "what": source} for source in prediction.sources]
     names = dict.fromkeys(name for row in rows for name in row)
