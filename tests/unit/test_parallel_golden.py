@@ -232,3 +232,13 @@ def disturbed(run: DdpRun) -> list[str]:
 
 def a_tenth_longer(samples: PhaseSamples) -> PhaseSamples:
     return replace(samples, device_s=tuple(1.1 * second for second in samples.device_s or ()))
+
+
+def test_after_an_update_in_parts_the_state_of_all_of_them_is_there(studies_of_updates: dict[str, DdpRun]) -> None:
+    """Two moments in fp32 of each of xl's 2.0 G parameters, whatever the parts in which they were made."""
+    for study in studies_of_updates.values():
+        for each in study.cells:
+            memory = [rank.moment("after_step") for rank in each.ranks]
+            if each.failure is None and each.contender.kind != "sharded":
+                assert memory
+                assert all(one and one.optimizer_bytes == pytest.approx(8 * 1_998_235_200, rel=1e-3) for one in memory)

@@ -116,9 +116,15 @@ class DdpRank:
         return any(allocated is not None and allocated + _ROUNDING_BYTES < known for allocated, known in counted)
 
     def moment(self, name: str) -> StateMemory | None:
-        """The memory at one of MOMENTS; `allocated_bytes` is None if it is not known."""
-        found = next((memory for memory in self.memory if memory.moment == name), None)
-        return replace(found, allocated_bytes=None) if found and self.baseline_freed else found
+        """The memory at one of MOMENTS; `allocated_bytes` is None if it is not known.
+
+        Of an update in parts, early records have what was held after each part: the step ends with the last.
+        """
+        looks = [memory for memory in self.memory if memory.moment == name]
+        if not looks:
+            return None
+        found = looks[-1 if name == "after_step" else 0]
+        return replace(found, allocated_bytes=None) if self.baseline_freed else found
 
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""
