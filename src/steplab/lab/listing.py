@@ -13,7 +13,7 @@ from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.registry import KINDS_IN_LISTS
 from steplab.records.rows import Row, Scalar
-from steplab.units import parse_bytes, parse_duration
+from steplab.units import counted, parse_bytes, parse_duration
 
 STUDY = "study"
 """The kind of rows that are studies and no records."""
@@ -31,7 +31,7 @@ _FIELD = re.compile(r"[\w.-]+")
 _CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS)) + r")\s*(.+?)\s*")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Listing:
     """The rows of a list."""
 
@@ -41,6 +41,10 @@ class Listing:
     """Number of further rows that match, beyond the limit."""
     unknown: tuple[tuple[str, str], ...]
     """Id and kind of each stored record of a kind that this version does not know."""
+
+    def __repr__(self) -> str:
+        left_out = f", {self.num_left_out} left out" if self.num_left_out else ""
+        return f"<{type(self).__name__}: {counted(len(self.rows), 'row')}{left_out}; `rows` are dicts, also for pandas>"
 
 
 def list_records(

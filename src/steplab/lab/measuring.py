@@ -29,7 +29,8 @@ def measure(
     """Measure one training step in a process of its own, and store the record.
 
     `spec` is a whole StepSpec, or the name of a model (a size, hf:PATH/config.json, package.module:function), with
-    the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping):
+    the other fields by name, as on the command line (`pass` is spelled `pass_name`, sizes go in a mapping);
+    `help(steplab.StepSpec)` lists them:
 
         run = steplab.measure("small", context=256, precision="bf16")
         run = steplab.measure("tiny", **{"model.num_layers": 4})

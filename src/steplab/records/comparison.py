@@ -164,7 +164,7 @@ class Side:
     """Commits of the working directories in which they were measured; empty: none known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Comparison:
     """Two records, or two sets of records, cell by cell."""
 
@@ -188,6 +188,12 @@ class Comparison:
     """Reasons to doubt the times, in whole sentences; no time that differs decides then."""
     notes: tuple[str, ...] = ()
     """What is not compared, and why."""
+
+    def __repr__(self) -> str:
+        ratios = [f"{figure.name} {figure.ratio.ratio:.3f}×" for figure in self.deciding[:3] if figure.ratio]
+        more = [f"{len(self.deciding) - 3} more figures"] if len(self.deciding) > 3 else []
+        told = ", ".join([self.outcome, *ratios, *more])
+        return f"<{type(self).__name__} of {self.b.told} against {self.a.told}: {told}>"
 
     @property
     def deciding(self) -> tuple[ComparedFigure, ...]:

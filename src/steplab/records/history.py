@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from steplab.units import counted
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
@@ -36,7 +38,7 @@ class ChangePoint:
         return self.after / self.before
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Series:
     """The history of one step on one device."""
 
@@ -48,3 +50,7 @@ class Series:
     """Oldest first."""
     changes: tuple[ChangePoint, ...]
     """In the order of the points."""
+
+    def __repr__(self) -> str:
+        told = f"{counted(len(self.points), 'point')}, {counted(len(self.changes), 'change')} of level"
+        return f"<{type(self).__name__} {self.metric} of {self.label}: {told}>"

@@ -26,7 +26,7 @@ Scalar = str | int | float | None
 """A value in a row."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Declared:
     """The declaration of a field, in its annotation; name, type, choices and default come from the dataclass."""
 
@@ -84,6 +84,9 @@ class Declared:
     """Known values of a text in the order of charts; a field with choices uses their order."""
     baseline: Scalar = None
     """The value that a page's summary compares other values with; None: no comparison."""
+
+    def __repr__(self) -> str:  # short, because Python shows it in the signature of each class that has such fields
+        return f"{type(self).__name__}({self.help!r})"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
