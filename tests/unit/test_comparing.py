@@ -16,6 +16,7 @@ from tests.ddp_records import make_ddp_run
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 
 from steplab.comparison.comparing import compare
+from steplab.comparison.samples import FEWEST
 from steplab.errors import Inconclusive, UserError
 from steplab.records.codec import decode
 from steplab.records.comparison import ComparedFigure, Comparison, Side
@@ -106,7 +107,7 @@ def test_identical_runs_on_an_overloaded_machine_decide_nothing() -> None:
     assert len(runs) == 16
     outcomes = {compared(a, b).outcome for a, b in itertools.pairwise(runs)}
     assert outcomes == {"undecided"}
-    assert "measures A and B in turns" in verdict(compared(*runs[:2])).cautions[-1]
+    assert "measure A and B in turns" in verdict(compared(*runs[:2])).cautions[-1]
 
 
 def test_runs_that_took_turns_are_compared_turn_by_turn() -> None:
@@ -214,6 +215,15 @@ def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
     found = compared(recorder_run(), recorder_run())
     assert found.outcome == "fine"
     assert {figure.name for figure in found.figures} >= {"step time", "load batch", "update"}
+
+
+def test_turns_are_advised_only_for_what_can_be_run_again() -> None:
+    """`steplab ab` runs steps of specs; a loop that was recorded is the user's to run again."""
+    (of_steps,), (of_loops,) = (verdict(compared(run, run)).cautions for run in (STEADY, recorder_run()))
+    assert of_steps.endswith("measure A and B in turns, by `steplab ab`.")
+    assert of_loops.endswith(
+        f"measure each side in {'six' if FEWEST == 6 else FEWEST} processes or more, all under one name."
+    )
 
 
 # --- explanations -----------------------------------------------------------------------------------------

@@ -96,6 +96,7 @@ def compare(
             if after.failure and not before.failure
         ),
         in_turns=any(_pair_in_turns(before, after) for before, after in pairs),
+        can_run_again=all(isinstance(record, Run) and record.spec for record in (*records_a, *records_b)),
         doubts=tuple(dict.fromkeys(doubt for found in doubts for doubt in found)),
         notes=tuple(_notes(cells_a, cells_b, named)),
     )

@@ -184,6 +184,9 @@ class Comparison:
     """Cells that failed in B and not in A, each with the reason."""
     in_turns: bool = False
     """Whether the runs took turns on the device; their step times then belong together, turn by turn."""
+    can_run_again: bool = True
+    """Whether `steplab ab` can measure A and B again, in turns: it cannot where one is a recorded loop or a
+    benchmark."""
     doubts: tuple[str, ...] = ()
     """Reasons to doubt the times, in whole sentences; no time that differs decides then."""
     notes: tuple[str, ...] = ()

@@ -93,14 +93,17 @@ def value_words(value: float, unit: str) -> str:
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
+    remedy = "measure each side in six processes or more, all under one name"
+    if comparison.can_run_again:
+        remedy = "measure A and B in turns, by `steplab ab`"
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         yield from (f"Warning: {doubt}" for doubt in comparison.doubts)
-        yield "Such times decide nothing; `steplab ab` measures A and B in turns."
+        yield f"Such times decide nothing: {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process, and processes of the same step differ by more than steps within one: "
-            "differences of a few per cent need runs in turns, by `steplab ab`."
+            f"for differences of a few per cent, {remedy}."
         )
 
 
