@@ -19,7 +19,7 @@ GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
 
 
-def _unwatched(done_bytes: int, size_bytes: int) -> None:
+def unwatched(done_bytes: int, size_bytes: int) -> None:
     """The progress of reading is ignored."""
 
 
@@ -33,7 +33,7 @@ class Unpacked(io.RawIOBase):
         self,
         file: IO[bytes],
         limits: Limits | None = None,
-        on_progress: OnProgress = _unwatched,
+        on_progress: OnProgress = unwatched,
         *,
         size_bytes: int = 0,
     ) -> None:

@@ -18,20 +18,16 @@ from steplab.snapshots.machine import PickleMachine
 from steplab.snapshots.refusal import Refused, expect
 from steplab.snapshots.stacks import Stacks
 from steplab.snapshots.window import WINDOW_BYTES, Window
-from steplab.unpacking import OnProgress, Unpacked
+from steplab.unpacking import OnProgress, Unpacked, unwatched
 
 _WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
 _PROTO = b"\x80"
 _ZIP = b"PK\x03\x04"
 
 
-def _unwatched(done_bytes: int, size_bytes: int) -> None:
-    """The progress of reading is ignored."""
-
-
 def read_snapshot(
     path: Path,
-    on_progress: OnProgress = _unwatched,
+    on_progress: OnProgress = unwatched,
     *,
     limits: Limits | None = None,
     window_bytes: int = WINDOW_BYTES,

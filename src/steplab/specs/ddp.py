@@ -30,6 +30,8 @@ TRANSPORTS = (COLLECTIVES, "peer_copy")
 """How gradients are sent, by DataParallel's names."""
 UPDATES = (AFTER, OVERLAPPED)
 """When parameters are updated: after all gradients have arrived, or some at a time as soon as their own have."""
+_CHOICES = {"transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES), "update": (WITH_UPDATE, UPDATES, AFTER)}
+"""What some kinds of variant have a choice of: those kinds, the values, and the default."""
 _SIZED = ("bucketed", "torch_ddp")
 """Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
@@ -74,24 +76,16 @@ class Variant:
             object.__setattr__(self, "bucket_size_mb", DEFAULT_BUCKET_MB)
         elif not 0 < self.bucket_size_mb < float("inf"):
             raise UserError(f"a bucket size must be a positive number of MB, not {self.bucket_size_mb}")
-        if self.kind not in WITH_TRANSPORT:
-            if self.transport is not None:
-                raise UserError(
-                    f"{self.kind} has no choice of transport; variants that have one: {', '.join(WITH_TRANSPORT)}"
-                )
-        elif self.transport is None:
-            object.__setattr__(self, "transport", COLLECTIVES)
-        elif self.transport not in TRANSPORTS:
-            raise UserError(f"transport '{self.transport}' is not known; choose some of {', '.join(TRANSPORTS)}")
-        if self.kind not in WITH_UPDATE:
-            if self.update is not None:
-                raise UserError(
-                    f"{self.kind} has no choice of update; variants that have one: {', '.join(WITH_UPDATE)}"
-                )
-        elif self.update is None:
-            object.__setattr__(self, "update", AFTER)
-        elif self.update not in UPDATES:
-            raise UserError(f"update '{self.update}' is not known; choose some of {', '.join(UPDATES)}")
+        for name, (kinds, known, default) in _CHOICES.items():
+            chosen = getattr(self, name)
+            if self.kind not in kinds:
+                if chosen is not None:
+                    has = f"variants that have one: {', '.join(kinds)}"
+                    raise UserError(f"{self.kind} has no choice of {name}; {has}")
+            elif chosen is None:
+                object.__setattr__(self, name, default)
+            elif chosen not in known:
+                raise UserError(f"{name} '{chosen}' is not known; choose some of {', '.join(known)}")
 
     @property
     def family(self) -> str:
@@ -180,20 +174,16 @@ def refuse_what_none_uses(
 ) -> None:
     """Raise UserError if bucket sizes, transports or updates are given and none of the variants uses them."""
     kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
-    if bucket_sizes_mb is not None and not any(name.strip() in _SIZED for name in names):
-        raise UserError(
-            f"bucket sizes have no effect on {whose}; leave --bucket-sizes out, or add {' or '.join(_SIZED)} to "
-            "--variants"
-        )
-    if transports is not None and not set(WITH_TRANSPORT) & set(kinds):
-        raise UserError(
-            f"a transport has no effect on {whose}; leave --transport out, or add {' or '.join(WITH_TRANSPORT)} to "
-            "--variants"
-        )
-    if updates is not None and not set(WITH_UPDATE) & set(kinds):
-        raise UserError(
-            f"an update has no effect on {whose}; leave --update out, or add {' or '.join(WITH_UPDATE)} to --variants"
-        )
+    sized = set(_SIZED).intersection(map(str.strip, names))
+    for what, option, given, having, used in (
+        ("bucket sizes have", "--bucket-sizes", bucket_sizes_mb, _SIZED, sized),
+        ("a transport has", "--transport", transports, WITH_TRANSPORT, set(WITH_TRANSPORT).intersection(kinds)),
+        ("an update has", "--update", updates, WITH_UPDATE, set(WITH_UPDATE).intersection(kinds)),
+    ):
+        if given is not None and not used:
+            raise UserError(
+                f"{what} no effect on {whose}; leave {option} out, or add {' or '.join(having)} to --variants"
+            )
 
 
 def variants_of(

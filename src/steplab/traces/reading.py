@@ -8,18 +8,14 @@ from steplab.traces.document import CHUNK_BYTES, NotATrace
 from steplab.traces.kineto import read_kineto
 from steplab.traces.nsys import SQLITE_MAGIC, read_nsys
 from steplab.traces.trace import Trace
-from steplab.unpacking import OnProgress, Unpacked
+from steplab.unpacking import OnProgress, Unpacked, unwatched
 
 _WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight Systems exports (nsys export --type sqlite)"
 
 
-def _unwatched(done_bytes: int, size_bytes: int) -> None:
-    """The progress of reading is ignored."""
-
-
 def read_trace(
     path: Path,
-    on_progress: OnProgress = _unwatched,
+    on_progress: OnProgress = unwatched,
     *,
     limits: Limits | None = None,
     chunk_bytes: int = CHUNK_BYTES,
