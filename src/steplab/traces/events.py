@@ -33,27 +33,17 @@ class Args(Struct, frozen=True, gc=False):
     """Numbers and flags, as text."""
 
 
-class AnyEvent(Struct, frozen=True, gc=False):
+class Event(Struct, frozen=True, gc=False):
     """The fields that are read of an event of any category."""
 
     cat: str = ""
     name: str = ""
+    ts: Raw = Raw(b"null")
+    """The start, in its written digits."""
     dur: float | int | str | None = None
     pid: Number = None
     tid: Number = None
     args: Args = Args()
-
-
-class Event(AnyEvent, frozen=True, gc=False):
-    """An event with its start as a number."""
-
-    ts: float | int | str | None = None
-
-
-class ExactEvent(AnyEvent, frozen=True, gc=False):
-    """An event whose start keeps its written digits."""
-
-    ts: Raw = Raw(b"null")
 
 
 class Category(Struct, gc=False):
@@ -64,8 +54,7 @@ class Category(Struct, gc=False):
 
 CATEGORIES = Decoder(list[Category])
 EVENTS = Decoder(list[Event])
-EXACT_EVENTS = Decoder(list[ExactEvent])
-EXACT_EVENT = Decoder(ExactEvent)
+EVENT = Decoder(Event)
 """What a text may be decoded as."""
 
 
@@ -77,7 +66,7 @@ def decoded(decoder: Decoder[_Type], text: memoryview | bytes) -> _Type | None:
         return None
 
 
-def repair_event(text: bytes) -> ExactEvent | None:
+def repair_event(text: bytes) -> Event | None:
     """An event that the decoder refused; None if it cannot be read as a JSON object, or a field has a wrong type.
 
     NaN, Infinity and null count as absent; control characters, halves of surrogate pairs and bad UTF-8 in strings are
@@ -89,7 +78,7 @@ def repair_event(text: bytes) -> ExactEvent | None:
         )
         if not isinstance(value, dict):
             return None
-        given = {name: value[name] for name in ExactEvent.__struct_fields__ if value.get(name) is not None}
-        return EXACT_EVENT.decode(json.dumps(given, ensure_ascii=False).encode("utf-8", "replace"))
+        given = {name: value[name] for name in Event.__struct_fields__ if value.get(name) is not None}
+        return EVENT.decode(json.dumps(given, ensure_ascii=False).encode("utf-8", "replace"))
     except (msgspec.DecodeError, ValueError, RecursionError):
         return None

@@ -7,7 +7,6 @@ Python frames, arrows between events, counters and metadata are skipped.
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
-from typing import TypeVar
 
 import msgspec
 import numpy as np
@@ -17,18 +16,15 @@ from steplab.limits import LimitReached, Limits
 from steplab.traces.document import CHUNK_BYTES, Document, NotATrace
 from steplab.traces.events import (
     CATEGORIES,
+    EVENT,
     EVENTS,
-    EXACT_EVENT,
-    EXACT_EVENTS,
     NO_DIMS,
-    AnyEvent,
     Event,
-    ExactEvent,
     Number,
     decoded,
     repair_event,
 )
-from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, float_nanoseconds, text_nanoseconds
+from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, start_nanoseconds
 from steplab.traces.splitting import LONGEST_EVENT_BYTES
 from steplab.traces.trace import (
     EARLIEST_NS,
@@ -62,7 +58,6 @@ cuda too), and capitalised as before torch 1.12."""
 _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 
 
-SomeEvent = TypeVar("SomeEvent", Event, ExactEvent)
 Columns = Mapping[str, Values]
 """The columns that events of every kind have."""
 
@@ -129,8 +124,6 @@ class Collector:
         self.num_repaired = 0
         """Events that were read although they are not valid JSON."""
         self._limits = limits
-        self._exact = False
-        """Whether starts are read digit by digit."""
         self._is_passing_over = False
         """Whether the last piece contained nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
@@ -143,51 +136,30 @@ class Collector:
                 self._count(len(passed))
                 return True
         num_kept = self.num_kept
-        taken = self._take_exactly(array) if self._exact else self._take(array)
-        # Python's frames, a third of a trace with stacks, lie in one stretch.
-        self._is_passing_over = taken and self.num_kept == num_kept
-        return taken
-
-    def _take(self, array: memoryview) -> bool:
         events = decoded(EVENTS, array)
-        if events is None:
-            return False
-        groups = _grouped(events)
-        start_ns = float_nanoseconds([event.ts for group in groups for event in group])
-        if start_ns is None:
-            # The rest is read so too: the times of one trace have one form.
-            self._exact = True
-            return self._take_exactly(array)
-        self._add(len(events), groups, start_ns)
-        return True
-
-    def _take_exactly(self, array: memoryview) -> bool:
-        events = decoded(EXACT_EVENTS, array)
         if events is not None:
-            self._add_exact(events)
+            self._add(events)
+        # Python's frames, a third of a trace with stacks, lie in one stretch.
+        self._is_passing_over = events is not None and self.num_kept == num_kept
         return events is not None
 
     def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
         """Take events one by one. `goes_on` is called with the number of each element that cannot be read; if it
         returns False, that element was the last, and this returns False too."""
-        events = list[ExactEvent]()
+        events = list[Event]()
         went_on = True
         for number, element in enumerate(elements):
             if text := bytes(element).strip():
                 is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
-                event = decoded(EXACT_EVENT, text) if is_object else None
+                event = decoded(EVENT, text) if is_object else None
                 if is_object and event is None and (event := repair_event(text)):
                     self.num_repaired += 1
                 if event is not None:
                     events.append(event)
                 elif not (went_on := goes_on(number)):
                     break
-        self._add_exact(events)
+        self._add(events)
         return went_on
-
-    def _add_exact(self, events: list[ExactEvent]) -> None:
-        groups = _grouped(events)
-        self._add(len(events), groups, text_nanoseconds([event.ts for group in groups for event in group]))
 
     def _count(self, num_events: int) -> None:
         self.num_events += num_events
@@ -195,10 +167,12 @@ class Collector:
         if self.num_events - self.num_kept > most:
             raise LimitReached(f"it has more than {most:,} events of kinds that are not read")
 
-    def _add(self, num_events: int, groups: Sequence[Sequence[AnyEvent]], start_ns: Integers) -> None:
-        self._count(num_events)
+    def _add(self, events: Sequence[Event]) -> None:
+        self._count(len(events))
+        groups = _grouped(events)
         kept = [event for group in groups for event in group]
         sizes = [len(group) for group in groups]
+        start_ns = start_nanoseconds([event.ts for event in kept])
         duration_ns = duration_nanoseconds([event.dur for event in kept])
         impossible = (start_ns < EARLIEST_NS) | (start_ns > LATEST_NS) | (duration_ns > LONGEST_NS)  # MISSING is early
         untimed = impossible | (duration_ns == MISSING)
@@ -218,7 +192,7 @@ class Collector:
                 span = slice(begin, end)
                 add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
 
-    def _add_work(self, events: Sequence[AnyEvent], common: Columns) -> None:
+    def _add_work(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
         device = _integers([a.device for a in args])
         self.devices.update(device.tolist())
@@ -231,11 +205,11 @@ class Collector:
             size_bytes=_integers([a.size_bytes for a in args]),
         )
 
-    def _add_calls(self, events: Sequence[AnyEvent], common: Columns) -> None:
+    def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
         self.builder.add(HostCalls, **common, thread=self._threads(events), correlation=correlation)
 
-    def _add_ops(self, events: Sequence[AnyEvent], common: Columns) -> None:
+    def _add_ops(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
         numbers, join = self._inputs, b",".join
         texts = [
@@ -250,17 +224,17 @@ class Collector:
             inputs=[NONE if text[0] is NO_DIMS else numbers[join(text)] for text in texts],
         )
 
-    def _add_ranges(self, events: Sequence[AnyEvent], common: Columns) -> None:
+    def _add_ranges(self, events: Sequence[Event], common: Columns) -> None:
         self.builder.add(Ranges, **common, thread=self._threads(events))
 
-    def _threads(self, events: Sequence[AnyEvent]) -> list[int]:
+    def _threads(self, events: Sequence[Event]) -> list[int]:
         numbers = self.builder.threads
         return [numbers[event.pid, event.tid] for event in events]
 
 
-def _grouped(events: Sequence[SomeEvent]) -> tuple[list[SomeEvent], ...]:
+def _grouped(events: Sequence[Event]) -> tuple[list[Event], ...]:
     """The events of each group of categories; all others are left out."""
-    groups = tuple(list[SomeEvent]() for _ in _CATEGORIES)
+    groups = tuple(list[Event]() for _ in _CATEGORIES)
     appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
     for event in events:
         if append := appends.get(event.cat):

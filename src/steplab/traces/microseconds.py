@@ -1,9 +1,7 @@
 """Kineto's times, microseconds in decimal, as whole nanoseconds.
 
-Traces that count from a base of their own stay below 2^43 µs, where a double still tells each nanosecond from the next,
-if it is not multiplied as a whole: 4458676522690.655 times 1000 comes out one off in every fourth case. Those of torch
-2.2 and 2.3 count from 1970 and write 1712195495505582.988, which a double would round by up to 125 ns: there the digits
-are read as they are written.
+Starts are read digit by digit, as they are written: as a double 4458676522690.655 times 1000 comes out one off in every
+fourth case, and 1712195495505582.988, as torch 2.2 and 2.3 write it, which count from 1970, is rounded by up to 125 ns.
 """
 
 from collections.abc import Sequence
@@ -22,24 +20,11 @@ _COMMA, _DOT = b","[0], b"."[0]
 _IN_PLAIN_NUMBERS = np.zeros(256, dtype=bool)
 _IN_PLAIN_NUMBERS[list(b"0123456789-.,")] = True
 _LONGEST = len("9007199254740991.999")
-_MOST_EXACT_US = 2.0**43
 _MOST_US = 2**53
 """285 years: with three decimals still an int64 of nanoseconds."""
 
 
-def float_nanoseconds(times_us: Sequence[float | int | str | None]) -> Integers | None:
-    """Nanoseconds of each time, exact to three decimals; None if one is missing, or too large."""
-    try:
-        us = np.fromiter(times_us, np.float64, len(times_us))
-    except (TypeError, ValueError):
-        return None
-    if not np.all(np.abs(us) < _MOST_EXACT_US):
-        return None
-    whole = np.floor(us)
-    return whole.astype(np.int64) * 1000 + np.rint((us - whole) * 1000).astype(np.int64)
-
-
-def text_nanoseconds(times_us: Sequence[Raw]) -> Integers:
+def start_nanoseconds(times_us: Sequence[Raw]) -> Integers:
     """Nanoseconds of the numbers in JSON text, exact as far as they are whole; MISSING for anything else."""
     text = b",".join(times_us)
     characters = np.frombuffer(text, dtype=np.uint8)
