@@ -1,63 +1,85 @@
-"""The layouts of N GPUs side by side: step time, tokens a second, peak memory. A few minutes.
+"""The layouts of N GPUs side by side: step time and peak memory, measured and predicted. Some 20 seconds a layout.
 
-python benchmarks/layout_study.py 4 [--store layouts.db] [STEP OPTIONS ...]     (from the root of the checkout)
+    python benchmarks/layout_study.py 4 [--store layouts.db] [--layouts "fsdp=4; pp=4"] [STEP OPTIONS ...]
 
-Each is measured by `steplab run`, in processes of its own, and stored; a table comes last. Step options that are given
-replace the defaults: --model 2.7b --context 2048 --batch 4 --precision bf16 --compile default --attention sdpa.
+Each is measured in processes of its own, as by `steplab run --layout`, stored, and printed when it has ended: the
+record, the median step beside the plan's, tokens a second, MFU, and the peak memory of rank 0 beside the plan's. Step
+options that are given replace the defaults: --model 2.7b --context 2048 --batch 4 --precision bf16 --compile default
+--attention sdpa. Further fields may follow a layout, as in "fsdp=4 checkpointing=full".
 """
 
-import json
-import subprocess
-import sys
-from typing import Any
+import argparse
+
+import steplab
+from steplab.errors import SteplabError
+from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.layout.links import machine_of
+from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.time import LayoutClock
+from steplab.plan.memory import workspace_of
+from steplab.plan.rates import gpu_named
+from steplab.records.rows import run_row
+from steplab.records.run import Run
+from steplab.specs.hardware import find_hardware
 
 LAYOUTS = {
-    2: ["dp=2", "fsdp=2", "fsdp=2 --reshard-after-forward never", "tp=2", "pp=2", "fsdp=2 --checkpointing full"],
+    2: ["fsdp=2", "tp=2", "pp=2", "dp=2", "fsdp=2 reshard_after_forward=never", "fsdp=2 checkpointing=full"],
     4: ["dp=4", "fsdp=4", "dp=2,fsdp=2", "tp=4", "tp=2,fsdp=2", "pp=4", "pp=2,fsdp=2", "pp=2,tp=2"],
+    8: ["dp=8", "fsdp=8", "dp=2,fsdp=4", "tp=8", "tp=2,fsdp=4", "pp=8", "pp=4,fsdp=2", "pp=2,tp=2,fsdp=2"],
 }
-DEFAULTS = [
-    *("--model", "2.7b", "--context", "2048", "--batch", "4", "--precision", "bf16"),
-    *("--compile", "default", "--attention", "sdpa"),
-]
+"""By the number of GPUs."""
+DEFAULTS = {
+    "model": "2.7b", "context": "2048", "batch": "4", "precision": "bf16", "compile": "default", "attention": "sdpa",
+}  # fmt: skip
+COLUMNS = f"{'layout':40} {'record':12} {'step ms':>8} {'plan':>8} {'tokens/s':>9} {'MFU %':>6} {'GiB':>6} {'plan':>6}"
 
 
-def measured(num_gpus: int, layout: str, options: list[str]) -> dict[str, Any]:
-    """The record's row, or what was said instead."""
-    command = [sys.executable, "-m", "steplab", "run", *options, "--gpus", str(num_gpus), "--layout", *layout.split()]
-    finished = subprocess.run([*command, "--format", "json"], capture_output=True, text=True, check=False)
-    if not finished.stdout.strip():
-        said = finished.stderr.strip().splitlines() or ["nothing was said"]
-        return {"failure": said[-1]}
-    row: dict[str, Any] = json.loads(finished.stdout)[0]
-    return row
+def predicted(run: Run) -> tuple[float | None, float | None]:
+    """The step's seconds and rank 0's peak bytes by the plan; None where it predicts none."""
+    assert run.spec is not None
+    assert run.environment is not None
+    hardware = find_hardware(run.environment.device.name)
+    if hardware is None:
+        return None, None
+    gathering = Gathering(fused_norms=not run.environment.torch.startswith("2.11"))
+    try:
+        time = LayoutClock(gpu_named(hardware.name), machine_of(hardware, None)).time(run.spec)
+        first = memory_by_rank(run.spec, workspace_of(hardware.name).value, gathering=gathering)[0]
+    except SteplabError:
+        return None, None
+    return (time.seconds if time else None), float(first.peak_bytes)
 
 
 def main() -> None:
-    num_gpus, given = int(sys.argv[1]), sys.argv[2:]
-    options = list(DEFAULTS)
-    for name, value in zip(given[::2], given[1::2], strict=True):
-        if name in options:
-            options[options.index(name) + 1] = value
-        else:
-            options += [name, value]
-    rows = []
-    for layout in LAYOUTS[num_gpus]:
-        print(f"{layout} ...", file=sys.stderr, flush=True)
-        rows.append((layout, measured(num_gpus, layout, options)))
-    print(" ".join(options))
-    print(f"{'layout':42} {'step ms':>9} {'tokens/s':>9} {'MFU %':>6} {'GiB, rank 0':>11}")
-    for layout, row in rows:
-        print(f"{layout:42} {shown(row)}")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("gpus", type=int, choices=sorted(LAYOUTS))
+    parser.add_argument("--store")
+    parser.add_argument("--layouts", type=lambda text: text.split(";"), help="instead of all, separated by ;")
+    options, given = parser.parse_known_args()
+    fields = DEFAULTS | {
+        name.lstrip("-").replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)
+    }
+    print(COLUMNS, flush=True)
+    for layout in options.layouts or LAYOUTS[options.gpus]:
+        name, *more = layout.split()
+        run = steplab.measure(store=options.store, layout=name, **fields, **dict(one.split("=") for one in more))
+        print(f"{layout:40} {shown(run)}", flush=True)
 
 
-def shown(row: dict[str, Any]) -> str:
-    """Figures of a row, or its failure."""
-    if row["failure"] is not None:
-        return str(row["failure"])
-    mfu, peak = row["mfu"], row["peak_allocated_bytes"]
-    figures = [f"{row['step_time_s'] * 1e3:9.1f}", f"{row['tokens_per_s']:9.0f}"]
-    figures += [f"{mfu * 100:6.1f}" if mfu else f"{'–':>6}", f"{peak / 2**30:11.1f}" if peak else f"{'–':>11}"]
-    return " ".join(figures)
+def shown(run: Run) -> str:
+    """The figures of a record, or its failure."""
+    if run.failure:
+        return f"{run.id} {run.failure.kind}: {run.failure.message}"
+    row, (plan_s, plan_bytes) = run_row(run), predicted(run)
+    scaled = [
+        (row["step_time_s"], 1e3, "8.1f"), (plan_s, 1e3, "8.1f"), (row["tokens_per_s"], 1, "9.0f"),
+        (row["mfu"], 100, "6.1f"), (row["peak_allocated_bytes"], 2**-30, "6.1f"), (plan_bytes, 2**-30, "6.1f"),
+    ]  # fmt: skip
+    figures = [
+        f"{value * by:{form}}" if isinstance(value, int | float) else "–".rjust(int(form[0]))
+        for value, by, form in scaled
+    ]
+    return " ".join([run.id, *figures])
 
 
 if __name__ == "__main__":
