@@ -60,7 +60,7 @@ def main() -> None:
         name.lstrip("-").replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)
     }
     print(COLUMNS, flush=True)
-    for layout in options.layouts or LAYOUTS[options.gpus]:
+    for layout in map(str.strip, options.layouts or LAYOUTS[options.gpus]):
         name, *more = layout.split()
         run = steplab.measure(store=options.store, layout=name, **fields, **dict(one.split("=") for one in more))
         print(f"{layout:40} {shown(run)}", flush=True)
