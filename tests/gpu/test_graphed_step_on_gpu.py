@@ -155,8 +155,9 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one(tmp_pa
         peak, expected = graph.memory.peak(phase), plain.memory.peak(phase)
         assert peak is not None
         assert expected is not None
-        # The same tensors, in blocks that are filled up to others: a graph's pool was empty when it was recorded.
-        assert abs(peak.peak_allocated_bytes - expected.peak_allocated_bytes) < filled_up
+        # The same tensors, in blocks that are filled up less: a graph's pool was empty when it was recorded.
+        saved = expected.peak_allocated_bytes - peak.peak_allocated_bytes  # 40.6 MB of 79 on an H200
+        assert -(2**20) < saved < filled_up
         # Graphs do not fill up the blocks of which the state of the steps before them takes a part.
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
