@@ -8,6 +8,7 @@ from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import pytest
 import torch
 from tests.runs import make_run
@@ -781,3 +782,31 @@ def test_the_flops_of_a_model_of_ones_own_are_those_that_were_counted() -> None:
 def test_a_run_that_lacks_what_a_utilization_is_made_of_has_none(left_out: str) -> None:
     missing: dict[str, Any] = {left_out: None}
     assert utilizations(make_run(**missing), PeakFigure(flops_per_s=1.0, source="")) == ()
+
+
+@pytest.mark.parametrize(
+    ("fields", "each"),
+    [
+        ({}, 16),  # weights, gradients, two moments
+        ({"optimizer": "sgd"}, 8),
+        ({"precision": "bf16_pure"}, 8),
+        ({"pass": "forward"}, 4),
+        ({"update": "overlapped"}, 12),
+    ],
+)
+def test_a_step_larger_than_the_host_is_not_built(
+    fields: dict[str, Any], each: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host that runs out of memory ends other programs, and not this one alone."""
+    spec = resolve_step({"model": "tiny", "context": 8, "steps": 1, "warmup": 0, "device": "cpu"} | fields)
+    assert spec.model.shape is not None
+    state = each * num_parameters(spec.model.shape)
+    monkeypatch.setattr(psutil, "swap_memory", lambda: SimpleNamespace(total=0))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=state))
+    assert measure_here(spec, Observer()).failure is None
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=state - 1))
+    monkeypatch.setattr(session, "build_workload", None)
+    failure = measure_here(spec, Observer()).failure
+    assert failure is not None
+    assert failure.kind == "out_of_memory"
+    assert "choose a smaller --model" in failure.message

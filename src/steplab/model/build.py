@@ -19,7 +19,7 @@ from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
 from steplab.ops.triton_device import runs_on
 from steplab.specs.attention_kernels import chosen_by_auto
-from steplab.specs.model import refuse_planning_only
+from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec
 
 if TYPE_CHECKING:
@@ -41,6 +41,15 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
     if spec.model.kind == "factory":
         return build_factory(spec, device)
     return _build_transformer(spec, device, span)
+
+
+def count_parameters(shape: TransformerShape) -> int:
+    """Number of parameters of a built-in model, none of which is allocated."""
+    from steplab.model.transformer import Transformer
+
+    with torch.device("meta"):
+        module = Transformer(shape, context=1, attention=attention_named("plain"))
+    return sum(parameter.numel() for parameter in module.parameters())
 
 
 def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Workload:

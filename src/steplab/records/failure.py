@@ -11,8 +11,9 @@ class Failure:
     """Why a step, a cell or an audit has no figures."""
 
     kind: FailureKind
-    """Kind of failure. out_of_memory: an allocation was refused. crashed: the process died, or its GPU failed. timeout:
-    it took too long. error: the model or torch raised an exception."""
+    """Kind of failure. out_of_memory: an allocation was refused, or the state of the step is larger than the
+    host's memory. crashed: the process died, or its GPU failed. timeout: it took too long. error: the model or torch
+    raised an exception."""
     message: str
     """The failure in one line."""
     phase: str | None = None

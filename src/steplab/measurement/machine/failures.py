@@ -5,6 +5,7 @@ import re
 import traceback
 from pathlib import Path
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 from steplab.errors import SteplabError
@@ -58,6 +59,20 @@ def refused_memory(error: Exception, stage: str, device: Device | None) -> Failu
         refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
         return _out_of_memory(stage, int(refused[1]) if refused else None, None)
     return None
+
+
+def lack_of_host_memory(state_bytes: int) -> Failure | None:
+    """The failure of a step whose weights and what training keeps for them are larger than the host's memory; None if
+    they are not.
+
+    It is told before anything is built: a host that runs out of memory swaps for minutes, and ends other programs.
+    """
+    there = psutil.virtual_memory().total + psutil.swap_memory().total
+    if state_bytes <= there:
+        return None
+    message = f"parameters, gradients and optimizer state take {format_bytes(state_bytes)}, and this machine has "
+    message += f"{format_bytes(there)} of memory; choose a smaller --model, or a GPU"
+    return Failure(kind="out_of_memory", message=message, phase="build")
 
 
 def has_no_kernel(error: Exception) -> bool:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from steplab.errors import SteplabError, Unsupported
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
-from steplab.measurement.machine.failures import failure_from, failure_of
+from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
 from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
@@ -21,7 +21,7 @@ from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
 from steplab.measurement.step.step import make_step
 from steplab.measurement.step.watcher import Watch, Watcher
-from steplab.model.build import build_workload
+from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_head
 from steplab.records.environment import Environment
@@ -35,6 +35,7 @@ from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.cuda_graph import refuse_unserved_graph
 from steplab.specs.step import StepSpec
+from steplab.specs.update import OVERLAPPED
 
 
 def measure_here(
@@ -62,6 +63,8 @@ def measure_here(
     observer.on_environment(environment)
     watcher = watch.open(spec, device) if watch else None
     cell = _Cell(spec, device, environment, observer, world)
+    if device.torch_device.type != "cuda" and (lack := lack_of_host_memory(_least_state_bytes(spec))):
+        return cell.record(failure=lack)
     try:
         return cell.take_turns(turns) if turns else cell.measure(watcher)
     except SteplabError as error:
@@ -72,6 +75,17 @@ def measure_here(
     except Exception as error:
         failure = failure_from(error, cell.stage, spec, device)
         return cell.record(failure=failure)
+
+
+def _least_state_bytes(spec: StepSpec) -> int:
+    """What parameters, gradients and optimizer state take at least in a step; 0 of a model that is not built in."""
+    if spec.model.shape is None or not spec.model.shape.num_heads:
+        return 0
+    width = 2 if spec.precision in ("bf16_pure", "bf16_master") else 4
+    moment = 2 if spec.precision == "bf16_pure" else 4
+    gradients = width if spec.pass_name != "forward" and spec.update != OVERLAPPED else 0
+    moments = 2 * moment if spec.pass_name == "train" and spec.optimizer != "sgd" else 0
+    return count_parameters(spec.model.shape) * (width + gradients + moments)
 
 
 _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
