@@ -246,6 +246,21 @@ def test_they_are_operators_as_torch_expects_them() -> None:
         torch.library.opcheck(operator, arguments, test_utils=CHECKS)
 
 
+def test_compiled_for_any_size_they_give_the_same() -> None:
+    table, weight = torch.rand(2, 9, 4), torch.rand(48, requires_grad=True)
+
+    def all_of_them(x: Tensor) -> Tensor:
+        normed, total = add_rms_norm(x, x, weight, 1e-5)
+        q, k, v = rotary_heads(normed, table, 2)
+        return torch.cat([each.transpose(1, 2).flatten(2) for each in (q, k, v)], -1) + swiglu(total.repeat(1, 1, 2))
+
+    compiled = torch.compile(all_of_them, backend="aot_eager", dynamic=True, fullgraph=True)
+    for context in (3, 7):
+        x = torch.randn(2, context, 48, requires_grad=True)
+        found, wanted = (torch.autograd.grad(each(x).square().sum(), (x, weight)) for each in (compiled, all_of_them))
+        torch.testing.assert_close(found, wanted)
+
+
 # --- in the model ---------------------------------------------------------------------------------------------------
 
 

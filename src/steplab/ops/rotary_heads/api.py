@@ -45,8 +45,8 @@ def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
     """Whether the shapes are those of rotary_heads; its kernels read past the end of a table that is too small."""
     if len(merged) != 3 or len(table) != 3 or table[0] != 2 or table[1] < merged[1] or not table[2] or num_heads < 1:
         return False
-    num_kv_heads, rest = divmod(merged[2] - num_heads * 2 * table[2], 4 * table[2])
-    return num_kv_heads >= 1 and not rest
+    of_keys_and_values = merged[2] - num_heads * 2 * table[2]  # divmod takes no sizes that are symbols
+    return of_keys_and_values > 0 and of_keys_and_values % (4 * table[2]) == 0
 
 
 def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
