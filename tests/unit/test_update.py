@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import gzip
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -176,9 +177,29 @@ def test_a_gradient_that_comes_after_its_update_is_refused(reentrant: bool) -> N
     update.finish()
 
 
+def test_gradients_that_other_ranks_have_a_part_in_are_not_updated_by(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda: 2)
+    model = Layers()
+    with pytest.raises(
+        Unsupported, match=r"of 2 processes is not supported: .* averaged later; use UpdateByParts with"
+    ):
+        UpdateInBackward(torch.optim.SGD(model.parameters()), [model.first])
+
+
+class Around(torch.optim.Optimizer):
+    """As torch's ZeroRedundancyOptimizer is: the groups are its own, and another optimizer's are stepped by."""
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        super().__init__(list(parameters), {})
+        self.inner = torch.optim.SGD([p for group in self.param_groups for p in group["params"]])
+
+
 def test_what_needs_all_gradients_first_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"LBFGS is not supported: .*; use another optimizer"):
         UpdateByParts(torch.optim.LBFGS(Layers().parameters()))
+    with pytest.raises(Unsupported, match="by Around is not supported: it leaves the step to an optimizer within it"):
+        UpdateByParts(Around(Layers().parameters()))
     for fields, said in (
         ({"precision": "fp16"}, r"update overlapped with precision fp16 is not supported: its gradient scaler .* bf16"),
         ({"layout": "fsdp=2"}, "with layout fsdp=2 is not supported: .*; use dp=2, or --update after"),

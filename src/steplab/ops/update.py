@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from weakref import ReferenceType, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
@@ -20,10 +21,15 @@ class UpdateByParts:
     """Steps of an optimizer that update some of its parameters each."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Groups that are added to the optimizer later are not updated. Raises Unsupported for LBFGS."""
+        """Groups that are added to the optimizer later are not updated. Raises Unsupported for LBFGS, and for an
+        optimizer around another one, as those are that shard its state."""
+        why = None
         if isinstance(optimizer, torch.optim.LBFGS):
             why = "it updates all parameters as one vector"
-            raise Unsupported("updating some parameters by LBFGS", why, "use another optimizer")
+        elif any(isinstance(inner, torch.optim.Optimizer) for inner in vars(optimizer).values()):
+            why = "it leaves the step to an optimizer within it, which would update all parameters for each part"
+        if why:
+            raise Unsupported(f"updating some parameters by {type(optimizer).__name__}", why, "use another optimizer")
         self._optimizer = optimizer
         self._group_of = {
             parameter: place for place, group in enumerate(optimizer.param_groups) for parameter in group["params"]
@@ -71,7 +77,14 @@ class UpdateInBackward:
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
         """The trained parameters of each module are updated together, and so are those of the optimizer that none of
-        the modules has. Raises Unsupported as UpdateByParts does."""
+        the modules has. Raises Unsupported as UpdateByParts does, and where processes have joined a group."""
+        if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
+            why = "it would use each rank's own gradients, which are averaged later"
+            raise Unsupported(
+                f"an update in the backward pass of {dist.get_world_size()} processes",
+                why,
+                "use UpdateByParts with steplab.parallel.DataParallel.finish_in_parts",
+            )
         self._update = UpdateByParts(optimizer)
         everything = [p for group in optimizer.param_groups for p in group["params"]]
         self._frozen = [p for p in everything if not p.requires_grad]  # torch gives these no hooks
