@@ -173,6 +173,8 @@ def _import_everything() -> None:
 
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in a measuring process
     importlib.import_module("torch.distributed.run")
+    with contextlib.suppress(ImportError):
+        importlib.import_module("transformers.models.llama.modeling_llama")  # the configurations in examples
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)

@@ -32,6 +32,8 @@ _WARMUP, _REPEATS = 3, 10
 _LAYOUTS: tuple[str, ...] = ("NT", "NN", "TN")
 """Which operand of the product is transposed in a linear layer: forward, for its input's gradient, for its weight's."""
 _FAR_BEHIND = 2.0
+_CLOSE = 1.1
+"""Times of a layout over those of the fastest: with more it is not tried at the next size, or not at length."""
 
 
 def measure_ceilings(device_name: str, observer: Observer, world: World | None = None) -> Ceilings:
@@ -59,7 +61,8 @@ def _measure(device: Device, on_stage: Callable[[str, int], None]) -> Iterator[C
         n, seconds = _matmul(device, dtype)
         yield Ceiling(name="matmul", dtype=name, unit="FLOP/s", work=2.0 * n**3, seconds=seconds)
     on_stage("copy", 0)
-    source = torch.randint(256, (_COPY_BYTES[where.type],), dtype=torch.uint8, device=where)
+    numbers = torch.randint(-(2**62), 2**62, (_COPY_BYTES[where.type] // 8,), device=where)
+    source = numbers.view(torch.uint8)  # drawn as bytes they take eight times as long
     target = torch.empty_like(source)
     seconds = _repeat(device, lambda: target.copy_(source), _REPEATS)
     yield Ceiling(name="copy", dtype=None, unit="B/s", work=2.0 * source.numel(), seconds=seconds)
@@ -69,15 +72,16 @@ def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]
     """Size and times of the largest product tried, in the fastest layout that a linear layer uses.
 
     A layout that is far slower at one size is not tried at the next: without bf16 instructions a CPU is twenty times
-    slower in one layout than in another.
+    slower in one layout than in another. At the largest size those close to the fastest are timed at length.
     """
     n, layouts = _SMALLEST, _LAYOUTS
     while True:
         tried = {layout: min(_matmul_s(device, n, dtype, layout, repeats=2)) for layout in layouts}
         fastest_s = min(tried.values())
-        layouts = tuple(layout for layout in layouts if tried[layout] <= _FAR_BEHIND * fastest_s)
         if n >= _LARGEST or fastest_s >= _LONG_ENOUGH_S:
-            return n, min((_matmul_s(device, n, dtype, layout, _REPEATS) for layout in layouts), key=min)
+            close = (layout for layout, seconds in tried.items() if seconds <= _CLOSE * fastest_s)
+            return n, min((_matmul_s(device, n, dtype, layout, _REPEATS) for layout in close), key=min)
+        layouts = tuple(layout for layout, seconds in tried.items() if seconds <= _FAR_BEHIND * fastest_s)
         n *= 2
 
 
