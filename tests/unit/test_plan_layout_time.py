@@ -30,6 +30,7 @@ from steplab.records.comm import CommFit, CommRun
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.run import Run
 from steplab.report.ddp import figures
+from steplab.specs.ddp import variants_of
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
@@ -210,6 +211,18 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
     assert statistics.median(shares) == pytest.approx(PEER_COPY_CONTENTION, abs=0.005)
     assert len(errors) == 6
     assert max(map(abs, errors)) < COMMUNICATION_SPREAD
+
+
+def test_what_is_expected_of_eight_gpus_is_what_the_docs_say() -> None:
+    clock = LayoutClock(gpu_named("H200 SXM"), machine_of(H200, None), head_start=True)
+    fields = {"model": "xl", "context": 512, "batch": 4, "precision": "bf16", "compile": "block", "device": "cuda"}
+    spec, added_ms = resolve_step({**fields, "layout": "dp=8"}), []
+    for variant in variants_of(["torch_ddp:400", "bucketed:100", "bucketed:200", "bucketed:400"], []):
+        sent = variant if variant.kind == "torch_ddp" else dataclasses.replace(variant, transport="peer_copy")
+        time = clock.time(spec, sent)
+        assert time is not None
+        added_ms.append(round(1e3 * (time.exposed_s + time.copies_s)))
+    assert added_ms == [29, 12, 10, 9]
 
 
 def test_a_group_uses_the_adapters_that_it_has_in_each_node() -> None:
