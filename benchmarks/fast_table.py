@@ -10,6 +10,7 @@ a page. Every figure is computed from the samples in the records; nothing is typ
 import argparse
 import gzip
 import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
@@ -20,7 +21,6 @@ from page_tables import table_of_texts, write_between_marks
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.advice import Advice
 from steplab.records.codec import decode
-from steplab.records.profile import CATEGORIES
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
@@ -221,12 +221,11 @@ def shares(runs: Sequence[Run]) -> Table:
         spec, profile, model = run.spec, run.profile, run.model
         count = profile.num_steps
         idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / count
-        unnamed_s = sum(kernel.total_s for kernel in profile.kernels if kernel.name in OWN_ATTENTION) / count
-        products_s, attention_s, adamw_s, all_s = (
-            sum(profile.category_s(category) for category in categories) / count
-            for categories in (("matmul",), ("attention",), ("optimizer",), CATEGORIES)
-        )
-        attention_s += unnamed_s
+        lasted_s = Counter[str]()
+        for kernel in profile.kernels:
+            lasted_s["attention" if kernel.name in OWN_ATTENTION else kernel.category] += kernel.total_s / count
+        products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
+        all_s = sum(lasted_s.values())
         rest_s = all_s - products_s - attention_s - adamw_s
         flops = spec.tokens_of_all * _linear_flops_per_token(run)
         moved = ADAMW_BYTES * model.num_parameters
@@ -252,8 +251,8 @@ def shares(runs: Sequence[Run]) -> Table:
         "matrix products outside of attention, 6 FLOPs for each token and parameter that they use; beside them their "
         f"time at the rate of a matmul of 8192³. AdamW: {ADAMW_BYTES} bytes for each parameter; beside it the time of "
         "a copy of as many bytes. Other kernels (casts, norms, activations, residual sums, embedding, loss) are bound "
-        "by memory. At once: time in which two kernels ran, such as those of an overlapped update, which both columns "
-        "have. Idle: no kernel ran."
+        "by memory. Durations are those of the kernels: where an overlapped update runs beside others, both take "
+        "longer, and both columns have that time, which the step has once (at once). Idle: no kernel ran."
     )
     return table_of_texts(
         "shares", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
