@@ -31,7 +31,9 @@ from steplab.records.timing import waits_for_host
 from steplab.report.kit.rendering import render
 from steplab.report.plan.steps import forecast_lines, forecast_summary
 from steplab.report.plan.time import time_document
+from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import catalogue
+from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
 
 GOLDEN = Path(__file__).parents[1] / "golden"
@@ -150,8 +152,10 @@ def test_what_compiling_leaves_does_not_depend_on_when_parameters_are_updated() 
 
 def test_auto_is_predicted_as_what_it_chooses() -> None:
     fields = {"model": "2.7b", "context": 512, "precision": "bf16", "compile": "block"}
-    chosen = predicted(attention="auto", **fields)
-    assert chosen.central_s == predicted(attention="sdpa_cudnn", **fields).central_s
+    spec = resolve_step(fields | {"attention": "auto"})
+    chosen = chosen_by_auto(spec, MODEL_SIZES["2.7b"], "NVIDIA H200").implementation
+    assert chosen != "sdpa"
+    assert predicted(attention="auto", **fields).central_s == predicted(attention=chosen, **fields).central_s
     elsewhere = gpu_named("A100 SXM 80GB")
     assert predicted(elsewhere, attention="auto", **fields).central_s == pytest.approx(
         predicted(elsewhere, attention="sdpa", **fields).central_s
