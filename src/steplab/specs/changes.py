@@ -213,8 +213,8 @@ CHANGES = (
         code="from steplab.ops.rms_norm.api import add_rms_norm\n"
         "from steplab.ops.rotary_heads.api import rotary_heads\n"
         "from steplab.ops.swiglu.api import swiglu\n"
-        "q, k, v = rotary_heads(query_key_value(x), table, num_heads)\n"
-        "normed, x = add_rms_norm(x, branch, norm.weight, eps)\n"
+        "normed, x = add_rms_norm(x, branch, norm.weight, eps)  # before attention, and before gate and up\n"
+        "q, k, v = rotary_heads(query_key_value(normed), table, num_heads)\n"
         "branch = down(swiglu(gate_up(normed)))",
         devices=_CUDA,
         needs={"model.projections": "merged"},
