@@ -17,6 +17,7 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
+from steplab.model.compiling import repeated_blocks
 from steplab.model.workload import Workload
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
@@ -138,6 +139,12 @@ def test_decoder_layers_of_transformers_are_its_blocks(num_graphs: Callable[[], 
     for own, expected in zip(gradients(dataclasses.replace(spec, compile="block")), eager, strict=True):
         torch.testing.assert_close(own, expected)
     assert num_graphs() == 1, "alike layers are compiled once"
+
+
+def test_a_block_that_stands_twice_in_the_list_is_one() -> None:
+    """Sharding it twice fails, and compiling or recomputing it twice wraps what is wrapped."""
+    block, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    assert repeated_blocks(nn.Sequential(nn.ModuleList([block, other, block]))) == [block, other]
 
 
 def test_a_model_without_a_list_of_blocks_is_refused_with_the_reason() -> None:

@@ -27,7 +27,7 @@ def compile_blocks(module: nn.Module) -> None:
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks: the modules of its largest nn.ModuleList.
+    """The model's repeated blocks: the modules of its largest nn.ModuleList, each once however often it stands there.
 
     Raises Unsupported if it has no such list.
     """
@@ -39,4 +39,4 @@ def repeated_blocks(module: nn.Module) -> list[nn.Module]:
             "use another model, or leave out what needs them: --compile block, --update overlapped, --layout fsdp",
         )
     largest = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
-    return list(largest)
+    return list(dict.fromkeys(largest))
