@@ -81,8 +81,7 @@ class Attempt:
     @property
     def waits_for_host(self) -> bool | None:
         """Whether the device waited for the host in the step with it; None: not known."""
-        timing = self.side.run.timing if self.side and self.side.run else None
-        return waits_for_host(timing.back_to_back) if timing else None
+        return _waited(self.side)
 
     @property
     def is_settled(self) -> bool:
@@ -213,43 +212,32 @@ class Walk:
         share = candidate.promise.share
         if share <= _LEAST_GAIN:
             return (3 if share > 0 else 4), takes_s
-        return (0 if candidate.change.field in _LAUNCHING and self._waits() else 1), -share / takes_s
-
-    def _waits(self) -> bool:
-        """Whether the device waits for the host in the fastest step."""
-        timing = self.best.run.timing if self.best.run else None
-        return timing is not None and waits_for_host(timing.back_to_back)
+        return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
-        found = []
-        for change in self._untried_of(spec):
-            if change.makes_room:
-                continue
-            promise = self.outlook.forecast(spec, change)
-            takes_s = trial_s + self.outlook.compile_s(change.made(spec))
-            found.append(Candidate(change=change, promise=promise, takes_s=takes_s))
-        return [*found, *self._rest_of_recipe(trial_s)]
+        return [
+            Candidate(
+                change=change,
+                promise=self.outlook.forecast(spec, change),
+                takes_s=trial_s + self.outlook.compile_s(change.made(spec)),
+            )
+            for change in (*self._untried_of(spec), *self._rest_of_recipe(spec))
+            if not change.makes_room
+        ]
 
-    def _rest_of_recipe(self, trial_s: float) -> Iterator[Candidate]:
+    def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
         """What the recipe sets and the fastest step lacks, as one, once a part of it did not pay by itself: what each
         saves may be lost in noise, and what the host cannot launch in time may pay in CUDA graphs."""
-        spec = self.best.spec
         settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
         lacking = [each for each in self.outlook.recipe(spec) if each.field not in settled and self._differs(each)]
         brought = {need for each in lacking for need in each.needs.items()}
         parts = [each for each in lacking if (each.field, each.value) not in brought]
         if len(parts) < 2 or all((part.field, part.value) not in self._tried for part in parts):
             return
-        change = parts[0].joined(parts[1:])
-        if any(change.fields <= attempt.change.fields for attempt in self.attempts):
-            return
-        try:
-            takes_s = trial_s + self.outlook.compile_s(change.made(spec))
-        except UserError:  # they are refused together
-            return
-        promise = self.outlook.forecast(spec, change)
-        yield Candidate(change=change, promise=promise, takes_s=takes_s)
+        rest = parts[0].joined(parts[1:])
+        if rest.is_supported(spec) and not any(rest.fields <= attempt.change.fields for attempt in self.attempts):
+            yield rest
 
     def _trial_s(self, other_s: float | None) -> float:
         """Seconds of a comparison of the fastest step with another of that length, without compilation."""
@@ -411,6 +399,12 @@ class Walk:
 def _now(spec: StepSpec, change: Change) -> tuple[str, str]:
     """The field of a change and its present value."""
     return change.field, str(FIELDS[change.field].read(spec))
+
+
+def _waited(side: Any) -> bool | None:
+    """Whether the device waited for the host in the step of a side; None: not known."""
+    timing = side.run.timing if side and side.run else None
+    return waits_for_host(timing.back_to_back) if timing else None
 
 
 def step_s(run: Run | None) -> float | None:

@@ -63,7 +63,7 @@ class Change:
             device_kind in self.devices
             and self.matters(spec)
             and all(change.matters(spec) for change in self.brings(spec))
-            and self._is_supported(spec)
+            and self.is_supported(spec)
         )
 
     def is_fast(self, spec: StepSpec, device_kind: str) -> bool:
@@ -94,7 +94,8 @@ class Change:
         """The step with the change, and with what it needs. Raises UserError as with_fields does."""
         return with_fields(spec, {**self.needs, self.field: self.value})
 
-    def _is_supported(self, spec: StepSpec) -> bool:
+    def is_supported(self, spec: StepSpec) -> bool:
+        """Whether a step can be made with it."""
         try:
             self.made(spec)
         except UserError:
