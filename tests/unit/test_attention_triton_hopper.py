@@ -119,6 +119,10 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, toge
     for b, head, first_key in order:
         if head % sharing:
             assert order[b, head - 1, first_key] < order[b, head, first_key]
+    # And does so when they have ended: those that are under way together have other keys, if there are as many.
+    for first in range(0, len(told), together):
+        neighbours = [x for x in told[first : first + together] if x["first_key"] == told[first]["first_key"]]
+        assert len({x["b_kv_head"] for x in neighbours}) == len(neighbours)
 
 
 @pytest.mark.parametrize(("columns", "rows"), WIDTHS)

@@ -379,9 +379,14 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     first_head = gl.program_id(0) // programs_a_group * heads_a_group
     heads = gl.minimum(heads_a_group, heads_in_all - first_head)  # the last group may have fewer
     within = gl.program_id(0) % programs_a_group
-    b_head = first_head + within % heads
+    # First the first of all heads that share keys, then the second of all: each adds to dK and dV of those before,
+    # which have ended by then.
+    position = first_head + within % heads
+    b_kv_heads = heads_in_all // sharing
+    b_kv_head = position % b_kv_heads
+    b_head = b_kv_head * sharing + position // b_kv_heads
     b, head = b_head // num_heads, b_head % num_heads
-    b_kv_head, kv_head = b_head // sharing, head // sharing
+    kv_head = head // sharing
     upwards = first_head < num_upwards
     key_tile = within // heads
     if CAUSAL:

@@ -11,9 +11,9 @@ exponentials meanwhile. Without that they fall into step, and the tensor cores r
 Note "what was summed shrinks": where the largest score of a row grows. It is subtracted from all to keep exponentials
 within the range of float32, for which any number near it would do. So a row goes on with what it has until a score is
 RAISE beyond, which seldom happens after the first tiles, and a warp none of whose rows has such a score multiplies
-nothing. Up to 64 columns the four threads that have a row between them do not even ask each other for the largest, but
-where a vote of the warp says that there is one; beyond 64 the assembler puts the wait for the second product before
-that branch, and it is 2 to 5 % slower.
+nothing. Up to 96 columns the four threads that have a row between them do not even ask each other for the largest, but
+where a vote of the warp says that there is one; from 80 on the assembler puts the wait for the second product before
+that branch, which pays no longer at 128.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.
@@ -219,7 +219,7 @@ def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2,
     """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    BY_THREADS: gl.constexpr = MAIN + REST <= 64
+    BY_THREADS: gl.constexpr = MAIN + REST <= 96
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     k_ND = k_ring.take(i)
@@ -249,7 +249,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             REST: gl.constexpr, APART: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
-    BY_THREADS: gl.constexpr = MAIN + REST <= 64
+    BY_THREADS: gl.constexpr = MAIN + REST <= 96
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
     LAST: gl.constexpr = NUM_CONSUMERS - 1
