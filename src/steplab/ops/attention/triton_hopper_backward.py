@@ -354,6 +354,30 @@ def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
     return made
 
 
+@gluon.jit
+def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL: gl.constexpr):
+    """Head and tile of keys of a program, and whether it visits the queries upwards.
+
+    First come the first of all heads that share keys, then the second of all: each adds to dK and dV of those before,
+    which have ended by then. Heads go in groups whose queries the L2 cache holds together. Under a causal mask the
+    first programs of a group have the last keys and visit the queries upwards, each a tile behind the program that it
+    waits for. The last group, from head num_upwards on, has the longest programs first, so that all end together, and
+    visits the queries downwards.
+    """
+    programs_a_group = heads_a_group * num_key_tiles
+    first = gl.program_id(0) // programs_a_group * heads_a_group
+    heads = gl.minimum(heads_a_group, heads_in_all - first)  # the last group may have fewer
+    within = gl.program_id(0) % programs_a_group
+    position = first + within % heads
+    kv_heads_in_all = heads_in_all // sharing
+    b_head = position % kv_heads_in_all * sharing + position // kv_heads_in_all
+    upwards = first < num_upwards
+    key_tile = within // heads
+    if CAUSAL:
+        key_tile = gl.where(upwards, num_key_tiles - 1 - key_tile, key_tile)
+    return b_head, key_tile, upwards
+
+
 @gluon.jit(do_not_specialize=["heads_in_all", "heads_a_group", "num_upwards", "num_heads", "sharing", "num_queries",
                               "num_keys", "num_padded"])  # fmt: skip
 def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
@@ -362,12 +386,7 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
                     M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
                     NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                     LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """What a head of queries has of dK and dV of 128 keys, and of dQ from them.
-
-    Heads go in groups whose queries the L2 cache holds together. Under a causal mask the first programs of a group have
-    the last keys and visit the queries upwards, each a tile behind the program that it waits for. The last group, from
-    head num_upwards on, has the longest programs first, so that all end together, and visits the queries downwards.
-    """
+    """What a head of queries has of dK and dV of 128 keys, and of dQ from them."""
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
     W_1: gl.constexpr = 32 if REST > 0 else W_0
@@ -375,22 +394,9 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     PARTS_1: gl.constexpr = W_1 // 32
     num_key_tiles = gl.cdiv(num_keys, KEYS)
     members_ptr = turns_ptr + heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
-    programs_a_group = heads_a_group * num_key_tiles
-    first_head = gl.program_id(0) // programs_a_group * heads_a_group
-    heads = gl.minimum(heads_a_group, heads_in_all - first_head)  # the last group may have fewer
-    within = gl.program_id(0) % programs_a_group
-    # First the first of all heads that share keys, then the second of all: each adds to dK and dV of those before,
-    # which have ended by then.
-    position = first_head + within % heads
-    b_kv_heads = heads_in_all // sharing
-    b_kv_head = position % b_kv_heads
-    b_head = b_kv_head * sharing + position // b_kv_heads
+    b_head, key_tile, upwards = _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL)
     b, head = b_head // num_heads, b_head % num_heads
-    kv_head = head // sharing
-    upwards = first_head < num_upwards
-    key_tile = within // heads
-    if CAUSAL:
-        key_tile = gl.where(upwards, num_key_tiles - 1 - key_tile, key_tile)
+    b_kv_head, kv_head = b_head // sharing, head // sharing
     first_key = key_tile * KEYS
     first_query = 0
     num_tiles = gl.cdiv(num_queries, M)
