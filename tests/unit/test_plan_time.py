@@ -255,6 +255,30 @@ def test_a_product_is_no_faster_than_the_roofline(m: int, n: int, k: int, dtype:
     assert product_s(product, dtype, H200) > least
 
 
+def test_products_of_odd_rows_take_as_long_as_recorded() -> None:
+    """Those of the head with a vocabulary of 50,257: the gradient of its weight reads rows of that length too."""
+    (run,) = (run for run in recorded("profile_h200_202611.jsonl.gz") if run.spec and "50257" in run.spec.model.label)
+    assert run.spec is not None
+    assert run.profile is not None
+    measured = [kernel.median_s for kernel in run.profile.kernels if kernel.name.find("_align1") >= 0]
+    head = [op for op in operators_of(run.spec) if op.product and 50257 in (op.product.m, op.product.n, op.product.k)]
+    found = [product_s(op.product, op.dtype, H200) for op in head if op.product]
+    assert len(found) == len(measured) == 3
+    assert sorted(found) == pytest.approx(sorted(measured), rel=0.25)
+    assert sum(found) == pytest.approx(sum(measured), rel=0.05)
+
+
+def test_an_odd_number_of_tokens_makes_no_product_slow() -> None:
+    """Tokens are no row of what the gradient of a weight reads, nor of what the other products of a layer do."""
+    fields = {"model": "small", "batch": 1, "precision": "bf16", "attention": "sdpa_flash"}
+    odd, even = (operators_of(resolve_step(fields | {"context": context})) for context in (127, 128))
+    times = [
+        sum(product_s(op.product, op.dtype, H200) for op in ops if op.product and op.name == "mm")
+        for ops in (odd, even)
+    ]
+    assert times[0] == pytest.approx(times[1], rel=0.02)
+
+
 def test_a_last_wave_of_few_tiles_costs_more_than_its_share() -> None:
     full, one_more = Product(m=128 * 132, n=256, k=4096), Product(m=128 * 133, n=256, k=4096)
     assert product_s(one_more, "bf16", H200) > 1.03 * product_s(full, "bf16", H200)

@@ -38,7 +38,8 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
     if name in _FACTORS:
         first, second = args[_FACTORS[name] :][:2]
         batch = first.shape[0] if first.dim() == 3 else 1
-        return Product(m=first.shape[-2], n=second.shape[-1], k=first.shape[-1], batch=batch)
+        sizes = {"m": first.shape[-2], "n": second.shape[-1], "k": first.shape[-1]}
+        return Product(**sizes, batch=batch, transposed=first.stride(-1) != 1 and first.stride(-2) == 1)
     return None
 
 

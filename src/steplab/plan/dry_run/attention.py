@@ -165,7 +165,8 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, y = kept
-        of_y, of_x = Product(batch=heads, m=k, n=n, k=rows), Product(batch=heads, m=rows, n=k, k=n)
+        of_y = Product(batch=heads, m=k, n=n, k=rows, transposed=True)
+        of_x = Product(batch=heads, m=rows, n=k, k=n)
         gradient_y = m.product("bmm", (gradient, x), of_y, y.count, f"gradient of {names[1]}")
         return m.product("bmm", (gradient, y), of_x, x.count, f"gradient of {names[0]}"), gradient_y
 

@@ -41,6 +41,13 @@ class Product:
     n: int
     k: int
     batch: int = 1
+    transposed: bool = False
+    """Whether the first matrix lies in memory as [k, m], as a gradient does in the product of a weight's gradient."""
+
+    @property
+    def row_lengths(self) -> tuple[int, int]:
+        """Elements of a row of the first matrix and of the result in memory; the second's is one of them."""
+        return self.m if self.transposed else self.k, self.n
 
     @property
     def flops(self) -> int:

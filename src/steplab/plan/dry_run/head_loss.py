@@ -129,7 +129,8 @@ def _chunk(
         added_to = (of_x,) if index else ()
         m.ran("mm", (of_logits, w, *added_to), (of_x,), product=Product(m=count, n=width, k=entries))
         added_to = () if is_first else (of_w,)
-        m.ran("mm", (of_logits, part, *added_to), (of_w,), product=Product(m=entries, n=width, k=count))
+        sizes_of_w = Product(m=entries, n=width, k=count, transposed=True)
+        m.ran("mm", (of_logits, part, *added_to), (of_w,), product=sizes_of_w)
 
 
 def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) -> None:

@@ -78,7 +78,7 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
         x, w = kept
-        of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
+        of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {weight.name}")
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
         gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
@@ -112,7 +112,7 @@ def _linear_with_bias(
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         x, w = kept
-        of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
+        of_w, of_x = Product(m=n, n=k, k=tokens, transposed=True), Product(m=tokens, n=k, k=n)
         gradient_x = m.product("mm", (gradient, w), of_x, x.count, f"gradient of {named}")
         gradient_w = m.product("mm", (gradient, x), of_w, w.count, f"gradient of {names[0]}")
         gradient_w.is_view = gradient_x.is_view = True  # of the matrix that the product gave
