@@ -123,9 +123,9 @@ class _Rows:
 
         self._together.barrier()
         phases, device = [Phase(name="step", run=sample)], self._together.device
-        (samples,), _ = run_back_to_back(phases, device, num_samples, _unheard, head_start=head_start)
+        (samples,), _ = run_back_to_back(phases, device, num_samples, unheard, head_start=head_start)
         return samples, started_s
 
 
-def _unheard(repeat: int) -> None:
+def unheard(repeat: int) -> None:
     """Repeats are too short to be reported."""

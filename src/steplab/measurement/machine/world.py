@@ -101,7 +101,6 @@ def join_world(
     meet: Callable[[], Store],
     *,
     folder: str | None = None,
-    collective_timeout_s: float = COLLECTIVE_TIMEOUT_S,
 ) -> World:
     """Join the group of processes, on this rank's share of `device` (auto, cuda or cpu).
 
@@ -115,7 +114,7 @@ def join_world(
         store=meet(),
         rank=place.rank,
         world_size=place.size,
-        timeout=timedelta(seconds=collective_timeout_s),
+        timeout=timedelta(seconds=COLLECTIVE_TIMEOUT_S),
     )
     return World(
         rank=place.rank,

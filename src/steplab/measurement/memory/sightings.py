@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steplab.measurement import compat
-from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step.step import ModelStep, unseen
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -93,7 +93,7 @@ class StepSightings:
         try:
             yield
         finally:
-            self._step.on_gradients = _nothing
+            self._step.on_gradients = unseen
             for hook in hooks:
                 hook.remove()
 
@@ -232,7 +232,3 @@ def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
         fresh = {following for following, _ in node.next_functions if following is not None} - seen
         seen |= fresh
         waiting += fresh
-
-
-def _nothing() -> None:
-    """The gradients are not recorded."""

@@ -114,7 +114,7 @@ class ModelStep:
         self.loss: Tensor | None = None
         """The mean loss of a micro-step's batch between its forward and its backward pass; for a pipeline, after
         both, on the ranks that have its last stage."""
-        self.on_gradients: Callable[[], None] = _nothing
+        self.on_gradients: Callable[[], None] = unseen
         """Called when the last backward pass of a step has made its gradients and none is freed yet."""
         self._parameters = [p for p in self.module.parameters() if p.requires_grad]
         self._gradients = spec.pass_name != "forward"
@@ -326,7 +326,7 @@ def to_bf16(batch: Any) -> Any:
     return batch
 
 
-def _nothing() -> None:
+def unseen() -> None:
     """The gradients are not looked at."""
 
 

@@ -9,6 +9,7 @@ kLargeBuffer, kMinLargeAlloc and kRoundLarge.)
 
 import bisect
 
+from steplab.plan.dry_run.sizes import rounded_up
 from steplab.units import MIB
 
 _MIN_BLOCK = 512
@@ -43,7 +44,7 @@ class CachingAllocator:
 
     def allocate(self, num_bytes: int) -> Block:
         """A block of at least so many bytes."""
-        wanted = max(_up(num_bytes, _MIN_BLOCK), _MIN_BLOCK)
+        wanted = max(rounded_up(num_bytes, _MIN_BLOCK), _MIN_BLOCK)
         small = wanted <= _SMALL
         block = self._best_fit(wanted, small) or self._segment(wanted, small)
         rest = block.num_bytes - wanted
@@ -72,7 +73,7 @@ class CachingAllocator:
         return pool.pop(at)[2] if at < len(pool) else None
 
     def _segment(self, wanted: int, small: bool) -> Block:
-        large = _LARGE_SEGMENT if wanted < _OWN_SEGMENT_FROM else _up(wanted, _SEGMENT_STEP)
+        large = _LARGE_SEGMENT if wanted < _OWN_SEGMENT_FROM else rounded_up(wanted, _SEGMENT_STEP)
         size = _SMALL_SEGMENT if small else large
         block = Block(self.reserved_bytes, size, small)  # the segments lie one behind the other
         self.reserved_bytes += size
@@ -100,7 +101,3 @@ def _joined(first: Block, second: Block) -> Block:
     if second.after is not None:
         second.after.before = first
     return first
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step

@@ -21,7 +21,7 @@ from steplab.plan.dry_run.attention import (
 from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.operators import elementwise
-from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype, Sizes
+from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype, Sizes, rounded_up
 from steplab.plan.dry_run.tensors import Tensor
 
 _KEYS = ("rotated key", "value")
@@ -87,18 +87,18 @@ def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, lea
     """Elements of [batch, heads, tokens] or [batch, heads, tokens, head dimension], both rounded up."""
     if tokens_multiple == 1 and width_multiple in (None, 1):
         return sizes.rows if width_multiple is None else sizes.residual
-    tokens = _up(sizes.context, tokens_multiple)
+    tokens = rounded_up(sizes.context, tokens_multiple)
     rows = Count(sizes.batch * sizes.heads * tokens, f"B h {tokens}")
     if width_multiple is None:
         return rows
-    width = max(_up(sizes.shape.head_dim, width_multiple), least_width)
+    width = max(rounded_up(sizes.shape.head_dim, width_multiple), least_width)
     return Count(rows.value * width, f"{rows.symbols} {width}")
 
 
 def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:
     """Padded copies of these; none where the kernel takes tensors as they are."""
     shape, tokens = m.sizes.shape, m.sizes.tokens.value
-    width = _up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
+    width = rounded_up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
     if width == shape.head_dim:
         return []
     of_queries = Count(tokens * m.sizes.heads * width, f"B h T {width}")
@@ -147,10 +147,6 @@ def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:
     m.node((scores.slot,), (weights,), softmax_gradient(scores)).gives(weights)
     del unsafe, hidden
     return weights
-
-
-def _up(number: int, step: int) -> int:
-    return -(-number // step) * step
 
 
 _COMPOSED: dict[str, Attend] = {"plain": plain, "sdpa_math": math}

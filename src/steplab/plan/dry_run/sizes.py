@@ -30,6 +30,11 @@ INT64 = Dtype(name="int64", num_bytes=8)
 BYTE = Dtype(name="byte", num_bytes=1)
 
 
+def rounded_up(number: int, step: int) -> int:
+    """The number rounded up to a multiple of the step."""
+    return -(-number // step) * step
+
+
 @dataclass(frozen=True, slots=True)
 class Count:
     """A number of elements."""

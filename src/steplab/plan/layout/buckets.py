@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from steplab.plan.dry_run.sizes import rounded_up
 from steplab.plan.layout.weights import model_weights
 from steplab.specs.model import TransformerShape
 
@@ -58,8 +59,8 @@ def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_byt
     of_groups = [sum(sizes[index] for index in group) for group in groups]
     if peers:
         window = min(sum(of_groups), max(PEER_WINDOW_BYTES, 3 * max(of_groups)))
-        ring = up(math.ceil(window / peers), PEER_PAGE)
-        pages = sum(up(size, PEER_PAGE) for size in of_groups)
+        ring = rounded_up(math.ceil(window / peers), PEER_PAGE)
+        pages = sum(rounded_up(size, PEER_PAGE) for size in of_groups)
         return Buckets(
             sizes_bytes=tuple(of_groups),
             buffered_bytes=0,
@@ -106,9 +107,4 @@ def _ddp_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
 
 def aligned(elements: int, element_bytes: int, alignment_bytes: int) -> int:
     """Bytes of so many elements in a buffer, where each tensor begins at a multiple of `alignment_bytes`."""
-    return up(elements, max(alignment_bytes // element_bytes, 1)) * element_bytes
-
-
-def up(number: int, step: int) -> int:
-    """The number rounded up to a multiple of the step."""
-    return -(-number // step) * step
+    return rounded_up(elements, max(alignment_bytes // element_bytes, 1)) * element_bytes

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+from steplab.plan.dry_run.sizes import rounded_up
 from steplab.plan.layout.buckets import (
     ALIGNMENT_BYTES,
     BYTES_PER_MB,
@@ -23,7 +24,6 @@ from steplab.plan.layout.buckets import (
     Buckets,
     aligned,
     own_groups,
-    up,
 )
 from steplab.plan.layout.weights import model_weights
 from steplab.specs.model import TransformerShape
@@ -73,7 +73,7 @@ def owned_of(
     mine = [index for index, owner in enumerate(owners) if owner == 0]
     if by_peer_copies:
         counters = 2 * ranks * PEER_COUNTER_BYTES
-        parameters_bytes = sum(up(sum(run), PEER_PAGE) for run in parameters) + counters
+        parameters_bytes = sum(rounded_up(sum(run), PEER_PAGE) for run in parameters) + counters
         buckets = _landing([shares(group, ALIGNMENT_BYTES) for group in groups], ranks, counters)
     else:
         parameters_bytes = sum(map(_slots, parameters))
@@ -90,10 +90,10 @@ def owned_of(
 def _landing(parts: Sequence[Sequence[int]], ranks: int, counters_bytes: int) -> Buckets:
     """Buckets of peer copies, of which each rank keeps its part; its gradients wait until others have landed."""
     sizes = [sum(of_ranks) for of_ranks in parts]
-    largest = [up(max(of_ranks), PEER_PAGE) for of_ranks in parts]
+    largest = [rounded_up(max(of_ranks), PEER_PAGE) for of_ranks in parts]
     window = min(sum(sizes), max(PEER_WINDOW_BYTES, _LARGEST_PARTS * max(sizes)))
-    ring = max(up(math.ceil(window / ranks), PEER_PAGE), min(sum(largest), _LARGEST_PARTS * max(largest)))
-    kept = max(sum(up(of_ranks[rank], PEER_PAGE) for of_ranks in parts) for rank in range(ranks))
+    ring = max(rounded_up(math.ceil(window / ranks), PEER_PAGE), min(sum(largest), _LARGEST_PARTS * max(largest)))
+    kept = max(sum(rounded_up(of_ranks[rank], PEER_PAGE) for of_ranks in parts) for rank in range(ranks))
     return Buckets(
         sizes_bytes=tuple(sizes),
         buffered_bytes=0,

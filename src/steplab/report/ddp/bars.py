@@ -87,10 +87,5 @@ def _memory_segments(name: str, memory: StateMemory) -> Iterator[Segment]:
 
 
 def _bytes(memory: StateMemory, kind: str) -> int:
-    known = {
-        "parameters": memory.parameters_bytes,
-        "gradients": memory.gradients_bytes,
-        "optimizer": memory.optimizer_bytes,
-        "other": memory.other_bytes or 0,
-    }
-    return known[kind]
+    size: int | None = getattr(memory, f"{kind}_bytes")
+    return size or 0
