@@ -21,20 +21,20 @@ _FIRST = ("id", "created_utc", "kind", "name", "tags", "device")
 _KNOWN = {column.key: column for column in (*COLUMNS, *_OWN)}
 
 
-def list_document(rows: Sequence[Row], keys: Sequence[str] = (), *, empty: str = "no records") -> Document:
+def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
     """A table of records of any kinds with these fields, in this order; without any, with those that tell them apart.
 
     A value that all records share is in the caption. JSON and CSV have all fields, or those that were asked for.
     """
     if keys:
         chosen = [replace(_column(key, rows), shared="", quiet=None, rank=0, folds=False) for key in keys]
-        table = rows_table([{key: row.get(key) for key in keys} for row in rows], chosen, empty=empty)
+        table = rows_table([{key: row.get(key) for key in keys} for row in rows], chosen, empty="no records")
     else:
         choices = [column for column in _KNOWN.values() if column.folds and column.key not in _FIRST]
         first = [_column(key, rows) for key in _FIRST]
         differing = [c for c in (*first, *choices) if not c.folds or _differs(c.key, rows)]
         last = [_KNOWN[key] for key in (*_FIGURES, "comment")]
-        table = rows_table(rows, [*differing, *last, replace(RESULT, wraps_from=12)], empty=empty)
+        table = rows_table(rows, [*differing, *last, replace(RESULT, wraps_from=12)], empty="no records")
         shared = [_said(column, rows) for column in (*first, *choices) if column not in differing]
         table = replace(table, caption=". ".join(filter(None, (" · ".join(filter(None, shared)), table.caption))))
     return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
