@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.shapes import GPT_2, VARIANTS, draw_parts, named
 from tests.test_architecture import BLOCKED, in_a_fresh_process
@@ -523,6 +523,7 @@ def is_served(fields: dict[str, Any]) -> bool:
 SERVED = STEPS.filter(is_served)
 
 
+@settings(max_examples=25)
 @given(STEPS.filter(lambda fields: not is_served(fields)))
 def test_a_step_that_no_kernel_serves_is_refused(fields: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=r"on CUDA is not supported: that kernel takes .*; use --attention sdpa, "):
