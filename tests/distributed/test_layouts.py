@@ -6,8 +6,10 @@ from hypothesis import strategies as st
 from tests.distributed import layout_cases as cases
 from tests.distributed.ranks import on_ranks
 from tests.shapes import GPT_2
+from torch import nn
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
+from steplab.parallel.layout import Unit, refuse_shared
 from steplab.parallel.mesh import open_mesh
 from steplab.parallel.pipeline import SCHEDULES
 from steplab.specs.layout import blocks_of_stage
@@ -86,6 +88,21 @@ def test_another_number_of_ranks() -> None:
 def test_a_mesh_that_cannot_be(sizes: dict[str, int], message: str) -> None:
     with pytest.raises(UserError, match=message):
         open_mesh(sizes, "cpu")
+
+
+def test_parameters_that_would_be_gathered_apart_are_refused_by_name() -> None:
+    """A block that stands twice shares nothing with another; a weight of two blocks, or of one and the head, is."""
+    linear = [nn.Linear(2, 2) for _ in range(5)]
+    blocks = nn.ModuleList([nn.Sequential(*linear[:2]), nn.Sequential(*linear[2:4])])
+    model = nn.ModuleDict({"blocks": blocks, "head": linear[4]})
+    units = [Unit(module=block) for block in blocks]
+    blocks.append(blocks[0])
+    refuse_shared(model, units)
+    for module in linear[3:]:
+        own, module.weight = module.weight, linear[0].weight
+        with pytest.raises(Unsupported, match=r"sharding blocks.0.0.weight and (blocks.1.1|head).weight .* use .* dp"):
+            refuse_shared(model, units)
+        module.weight = own
 
 
 @given(st.integers(1, 12), st.integers(0, 60))

@@ -18,6 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
+from steplab.errors import Unsupported
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Unit:
@@ -76,7 +78,11 @@ def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paral
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
-    """Shard along fsdp and, where dp is larger than 1, replicate along that (hybrid sharding)."""
+    """Shard along fsdp and, where dp is larger than 1, replicate along that (hybrid sharding).
+
+    Raises Unsupported where two units, or one and the rest of the module, share a parameter.
+    """
+    refuse_shared(module, units)
     data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
     as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
     # Inputs are left alone: whether a product is computed in low precision is autocast's affair, as it is on one rank.
@@ -92,6 +98,21 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
         )
     # The root is needed last in the forward pass and first in the backward pass: freeing it between would gain nothing.
     fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
+
+
+def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
+    """Raise Unsupported for a parameter that would be gathered in two places."""
+    inside = {id(unit.module) for unit in units}
+    modules = module.named_modules(remove_duplicate=False)
+    unit_of = {name: id(inner) for name, inner in modules if id(inner) in inside}
+    found: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, parameter in module.named_parameters(remove_duplicate=False):
+        around = (name.rsplit(".", parts)[0] for parts in range(1, name.count(".") + 1))
+        unit = next((unit_of[prefix] for prefix in around if prefix in unit_of), None)
+        other, its_unit = found.setdefault(parameter, (name, unit))
+        if unit != its_unit:
+            why = "they are one parameter, and would be gathered apart"
+            raise Unsupported(f"sharding {other} and {name}", why, "use a layout of dp alone")
 
 
 @contextmanager
