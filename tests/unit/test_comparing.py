@@ -29,6 +29,7 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.turns import Turn, Turns
 from steplab.report.compare.document import compare_document
 from steplab.report.compare.words import kernel_words, memory_words, verdict
+from steplab.report.kit.document import Bars
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import FORMATS, render
 
@@ -316,3 +317,12 @@ def test_every_format_has_the_answer(format: str) -> None:
     document = compare_document(compared(STEADY, slower(STEADY, 1.1)))
     text = to_html(document) if format == "html" else render(document, format)
     assert "regression" in text if format in ("json", "csv") else "B is worse" in text
+
+
+def test_the_page_begins_with_what_decides_and_explains_its_columns_once() -> None:
+    document = compare_document(compared(STEADY, slower(STEADY, 1.1)))
+    (bars,) = (block for section in document.sections for block in section.blocks if isinstance(block, Bars))
+    assert [bar.strong for bar in bars.bars] == sorted((bar.strong for bar in bars.bars), reverse=True)
+    assert bars.bars[0].label == "step time"
+    text = render(document, "table", width=120)
+    assert text.count("bootstrap interval") == text.count("Mann-Whitney") == 1

@@ -1,6 +1,7 @@
 """The document of a comparison: the verdict, every figure of both sides, and what explains the differences."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from steplab import units
 from steplab.records.comparison import ComparedFigure, Comparison, Side
@@ -37,7 +38,11 @@ _MOST_BARS = 24
 def compare_document(comparison: Comparison) -> Document:
     """All that is said of a comparison."""
     in_order = sorted(comparison.figures, key=lambda figure: not figure.decides)
-    figures = [_group(comparison.figures, group, title) for group, title in _GROUPS.items()]
+    rated = {figure.group for figure in comparison.figures if figure.ratio}
+    with_interval = next((group for group in _GROUPS if group in rated), None)
+    figures = [
+        _group(comparison.figures, group, title, explained=group == with_interval) for group, title in _GROUPS.items()
+    ]
     return Document(
         title=f"{comparison.b.told} (B) against {comparison.a.told} (A)",
         verdict=verdict(comparison),
@@ -53,13 +58,15 @@ def compare_document(comparison: Comparison) -> Document:
     )
 
 
-def _group(figures: Sequence[ComparedFigure], group: str, title: str) -> Section | None:
-    """The table of one group of figures; None without any."""
+def _group(figures: Sequence[ComparedFigure], group: str, title: str, *, explained: bool) -> Section | None:
+    """The table of one group of figures; None without any. explained: whether it says what its columns are, which one
+    table does for all."""
     found = [figure for figure in figures if figure.group == group]
     if not found:
         return None
     caption = "Medians." if group == "time" else ""
-    return named_section(title, table_of(group, found, _COLUMNS, caption))
+    columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
+    return named_section(title, table_of(group, found, columns, caption))
 
 
 def _change(figure: ComparedFigure) -> str:
@@ -99,29 +106,35 @@ _COLUMNS = (
         key="interval",
         header="95 % interval",
         value=_interval,
-        note="The interval is the bootstrap's, of the ratio of medians B / A; bytes are exact, and single times have "
-        "none.",
+        note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, and single times "
+        "have no interval.",
     ),
-    Column(key="p", header="p", quantity=LABEL, value=_p, note="p is that of Mann and Whitney's test."),
+    Column(key="p", header="p", quantity=LABEL, value=_p, note="p is of the Mann-Whitney test."),
     Column(key="decision", header="decision", value=_decision),
 )
 
 
 def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:
-    """Bars of the largest relative differences; a page alone shows them."""
+    """Bars of the relative differences: what decides, then what is decided, and the largest first; a page alone shows
+    them."""
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
-    largest = sorted(rated, key=lambda pair: -abs(pair[0]))[:_MOST_BARS]
+    largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
+        :_MOST_BARS
+    ]
     if not largest:
         return ()
     bars = tuple(_bar(change, figure) for change, figure in largest)
     legend = ((_HIGHER, "■", "B is higher"), (_LOWER, "■", "B is lower"), (_OPEN, "■", "undecided, or single values"))
-    note = "Relative change of the medians from A to B, the largest first."
+    note = "Relative change of the medians from A to B: first the figures that decide, then the largest differences."
     return (named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12)),)
 
 
+def _is_decided(figure: ComparedFigure) -> bool:
+    return _decision(figure) in ("higher", "lower")
+
+
 def _bar(change: float, figure: ComparedFigure) -> Bar:
-    decision = figure.ratio.decision if figure.ratio else "undecided"
-    color = {"higher": _HIGHER, "lower": _LOWER}.get(decision, _OPEN)
+    color = {"higher": _HIGHER, "lower": _LOWER}.get(_decision(figure) or "", _OPEN)
     told = f"{'+' if change > 0 else '-'}{units.format_share(abs(change))}"
     values = f"{value_words(figure.a, figure.unit)} to {value_words(figure.b, figure.unit)}"
     return Bar(

@@ -193,7 +193,7 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
         parts = (
             ("allocated", peak, 1),
             ("reserved besides", reserved - peak, 3),
-            ("room to be sure", device - reserved, 8),
+            ("room to be sure", device - reserved, 5),
         )
         bars.append(
             Bar(
@@ -211,7 +211,7 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
         )
     return Bars(
         bars=tuple(bars),
-        legend=((1, "■", "allocated"), (3, "■", "reserved besides"), (8, "■", "room to be sure")),
+        legend=((1, "■", "allocated"), (3, "■", "reserved besides"), (5, "■", "room to be sure")),
         note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure is for gaps that are not foreseen "
         "and what lies outside of the allocator.",
     )

@@ -279,12 +279,13 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
     """Notes of the runs, each text once, with the cells that it concerns."""
     fields = varying(cells)
     found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
+    if len(cells) == 1:
+        return [Sentences(texts=tuple(found), role="finding")] if found else []
     blocks: list[Block] = []
     for text, names in found.items():
         blocks.append(Sentences(texts=(text,), role="finding"))
         if len(names) == len(cells):
-            if len(names) > 1:
-                blocks.append(Sentences(texts=("all runs",), role="note"))
+            blocks.append(Sentences(texts=("all runs",), role="note"))
         elif len(names) > _MANY:
             listed = Sentences(texts=("; ".join(names),), role="note")
             blocks.append(Section(title=units.counted(len(names), "run"), blocks=(listed,), folded=True))
