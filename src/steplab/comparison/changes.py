@@ -19,6 +19,7 @@ SIGNIFICANT = 0.01
 SHORTEST = 3
 """Fewest points of a level."""
 _PERMUTATIONS = 299
+_ROUNDING = 1e-9  # of sums of distances, which differ by their order
 
 
 def change_points(values: Sequence[float], *, threshold: float) -> tuple[ChangePoint, ...]:
@@ -54,7 +55,8 @@ def _cuts(values: Sequence[float], first: int, last: int) -> Iterator[tuple[int,
     cut, clearest = _clearest_cut(distances)
     random = np.random.default_rng(0)  # the same series gives the same changes
     orders = (random.permutation(num) for _ in range(_PERMUTATIONS))
-    as_clear = sum(_clearest_cut(distances[np.ix_(order, order)])[1] >= clearest for order in orders)
+    least = clearest * (1 - _ROUNDING)
+    as_clear = sum(_clearest_cut(distances[np.ix_(order, order)])[1] >= least for order in orders)
     p = (as_clear + 1) / (_PERMUTATIONS + 1)
     if clearest <= 0 or p > SIGNIFICANT:
         return
