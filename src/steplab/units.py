@@ -6,6 +6,7 @@ unit (`_s`, `_bytes`, `_flops`). Only this module scales them, for text shown to
 """
 
 from collections.abc import Sequence
+from decimal import Decimal
 
 from steplab.errors import UserError
 
@@ -17,6 +18,7 @@ _DECIMAL = (("T", 1e12), ("G", 1e9), ("M", 1e6), ("k", 1e3))
 _SIZES = {name.lower(): scale for name, scale in _BINARY if scale >= KIB} | {
     f"{prefix.lower()}b": int(scale) for prefix, scale in _DECIMAL
 }
+_LARGEST_SIZE = 2**63
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage says enough
 _SMALLEST_SHARE = 1e-6  # share below which digits would only be zeros
@@ -129,17 +131,29 @@ def parse_share(text: str) -> float:
 
 def parse_bytes(text: str) -> int:
     """Bytes from '4096', '10kB', '1 MB' (decimal) or '1MiB' (binary)."""
+    size_bytes = parse_size(text)
+    if size_bytes != int(size_bytes):
+        raise _no_size(text)
+    return int(size_bytes)
+
+
+def parse_size(text: str) -> Decimal:
+    """The same, which need not be whole: 12.3GiB."""
     cleaned = text.strip().lower()
     number = cleaned.rstrip("kmgtpeib ")
     suffix = cleaned[len(number) :].strip()
-    scale = 1 if suffix in ("", "b") else _SIZES.get(suffix)
+    scale = 1 if suffix in ("", "b") else _SIZES.get(suffix, 0)
     try:
-        size_bytes = float(number) * scale if scale else -1.0
-    except ValueError:
-        size_bytes = -1.0
-    if not 0 < size_bytes < float("inf") or size_bytes != int(size_bytes):
-        raise UserError(f"'{text}' is not a size; write it as 4096, 10kB, 1MB or 1MiB")
-    return int(size_bytes)
+        size_bytes = Decimal(number) * scale  # of floats 1.001 kB is no whole number
+    except ArithmeticError:
+        raise _no_size(text) from None
+    if not size_bytes.is_finite() or not 0 < size_bytes < _LARGEST_SIZE:
+        raise _no_size(text)
+    return size_bytes
+
+
+def _no_size(text: str) -> UserError:
+    return UserError(f"'{text}' is not a size; write it as 4096, 10kB, 1MB or 1MiB")
 
 
 def counted(number: int, noun: str) -> str:

@@ -87,6 +87,7 @@ def test_kinds(path: Path) -> None:
         ("name=nobody", []),
         ("device~h200 and model=medium", [3]),
         ("peak-allocated-bytes<1MiB", []),
+        ("peak_allocated_bytes<0.0001GiB", []),
         ("step_time_s<1h and precision=fp32", [1]),
         ("pass='train' and model=medium", [3]),
     ],

@@ -112,3 +112,15 @@ def test_what_is_no_duration_is_refused_with_an_example(text: str) -> None:
         units.parse_duration(text)
     assert repr(text) in str(error.value)
     assert "90s" in str(error.value)
+
+
+@given(st.integers(1, 9_999_999), st.sampled_from(["kB", "MB", "GB"]))
+def test_a_size_of_whole_bytes_is_read_however_many_digits_it_has(thousandths: int, unit: str) -> None:
+    scale = {"kB": 1, "MB": 1000, "GB": 1_000_000}[unit]
+    assert units.parse_bytes(f"{thousandths // 1000}.{thousandths % 1000:03}{unit}") == thousandths * scale
+
+
+@pytest.mark.parametrize("text", ["", "kB", "0", "-1MB", "nan", "inf GB", "1e400", "1.0005kB", "3 apples", "1_0 kilo"])
+def test_what_is_no_size_is_refused_with_an_example(text: str) -> None:
+    with pytest.raises(UserError, match=r"is not a size; write it as 4096, 10kB"):
+        units.parse_bytes(text)

@@ -13,7 +13,7 @@ from steplab.errors import UserError
 from steplab.lab.keeping import open_store
 from steplab.records.registry import KINDS_IN_LISTS
 from steplab.records.rows import Row, Scalar
-from steplab.units import counted, parse_bytes, parse_duration
+from steplab.units import counted, parse_duration, parse_size
 
 STUDY = "study"
 """The kind of rows that are studies and no records."""
@@ -164,7 +164,7 @@ def _number(key: str, text: str) -> float:
     except ValueError:
         pass  # with a unit, below
     if key.endswith("_bytes"):
-        return parse_bytes(text)
+        return float(parse_size(text))
     if key.endswith("_s"):
         return parse_duration(text)
     raise UserError(f"{key} is compared with a number, not with '{text}'")
