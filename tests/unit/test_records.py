@@ -13,14 +13,14 @@ from hypothesis.strategies import SearchStrategy
 from tests.runs import make_run, out_of_memory, recorder_run
 
 from steplab.errors import SteplabError
-from steplab.records.ceilings import CEILINGS_SCHEMA, Ceiling, Ceilings
+from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode, encode, new_id, now_utc
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory, PeakMemory
-from steplab.records.registry import kind_of
+from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
-from steplab.records.run import RUN_SCHEMA, ModelFacts, Run, Utilization
+from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
@@ -163,7 +163,7 @@ def with_extra_fields(value: Any, extra: object) -> Any:
 
 
 def test_fields_that_an_earlier_version_did_not_write_take_their_defaults() -> None:
-    line = json.dumps({"schema": RUN_SCHEMA, "id": "a", "created_utc": "b", "steplab_version": "0.0.1"})
+    line = json.dumps({"schema": "steplab.run/1", "id": "a", "created_utc": "b", "steplab_version": "0.0.1"})
     assert decode(line) == Run(id="a", created_utc="b", steplab_version="0.0.1")
 
 
@@ -201,9 +201,8 @@ def test_what_is_no_record_is_refused_as_such(text: bytes | str) -> None:
 
 def test_kinds_are_told_by_the_schema() -> None:
     assert kind_of(make_run()).name == "run"
-    assert RUN_SCHEMA == "steplab.run/1"
-    assert CEILINGS_SCHEMA == "steplab.ceilings/1"
-    assert json.loads(encode(make_run()))["schema"] == RUN_SCHEMA
+    assert KINDS["ceilings"].schema == "steplab.ceilings/1"
+    assert json.loads(encode(make_run()))["schema"] == "steplab.run/1"
 
 
 def test_identities_are_twelve_hexadecimal_digits_and_times_are_utc() -> None:

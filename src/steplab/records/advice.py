@@ -10,8 +10,6 @@ from steplab.records.record import StepRecord
 from steplab.records.rows import Row, head, software, step_columns
 from steplab.specs.step import StepSpec
 
-ADVICE_SCHEMA = "steplab.advice/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tried:
@@ -91,7 +89,7 @@ class Advice(StepRecord):
     """Findings whose change is no field of the step."""
     alternating: str | None = None
     """Why each turn had a process of its own; None: processes stayed alive."""
-    schema: str = ADVICE_SCHEMA
+    schema: str = "steplab.advice/1"
     """Format of this record."""
 
     @property

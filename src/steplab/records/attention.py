@@ -12,8 +12,6 @@ from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy
 
-ATTENTION_SCHEMA = "steplab.attention/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionMemory:
@@ -90,7 +88,7 @@ class AttentionRun(Benchmark[AttentionCell]):
 
     study: AttentionStudy
     """The study as requested."""
-    schema: str = ATTENTION_SCHEMA
+    schema: str = "steplab.attention/1"
     """Format of this record."""
 
 

@@ -9,8 +9,6 @@ from steplab.records.problems import Problem, known
 from steplab.records.record import MachineRecord
 from steplab.records.rows import Row, head, software
 
-CEILINGS_SCHEMA = "steplab.ceilings/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Ceiling:
@@ -47,7 +45,7 @@ class Ceilings(MachineRecord):
     """The machine and its software."""
     ceilings: tuple[Ceiling, ...]
     """The measured rates."""
-    schema: str = CEILINGS_SCHEMA
+    schema: str = "steplab.ceilings/1"
     """Format of this record."""
 
     def matmul(self, dtype: str) -> Ceiling | None:

@@ -12,8 +12,6 @@ from steplab.records.rows import Row, head, tail
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
 from steplab.stats import drift, medians_of_thirds
 
-COMM_SCHEMA = "steplab.comm/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommRank:
@@ -168,7 +166,7 @@ class CommRun(Benchmark[CommCell]):
     """Versions of what moves the bytes: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()
     """The machine's communication profile."""
-    schema: str = COMM_SCHEMA
+    schema: str = "steplab.comm/1"
     """Format of this record."""
 
     def problems(self) -> Iterator[Problem]:

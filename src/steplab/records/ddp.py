@@ -16,8 +16,6 @@ from steplab.specs.comm import COLLECTIVES
 from steplab.specs.ddp import DdpStudy, Variant
 from steplab.units import MIB
 
-DDP_SCHEMA = "steplab.ddp/1"
-
 MOMENTS = ("initialised", "before_step", "after_step")
 """The moments at which memory is read: after model and optimizer are built, and before and after the optimizer's first
 step, which allocates its state."""
@@ -278,7 +276,7 @@ class DdpRun(Benchmark[DdpCell]):
     """Facts about the ranks and the model; None if no process reported them."""
     model: OverheadModel | None = None
     """The fitted overhead model; None if there are too few measurements for a fit."""
-    schema: str = DDP_SCHEMA
+    schema: str = "steplab.ddp/1"
     """Format of this record."""
 
     @property

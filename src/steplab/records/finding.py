@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass, field
 
-FINDINGS_SCHEMA = "steplab.findings/1"
-
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Evidence:
@@ -94,7 +92,7 @@ class Findings:
     """The findings, the largest predicted gain first, those without a prediction last."""
     not_looked_at: tuple[str, ...] = ()
     """What the record lacks, what could not be diagnosed without it, and how to record it."""
-    schema: str = field(default=FINDINGS_SCHEMA)
+    schema: str = "steplab.findings/1"
     """Format of this record."""
 
     def __repr__(self) -> str:

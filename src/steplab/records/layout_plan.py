@@ -1,14 +1,12 @@
 """Predictions of the time of a step on a layout, and the layouts of a job side by side."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from steplab.records.prediction import FitVerdict
 from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import counted
-
-LAYOUT_PLAN_SCHEMA = "steplab.layout_plan/1"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,7 +120,7 @@ class LayoutPlan:
     """Sources of the figures of the GPU and its links."""
     notes: tuple[str, ...] = ()
     """What is assumed, and what is left out."""
-    schema: str = field(default=LAYOUT_PLAN_SCHEMA)
+    schema: str = "steplab.layout_plan/1"
     """Format of this record."""
 
     def __repr__(self) -> str:

@@ -13,8 +13,6 @@ from steplab.records.problems import Problem, known
 from steplab.records.record import StepRecord
 from steplab.records.rows import Row, head, software, step_columns
 
-NUMERICS_SCHEMA = "steplab.numerics/1"
-
 Rule = Literal["low_precision", "fp32", "promote", "parts", "none", "cast", "off"]
 """What autocast does with an operation. low_precision: casts its inputs down. fp32: casts them up. promote: casts them
 to the widest type among them. parts: treats the operations it is made of differently. none: runs it in the type of its
@@ -226,7 +224,7 @@ class Numerics(StepRecord):
     """The audit of the step; None without a step, or for a failure."""
     accumulations: tuple[Accumulation, ...] = ()
     """The sums of the accumulation study."""
-    schema: str = NUMERICS_SCHEMA
+    schema: str = "steplab.numerics/1"
     """Format of this record."""
 
 

@@ -6,8 +6,6 @@ from typing import Literal
 from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes
 
-PREDICTION_SCHEMA = "steplab.memory_prediction/1"
-
 PredictionKind = Literal["dry_run", "traced", "estimate", "at_least"]
 """How a prediction was made. dry_run: the operators of the step were followed one by one. traced: so were those that
 torch ran on tensors without content; what a kernel takes for itself is known of few of them. estimate: some of them are
@@ -118,7 +116,7 @@ class MemoryPrediction:
     one process."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
-    schema: str = field(default=PREDICTION_SCHEMA)
+    schema: str = "steplab.memory_prediction/1"
     """Format of this record."""
 
     def __repr__(self) -> str:

@@ -5,19 +5,19 @@ the type of a record. A new kind is one entry here, and its section in `report.s
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
-from steplab.records.advice import ADVICE_SCHEMA, Advice, advice_row
-from steplab.records.attention import ATTENTION_SCHEMA, AttentionRun, attention_cells, attention_row
-from steplab.records.ceilings import CEILINGS_SCHEMA, Ceilings, ceilings_cells, ceilings_row
-from steplab.records.comm import COMM_SCHEMA, CommRun, comm_cells, comm_row
-from steplab.records.ddp import DDP_SCHEMA, DdpRun, ddp_cells, ddp_row
+from steplab.records.advice import Advice, advice_row
+from steplab.records.attention import AttentionRun, attention_cells, attention_row
+from steplab.records.ceilings import Ceilings, ceilings_cells, ceilings_row
+from steplab.records.comm import CommRun, comm_cells, comm_row
+from steplab.records.ddp import DdpRun, ddp_cells, ddp_row
 from steplab.records.measured import MeasuredCell
-from steplab.records.numerics import NUMERICS_SCHEMA, Numerics, numerics_row
+from steplab.records.numerics import Numerics, numerics_row
 from steplab.records.record import Record
 from steplab.records.rows import KINDS_OF_RUNS, Row, run_row
-from steplab.records.run import RUN_SCHEMA, Run
+from steplab.records.run import Run
 from steplab.records.run_cells import run_cells
 
 
@@ -25,8 +25,6 @@ from steplab.records.run_cells import run_cells
 class Kind:
     """One kind of stored record."""
 
-    schema: str
-    """Format of the records: steplab.<name>/<major>."""
     type: type[Record]
     """Class of the records."""
     row: Callable[[Any], Row]
@@ -45,16 +43,24 @@ class Kind:
     """Whether each record has a report of its own, as benchmarks do; records of other kinds are reported together."""
 
     @property
+    def schema(self) -> str:
+        """Format of the records: steplab.<name>/<major>."""
+        return str(next(field.default for field in fields(self.type) if field.name == "schema"))
+
+    @property
     def name(self) -> str:
-        """Name of the kind, from the schema: run, attention, comm."""
-        return self.schema.removeprefix("steplab.").partition("/")[0]
+        """Name of the kind, from the format: run, attention, comm."""
+        return _name_in(self.schema)
+
+
+def _name_in(schema: str) -> str:
+    return schema.removeprefix("steplab.").partition("/")[0]
 
 
 KINDS: dict[str, Kind] = {
     kind.name: kind
     for kind in (
         Kind(
-            schema=RUN_SCHEMA,
             type=Run,
             row=run_row,
             cells=run_cells,
@@ -64,7 +70,6 @@ KINDS: dict[str, Kind] = {
             verb="run",
         ),
         Kind(
-            schema=ADVICE_SCHEMA,
             type=Advice,
             row=advice_row,
             cells=None,
@@ -75,7 +80,6 @@ KINDS: dict[str, Kind] = {
             stands_alone=True,
         ),
         Kind(
-            schema=NUMERICS_SCHEMA,
             type=Numerics,
             row=numerics_row,
             cells=None,
@@ -85,7 +89,6 @@ KINDS: dict[str, Kind] = {
             verb="precision",
         ),
         Kind(
-            schema=ATTENTION_SCHEMA,
             type=AttentionRun,
             row=attention_row,
             cells=attention_cells,
@@ -96,7 +99,6 @@ KINDS: dict[str, Kind] = {
             stands_alone=True,
         ),
         Kind(
-            schema=COMM_SCHEMA,
             type=CommRun,
             row=comm_row,
             cells=comm_cells,
@@ -107,7 +109,6 @@ KINDS: dict[str, Kind] = {
             stands_alone=True,
         ),
         Kind(
-            schema=DDP_SCHEMA,
             type=DdpRun,
             row=ddp_row,
             cells=ddp_cells,
@@ -118,7 +119,6 @@ KINDS: dict[str, Kind] = {
             stands_alone=True,
         ),
         Kind(
-            schema=CEILINGS_SCHEMA,
             type=Ceilings,
             row=ceilings_row,
             cells=ceilings_cells,
@@ -138,7 +138,7 @@ KINDS_IN_LISTS = (*KINDS_OF_RUNS, *(kind.verb for kind in KINDS.values() if kind
 
 def kind_of(record: Record) -> Kind:
     """The kind of a record."""
-    return KINDS[record.schema.removeprefix("steplab.").partition("/")[0]]
+    return KINDS[_name_in(record.schema)]
 
 
 def summary_row(record: Record) -> Row:

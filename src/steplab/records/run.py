@@ -20,7 +20,6 @@ from steplab.units import format_share, format_time
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-RUN_SCHEMA = "steplab.run/1"
 
 STEP_PHASES = ("step", "pipeline", *PHASES)
 """The phases that a step can be timed by: the whole, a pipeline's passes in turn, and those of any other step."""
@@ -102,7 +101,7 @@ class Run(StepRecord):
     """MFU under each convention that applies, and HFU."""
     turns: Turns | None = None
     """The turns of the measured steps, if they alternated with the steps of other runs; None: they ran at once."""
-    schema: str = RUN_SCHEMA
+    schema: str = "steplab.run/1"
     """Format of this record."""
 
     @property

@@ -1,14 +1,12 @@
 """The predicted time of a step, by the phases in which it is measured."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Literal
 
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec, describe
 from steplab.units import format_bytes, format_time
-
-STEP_TIME_SCHEMA = "steplab.step_time_prediction/1"
 
 Bound = Literal["compute", "memory", "host"]
 
@@ -95,7 +93,7 @@ class StepTimePrediction:
     """What is assumed, and what is left out."""
     spec: StepSpec | None = None
     """The predicted step; None: not stored."""
-    schema: str = field(default=STEP_TIME_SCHEMA)
+    schema: str = "steplab.step_time_prediction/1"
     """Format of this record."""
 
     def __repr__(self) -> str:
