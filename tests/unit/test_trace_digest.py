@@ -267,6 +267,8 @@ def test_damage_is_a_doubt_and_the_first_of_the_notes() -> None:
 
 def test_nothing_ran_is_an_error_in_words() -> None:
     trace = HandTrace()
+    with pytest.raises(SteplabError, match=r"no operator of torch or CUDA; record it with torch\.profiler or nsys"):
+        digest(trace.build())
     trace.range("step", 0, 10)
     with pytest.raises(SteplabError, match="the trace has no kernel and no operator within a step"):
         digest(trace.build())

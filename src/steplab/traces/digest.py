@@ -46,7 +46,11 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         notes.append("the trace marks no steps: all of it counts as one")
     activity = activity.where(np.flatnonzero(activity.step != NONE))
     if not len(activity):
-        raise SteplabError("the trace has no kernel and no operator within a step; record at least one whole step")
+        raise SteplabError(
+            "the trace has no kernel and no operator within a step; record at least one whole step"
+            if num_steps
+            else "the trace has no kernel and no operator of torch or CUDA; record it with torch.profiler or nsys"
+        )
     notes += _notes(activity, trace, on_host=on_host)
     windows = cut(activity)
     phases = tuple(phase_times(activity, windows, host.phase_names, host.phase_seconds(), on_host=on_host))

@@ -1,6 +1,6 @@
 """The document of a comparison: the verdict, every figure of both sides, and what explains the differences."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import replace
 
 from steplab import units
@@ -21,6 +21,7 @@ from steplab.report.kit.document import (
     table_of,
 )
 from steplab.report.kit.quantities import LABEL
+from steplab.report.turns.document import RATIO_IN_TURNS
 
 _GROUPS = {
     "time": "Times",
@@ -40,9 +41,7 @@ def compare_document(comparison: Comparison) -> Document:
     in_order = sorted(comparison.figures, key=lambda figure: not figure.decides)
     rated = {figure.group for figure in comparison.figures if figure.ratio}
     with_interval = next((group for group in _GROUPS if group in rated), None)
-    figures = [
-        _group(comparison.figures, group, title, explained=group == with_interval) for group, title in _GROUPS.items()
-    ]
+    figures = [_group(comparison, group, title, explained=group == with_interval) for group, title in _GROUPS.items()]
     return Document(
         title=f"{comparison.b.told} (B) against {comparison.a.told} (A)",
         verdict=verdict(comparison),
@@ -58,13 +57,15 @@ def compare_document(comparison: Comparison) -> Document:
     )
 
 
-def _group(figures: Sequence[ComparedFigure], group: str, title: str, *, explained: bool) -> Section | None:
+def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section | None:
     """The table of one group of figures; None without any. explained: whether it says what its columns are, which one
     table does for all."""
-    found = [figure for figure in figures if figure.group == group]
+    found = [figure for figure in comparison.figures if figure.group == group]
     if not found:
         return None
     caption = "Medians." if group == "time" else ""
+    if comparison.in_turns and group == "time":
+        caption += f" {RATIO_IN_TURNS}"
     columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
     return named_section(title, table_of(group, found, columns, caption))
 

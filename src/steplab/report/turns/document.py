@@ -13,6 +13,14 @@ from steplab.report.kit.text import reason
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
 
 
+RATIO_IN_TURNS = (
+    "In turns a ratio is of the medians, B / A, after each step was divided by the median of the steps of both sides "
+    "around its turn. So what slowed the machine for a while is not in it, and it may differ from the quotient of the "
+    "step times."
+)
+"""What a ratio is where runs took turns (comparison.samples)."""
+
+
 def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Document:
     """Two or more sides, each beside the first. `words` are the sides in the user's words."""
     table = _table(runs, ratios, words)
@@ -80,7 +88,7 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
             f"{len(turns.turns)} turns of {steps}, in the order A B B A. "
             "Between its turns a side keeps its weights and optimizer state in the device's memory."
         )
-    yield "A ratio is the side's median step time divided by that of A. `steplab show ID` shows a side in full."
+    yield f"{RATIO_IN_TURNS} `steplab show ID` shows a side in full."
 
 
 def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Table:
