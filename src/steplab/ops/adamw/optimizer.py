@@ -117,7 +117,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             _update_by_torch(tensors, group)
             return
         key = (tensors[0][0], len(tensors))
-        if tensors[0][0].is_cuda and torch.cuda.is_current_stream_capturing():
+        if _is_captured(tensors[0][0]):
             tables = self._tables_in_capture(key, tensors)
         else:
             tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
@@ -143,7 +143,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 state["step"] = step.to(parameter.device, torch.float32)
             tensors = (values, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             weight = () if master is None else (parameter,)
-            if master is not None and self._versions.get(parameter) != parameter._version:
+            changed = master is not None and self._versions.get(parameter) != parameter._version
+            if changed and not _is_captured(parameter):  # comparing them waits for the device
                 _refuse_other_values(parameter, master)
             found.setdefault(master is not None, []).append((*tensors, *weight))
         return found
@@ -207,6 +208,11 @@ class _Tables:
     tensors: Tensor
     rates: Tensor
     settings: _Settings
+
+
+def _is_captured(tensor: Tensor) -> bool:
+    """Whether what is done with it now becomes part of a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _addresses(tensors: Sequence[Tensors]) -> list[list[int]]:
