@@ -173,6 +173,16 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     assert set(first_of_tile) == pieces
 
 
+def test_a_turn_that_another_warp_has_ended_is_not_waited_for() -> None:
+    """Four warps wait for the heads before them, and each counts its turn up when it has added its own part."""
+    from steplab.ops.attention import triton_hopper_turns
+
+    counts = iter([3, 5])
+    with patch.multiple(triton_hopper_turns, gl=MagicMock(), _now=lambda turn_ptr: next(counts)):
+        triton_hopper_turns.wait_for.fn(4, 0)
+    assert list(counts) == []
+
+
 def _pieces(first_query: int, num_queries: int, columns: int) -> range:
     """Numbers of the pieces of 64 queries and 32 columns that hold the sums of so many queries."""
     a_query = columns // 32

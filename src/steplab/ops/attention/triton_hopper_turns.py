@@ -23,9 +23,9 @@ def _now(turn_ptr):
 
 @gluon.jit
 def wait_for(turn, turn_ptr):
-    """Until it is this turn."""
+    """Until it is this turn, or was: where several warps wait, one may have ended its turn before another looks."""
     now = _now(turn_ptr)
-    while now != turn:
+    while now < turn:
         now = _now(turn_ptr)
     # The copy engine's additions come after what has been read.
     gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
