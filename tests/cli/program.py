@@ -1,9 +1,9 @@
 """The program as users run it, with a store and a home of its own.
 
-Commands that measure or predict are forked from a process that has imported everything (preloaded.py): importing is
-most of their time. Those that only read and write records run in the test's own process, unless they are given other
-variables or standard input. What is run under another program is started as from a shell, and so are some that are
-interrupted.
+Commands that measure are forked from a process that has imported everything (preloaded.py): importing is most of their
+time. Those that only read and write records, explain them or plan, and texts of help, run in the test's own process,
+unless they are given other variables or standard input. What is run under another program is started as from a shell,
+and so are some that are interrupted.
 """
 
 import atexit
@@ -48,6 +48,8 @@ _OF_RECORDS = frozenset(
     ("list", "show", "report", "export", "import", "compare", "history", "rm", "tag", "note", "schema", "store")
 )
 """Commands that start no process and import nothing of the user's."""
+_OF_MODELS = frozenset(("explain", "plan"))
+"""Commands that do so with a model of the user's alone, or where they are asked to try."""
 _COMMAND_TIMEOUT_S = 120.0
 _POLL_S = 0.02
 
@@ -105,7 +107,7 @@ class Program:
         timeout_s: float = _COMMAND_TIMEOUT_S,
     ) -> Result:
         """Run a command to its end."""
-        if arguments and arguments[0] in _OF_RECORDS and not (prefix or stdin or variables):
+        if _starts_nothing([str(argument) for argument in arguments]) and not (prefix or stdin or variables):
             return self.here(*arguments)
         environment = self.environment | dict(variables or {})
         if prefix:
@@ -188,6 +190,14 @@ def preloaded() -> Preloaded:
     made = Preloaded(dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
     atexit.register(made.close)
     return made
+
+
+def _starts_nothing(words: Sequence[str]) -> bool:
+    if not words or "--help" in words or words[0] == "--version":
+        return True
+    return words[0] in _OF_RECORDS or (
+        words[0] in _OF_MODELS and not any(word == "--try" or ":" in word for word in words)
+    )
 
 
 def tiny(**changes: str) -> tuple[str, ...]:
