@@ -10,6 +10,8 @@ from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
 
+PEERS = "d57e26003e83"
+"""Record of seven shapes beside flash-attn-4."""
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/attention_h200_202611.jsonl.gz"
 
 
@@ -39,28 +41,28 @@ def test_flash_triton_is_faster_than_flex_attention_in_every_cell(records: dict[
 @pytest.mark.parametrize(
     ("peer", "name", "least", "most"),
     [
-        ("sdpa_flash", "both", 1.965, 2.37),
-        ("sdpa_cudnn", "forward", 1.12, 1.31),
-        ("sdpa_cudnn", "backward", 1.09, 1.30),
-        ("sdpa_cudnn", "both", 1.07, 1.30),
-        ("flash_attn_4", "forward", 1.03, 1.18),
-        ("flash_attn_4", "backward", 0.94, 1.03),
-        ("flash_attn_4", "both", 0.98, 1.05),
+        ("sdpa_flash", "both", 1.984, 2.377),
+        ("sdpa_cudnn", "forward", 1.091, 1.313),
+        ("sdpa_cudnn", "backward", 1.131, 1.300),
+        ("sdpa_cudnn", "both", 1.127, 1.291),
+        ("flash_attn_4", "forward", 1.034, 1.181),
+        ("flash_attn_4", "backward", 0.966, 1.036),
+        ("flash_attn_4", "both", 0.995, 1.065),
     ],
 )
 def test_flash_triton_beside_its_peers_in_seven_shapes(
     records: dict[str, AttentionRun | Run], peer: str, name: str, least: float, most: float
 ) -> None:
-    peers = records["5b8109d7e72b"]
+    peers = records[PEERS]
     pairs = zip(times(peers, peer, name), times(peers, "flash_triton", name), strict=True)
     ratios = [theirs / ours for theirs, ours in pairs]
     assert len(ratios) == 7
-    assert min(ratios) == pytest.approx(least, abs=0.005)
-    assert max(ratios) == pytest.approx(most, abs=0.005)
+    assert min(ratios) == pytest.approx(least, abs=0.001)
+    assert max(ratios) == pytest.approx(most, abs=0.001)
 
 
 def test_forward_is_faster_than_flash_attn_4_in_every_shape(records: dict[str, AttentionRun | Run]) -> None:
-    peers = records["5b8109d7e72b"]
+    peers = records[PEERS]
     pairs = zip(times(peers, "flash_attn_4", "forward"), times(peers, "flash_triton", "forward"), strict=True)
     assert all(theirs > ours for theirs, ours in pairs)
 
@@ -75,18 +77,18 @@ def test_before_turns_backward_cudnn_was_faster_at_32768_positions(records: dict
 def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
     records: dict[str, AttentionRun | Run],
 ) -> None:
-    peers = records["5b8109d7e72b"]
+    peers = records[PEERS]
     assert isinstance(peers, AttentionRun)
     (first,) = (
         cell
         for cell in peers.cells
         if cell.spec.implementation == "flash_triton" and (cell.spec.queries, cell.spec.dim) == (16384, 64)
     )
-    assert median(first.samples("both")) == pytest.approx(3.435e-3, rel=0.005)
+    assert median(first.samples("both")) == pytest.approx(3.445e-3, rel=0.001)
 
 
 def test_first_calls_with_an_empty_cache_take_some_seconds(records: dict[str, AttentionRun | Run]) -> None:
-    for record, longest_s in (("67e5186385df", 4.02), ("bd8c52b20e45", 4.72), ("dc2337899c21", 6.4)):
+    for record, longest_s in (("9cc59883e6d4", 4.94), ("bd8c52b20e45", 4.72), ("dc2337899c21", 6.4)):
         run = records[record]
         assert isinstance(run, AttentionRun)
         first_s = [cell.first_call_s or 0.0 for cell in run.cells if cell.spec.implementation == "flash_triton"]
