@@ -32,16 +32,17 @@ def show(
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit, stdout_color
-    from steplab.cli.web import serve
     from steplab.errors import UserError
     from steplab.views.showing import show as view
     from steplab.views.view import FORMATS
 
     chosen = chosen_format(format, out, allowed=FORMATS)
+    if web and (format or out.output):
+        raise UserError("--web serves a page and writes no file; leave --format and --output out")
     shown = view(id, store=out.store)
     if web:
-        if format or out.output:
-            raise UserError("--web serves a page and writes no file; leave --format and --output out")
+        from steplab.cli.web import serve  # an HTTP server, whose import is a tenth of what `show` takes
+
         serve(shown.render("html"))
         return
     emit(shown.render(chosen, color=stdout_color(out)), out, chosen)
