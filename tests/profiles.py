@@ -421,8 +421,8 @@ def profiled_run(
     fields = {"model": "large", "context": 1024, "precision": "fp32"} | (fields or {})
     run = make_run(fields)
     assert run.spec is not None
-    profile = total_up(
-        training_kernels(run.spec, launch_ns=launch_ns, num_steps=num_steps),
+    profile = replace(
+        _profile_of_training(run.spec, launch_ns, num_steps),
         host_calls=(
             HostCallStats(name="cudaMemcpyAsync (device to host)", phase="outside", range="", calls=num_steps,
                           total_s=num_steps * 41e-6),
@@ -432,6 +432,12 @@ def profiled_run(
         notes=("Kernels of 3 µs and less are lengthened by the profiler's own timestamps.",),
     )  # fmt: skip
     return replace(run, timing=agreeing_timing(profile), profile=profile, **overrides)
+
+
+@cache
+def _profile_of_training(spec: StepSpec, launch_ns: int, num_steps: int) -> Profile:
+    """Made once: many tests ask for the same, which takes a good part of a second."""
+    return total_up(training_kernels(spec, launch_ns=launch_ns, num_steps=num_steps))
 
 
 def agreeing_timing(profile: Profile, factor: float = 1.004) -> Timing:
