@@ -196,6 +196,12 @@ def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:
     assert any("--checkpointing auto" in said for said in layouts_document(three["none"]).verdict.sentences)
 
 
+def test_one_gpu_has_one_layout_and_one_rate() -> None:
+    answer = layouts_document(planned(spec={"model": "small", "precision": "bf16"}, gpus=1, global_batch=4)).verdict
+    assert answer.sentences[0].startswith("1 of 1 layout fits. Fastest: --layout dp=1 --batch 4, about ")
+    assert "on each GPU" not in answer.sentences[1]
+
+
 def test_the_answer_has_the_utilization_of_the_fastest() -> None:
     plan = planned()
     time = plan.candidates[0].time

@@ -61,12 +61,14 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         yield _nothing_found(plan)
         return
     best, time = fitting[0], fitting[0].time
+    fit = "fits" if len(fitting) == 1 else "fit"
     yield (
-        f"{len(fitting)} of {units.counted(number, 'layout')} fit. Fastest: {best.options}, about {_span(time)} a step."
+        f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about {_span(time)} "
+        "a step."
     )
     tokens = plan.global_batch * plan.spec.context / time.seconds
-    each = units.format_rate(tokens / plan.gpus, " tokens/s")
-    rate = f"That is {units.format_rate(tokens, ' tokens/s')}, {each} on each GPU{mfu_words(plan.utilizations)}."
+    each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
+    rate = f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
     yield " ".join(rate.split())
     if plan.num_as_fast > 1:
         yield (
