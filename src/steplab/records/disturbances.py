@@ -113,7 +113,8 @@ def _shared(environment: Environment) -> Disturbance | None:
     if not others:
         return None
     who = "One other process" if others == 1 else f"{others} other processes"
-    return Disturbance(word="shared GPU", text=f"{who} had the GPU open during the measurement.")
+    text = f"{who} had the GPU open during the measurement; if it computed there, all times are longer, and steady all "
+    return Disturbance(word="shared GPU", text=f"{text}the same.")
 
 
 def _slowed(environment: Environment) -> Disturbance | None:
