@@ -310,7 +310,16 @@ def _categories(ends: Sequence[tuple[str, Run]]) -> Table:
         f"Device time by category of kernels, under the profiler; those below {units.format_percent(_LEAST_SHARE)} "
     )
     caption += f"are left out. {from_records[0].upper()}{from_records[1:]}."
+    if unnamed := _uncategorised([run for _, run in ends]):
+        caption += f" Uncategorised: {', '.join(unnamed)}."
     return Table(name="categories", columns=tuple(columns), rows=tuple(rows), caption=caption)
+
+
+def _uncategorised(runs: Sequence[Run]) -> list[str]:
+    """The longest kernels that no rule on names knew when these were profiled."""
+    kernels = [kernel for run in runs if run.profile for kernel in run.profile.kernels]
+    of_none = sorted((k for k in kernels if k.category == "uncategorised"), key=lambda k: -k.total_s)
+    return list(dict.fromkeys(kernel.name for kernel in of_none))[:4]
 
 
 def _what_is_left(run: Run) -> Iterator[str]:
