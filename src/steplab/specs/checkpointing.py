@@ -6,7 +6,7 @@
     first_K    the first K blocks are recomputed, the others save theirs (Megatron-LM's recompute method "block")
     selective  every block saves the outputs of its matmuls and of fused attention, and recomputes the rest
     auto       the first of none, selective, first_K and full with which the step fits its GPU; chosen by
-               lab.checkpointing before anything is built or recorded
+               lab.checkpointing before anything is built or recorded, and by plan.layout.search on each layout
 
 Chen et al. 2016, "Training Deep Nets with Sublinear Memory Cost"; Korthikanti et al. 2022, "Reducing Activation
 Recomputation in Large Transformer Models", for the selective kind.
