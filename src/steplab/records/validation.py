@@ -34,7 +34,7 @@ _OF_TENSORS = frozenset(
 """Fields with values of tensors, which have any size and sign."""
 _SIGNED = frozenset(
     {"worst_relative", "worst_fit", "alpha_s", "beta_s_per_byte", "gamma_s_per_rank", "call_s", "lead_s", "stream",
-     "gradient_exponents", "temperature_c", "outside_bytes", "untried_shares"}
+     "gradient_exponents", "temperature_c", "outside_bytes", "predicted_share", "untried_shares"}
 )  # fmt: skip
 """Fields that may be negative: fitted values, differences, predicted savings, exponents, and the stream -1, which means
 not known."""
