@@ -13,9 +13,9 @@ export PYTHONDONTWRITEBYTECODE :=
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
-run: .venv/installed ## Measure a tiny model on this machine, end to end, in a few minutes: tables and a page
-	$(BIN)/steplab study quick
-	$(BIN)/steplab report --output $(PAGE)
+run: .venv/installed ## Measure a tiny model on this machine, end to end, in a few minutes: its answers, and a page
+	@mkdir -p $(dir $(PAGE))
+	$(BIN)/steplab study quick --output $(PAGE)
 
 test: .venv/tested ## Lint, type-check and run the tests
 	$(BIN)/ruff check .

@@ -12,11 +12,16 @@ if TYPE_CHECKING:
 def write_report(
     selection: "ReportedRecords", chosen: str, out: FileOptions, *, title: str | None = None, named: bool = False
 ) -> None:
-    """Write the records as a page (html) or as tables. `named`: the ids of the records were given."""
+    """Write the records as a page (html) or as tables; what a page says first is printed too.
+
+    `named`: the ids of the records were given.
+    """
     from steplab.cli.progress import ProgressLine
-    from steplab.views.reporting import report_of
+    from steplab.views.reporting import answer_of, report_of
 
     with ProgressLine() as line:
         view = report_of(selection, title=title, named=named, store=out.store, on_progress=line.within)
         text = view.render(chosen, color=stdout_color(out))
+    if chosen == "html" and out.output is not None:
+        emit(answer_of(selection))
     emit(text, out, chosen)

@@ -15,10 +15,11 @@ from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
 from steplab.report.attempts import Attempts
+from steplab.report.kit.document import Document
 from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
-from steplab.report.page import render_page
+from steplab.report.page import page_verdict, render_page
 from steplab.report.run.cells import cells_of
 from steplab.report.sections import SECTIONS, Context, Sections
 from steplab.views.view import View
@@ -63,6 +64,11 @@ def report_of(
         return _tables(found, format, named=named, color=color)
 
     return View(write, store)
+
+
+def answer_of(found: ReportedRecords) -> str:
+    """What a page of these records says first, as text for a terminal."""
+    return render(Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict)), "table")
 
 
 def _page(
