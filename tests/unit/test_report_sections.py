@@ -134,7 +134,7 @@ ARROWS = {
     "comm": {"kit", "environments"},
     "ddp": {"kit", "environments", "run"},
     "ceilings": {"kit", "environments"},
-    "compare": {"kit", "memory"},
+    "compare": {"kit", "memory", "turns"},
     "history": {"kit", "run"},
     "store": {"kit"},
     "benchmark_json": set(),

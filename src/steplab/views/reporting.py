@@ -68,7 +68,8 @@ def report_of(
 
 def answer_of(found: ReportedRecords) -> str:
     """What a page of these records says first, as text for a terminal."""
-    return render(Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict)), "table")
+    document = Document(title="", verdict=Attempts().draw("the verdict", found.records, page_verdict))
+    return render(document, "table").lstrip("\n")
 
 
 def _page(
