@@ -19,7 +19,7 @@ from tests.cli.program import Program, finish, tiny, wait_until
 from tests.distributed.test_launch import free_port, processes_in, without_device
 
 STRANGER = """
-import base64, os, pickle, sys, threading
+import base64, os, pickle, sys, threading, time
 from datetime import timedelta
 from pathlib import Path
 from torch.distributed import TCPStore
@@ -36,8 +36,9 @@ def write(port):
 threads = [threading.Thread(target=write, args=(int(port),), daemon=True) for port in sys.argv[2:]]
 for thread in threads:
     thread.start()
+ends = time.monotonic() + 5
 for thread in threads:
-    thread.join(5)
+    thread.join(max(0, ends - time.monotonic()))
 os._exit(0)  # what is no store leaves its client waiting
 """
 """A program that writes, into each store that lets it, a pickle where torch's elastic launcher unpickles what is there;
