@@ -50,7 +50,7 @@ class Chromium:
         self._calls = 0
         self._read = b""
         self.events: list[dict[str, Any]] = []
-        """What it told of the page that is open."""
+        """The events that the browser has reported of the open page, in their order."""
 
     def call(self, method: str, session: str | None = None, **parameters: Any) -> dict[str, Any]:
         """Send a command and wait for its result; raises RuntimeError with what the browser says is wrong."""
@@ -69,7 +69,7 @@ class Chromium:
         return result
 
     def wait_for(self, event: str) -> None:
-        """Wait until the page told of it."""
+        """Wait until the browser has reported such an event of the open page."""
         while not any(said["method"] == event for said in self.events):
             self.events.append(self._message())
 

@@ -104,7 +104,7 @@ def _work_for_parent(order: Order, parent: Channel) -> bool:
 
 
 def _work_for_first(order: Order, parent: Channel) -> bool:
-    """Work as a rank that torchrun's first command line hears; the parent is told of the outcome of all ranks."""
+    """Work as a rank whose messages go to torchrun's first command line; the parent hears how all ranks ended."""
     from steplab.measurement.machine.world import meeting_place
 
     heard, around = threading.Event(), torchrun_around()
