@@ -1,6 +1,7 @@
 """The linear layer with its loss, in chunks, in plain PyTorch and in Triton's interpreter, against float64."""
 
 import os
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -175,6 +176,17 @@ def test_no_gradient_asked_for_gives_the_same_loss(implementation: str, reductio
     torch.testing.assert_close(again, found, rtol=0, atol=0)
     exact, bounds = exact_and_bounds(case, torch.float32)
     assert_within({"loss": found}, exact, bounds)
+
+
+@pytest.mark.parametrize("implementation", IN_CHUNKS)
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_targets_need_not_lie_side_by_side(implementation: str, reduction: str) -> None:
+    """A column of a batch has them apart, and one target for all tokens is a single element."""
+    case = make_case(6, 8, 40, dtype=torch.float32, reduction=reduction)
+    for apart in (torch.stack((case.targets, case.targets.flip(0)), 1)[:, 0], case.targets[:1].expand(6)):
+        found = results_of(replace(case, targets=apart), implementation)
+        together = results_of(replace(case, targets=apart.clone()), implementation)
+        torch.testing.assert_close(found, together, rtol=0, atol=0)
 
 
 # --- targets that are none ------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
         cross_entropy_softmax_kernel[(num_rows,)](
             logits_nV,
             logits_nV.stride(0),
-            targets_n,
+            targets_n.contiguous(),  # a column of a batch, say, has them apart
             losses_n,
             scale,
             scale.stride(0),
