@@ -1,6 +1,7 @@
 """What each rank of test_data_parallel_on_gpus.py does: a process a GPU, joined over NCCL."""
 
 import copy
+import faulthandler
 import os
 import sys
 import time
@@ -17,6 +18,8 @@ from steplab.parallel import DataParallel, ShardedOptimizer, peer_parts
 from steplab.parallel.flat_parameters import Exchange
 
 STEPS = 3
+LONGEST_CASE_S = 40
+"""A case takes some seconds. After this a rank prints where it is and ends, which ends the others."""
 WAYS = [
     ("bucketed", "collectives"),
     *((strategy, "peer_copy") for strategy in ("naive", "flat", "overlap", "bucketed")),
@@ -57,22 +60,25 @@ class Awkward(nn.Module):
 
 
 def in_a_group(rank: int, size: int, port: int) -> None:
-    """Join, and do all cases; rank 0 tells how long each takes."""
+    """Join, and do all cases; rank 0 prints how long each takes.
+
+    A rank that fails ends at once: leaving the group would wait for the others, which wait for it.
+    """
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     device = torch.device("cuda", rank)
     torch.cuda.set_device(device)
     dist.init_process_group("cpu:gloo,cuda:nccl", rank=rank, world_size=size, device_id=device)
-    try:
-        for function in CASES:
-            torch.cuda.set_device(device)
-            started = time.perf_counter()
-            function(rank, size, device)
-            torch.cuda.synchronize(device)
-            dist.barrier()
-            if rank == 0:
-                print(f"{size} ranks, {function.__name__}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    finally:
-        dist.destroy_process_group()
+    for function in CASES:
+        faulthandler.dump_traceback_later(LONGEST_CASE_S, exit=True)
+        torch.cuda.set_device(device)
+        started = time.perf_counter()
+        function(rank, size, device)
+        torch.cuda.synchronize(device)
+        dist.barrier()
+        if rank == 0:
+            print(f"{size} ranks, {function.__name__}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
+    dist.destroy_process_group()
+    faulthandler.cancel_dump_traceback_later()
 
 
 def expert_of(rank: int) -> int:

@@ -48,7 +48,10 @@ def test_nccl_is_right_and_timed_by_events_on_every_rank(steplab: Program) -> No
             assert len(times.device_s) == len(times.alone_s) == 10
             # A call alone, by the host's clock, has Python's time and the drain in it.
             assert median(times.device_s) < median(times.alone_s)
-            assert times.num_waits == 0
+            assert times.num_waits is not None
+    # On a machine that does other work as well, a sample may have waited for Python: then a note says so.
+    waited = [cell.spec.label for cell in run.cells if any(times.num_waits for times in cell.ranks)]
+    assert [note.partition(":")[0] for note in run.notes if "waited for Python" in note] == waited
 
 
 def test_backends_stand_beside_each_other(steplab: Program) -> None:
