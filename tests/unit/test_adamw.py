@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.testing._internal.two_tensor import TwoTensor
 
 from steplab.errors import Unsupported, UserError
 from steplab.ops.adamw import block
@@ -161,6 +162,46 @@ def test_what_the_kernel_does_not_take_is_refused(tensor: Tensor, said: str) -> 
         OneKernelAdamW([tensor.requires_grad_()])
     with pytest.raises(UserError, match="betas from 0 to below 1"):
         OneKernelAdamW([torch.zeros(4, requires_grad=True)], betas=(0.9, 1.0))
+
+
+def test_tensors_of_other_devices_are_updated_by_themselves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One launch would read addresses of the other device's memory."""
+    given = [torch.ones(4, device=device, requires_grad=True) for device in ("cpu", "meta", "cpu")]
+    for each in given:
+        each.grad = torch.ones_like(each)
+    together: list[set[str]] = []
+
+    def seen(self: OneKernelAdamW, tensors: Any, group: object, **options: object) -> None:
+        together.append({tensor.device.type for each in tensors for tensor in each})
+
+    monkeypatch.setattr(OneKernelAdamW, "_update", seen)
+    OneKernelAdamW(given, **OPTIONS).step()
+    assert together == [{"cpu"}, {"meta"}]
+
+
+def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tables of sizes are of that step: the kernel would read and write past the end of a smaller tensor."""
+    first, large, small = given = [torch.ones(size, requires_grad=True) for size in (8, 600, 8)]
+    made = OneKernelAdamW(given, **OPTIONS)
+    first.grad, large.grad = torch.ones(8), torch.ones(600)
+    made.step()
+    monkeypatch.setattr("steplab.ops.adamw.optimizer._is_captured", lambda tensor: True)
+    large.grad, small.grad = None, torch.ones(8)
+    with pytest.raises(Unsupported, match="take a step of the same parameters before it"):
+        made.step()
+    small.grad, large.grad = None, torch.ones(601)[1:]
+    with pytest.raises(Unsupported, match="begin at a multiple of 16 bytes"):
+        made.step()
+
+
+def test_tensors_without_an_address_of_their_own_are_refused() -> None:
+    """The kernel would read address 0 of a sharded parameter, which is a DTensor; this one is a wrapper too."""
+    with pytest.raises(Unsupported, match="for a TwoTensor is not supported: its elements are in tensors within it"):
+        OneKernelAdamW([TwoTensor(torch.ones(4), torch.ones(4)).requires_grad_()])
+    table = torch.nn.Embedding(10, 4, sparse=True)
+    table(torch.tensor([1])).sum().backward()
+    with pytest.raises(Unsupported, match="for a sparse gradient"):
+        OneKernelAdamW(table.parameters()).step()
 
 
 @pytest.mark.parametrize(

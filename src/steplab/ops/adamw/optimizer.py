@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from steplab.errors import Unsupported, UserError
 from steplab.ops.adamw import block
@@ -106,7 +107,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
-            for has_masters, tensors in self._with_gradients(group["params"]).items():
+            for (_, has_masters), tensors in self._with_gradients(group["params"]).items():
                 self._update(tensors, group, has_masters=has_masters)
                 if has_masters:
                     self._versions |= {weight: weight._version for *_, weight in tensors}
@@ -126,12 +127,16 @@ class OneKernelAdamW(torch.optim.Optimizer):
         if has_masters and not tables.counts.is_cuda:  # the interpreter cuts off what a GPU rounds
             _round_to_weights(tensors)
 
-    def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[bool, list["Tensors"]]:
-        """What has a gradient, with its state, by whether it has a master."""
-        found: dict[bool, list[Tensors]] = {}
+    def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[tuple[torch.device, bool], list["Tensors"]]:
+        """What has a gradient, with its state, by its device and whether it has a master: a launch is for one device,
+        whose kernel reads no other's memory."""
+        found: dict[tuple[torch.device, bool], list[Tensors]] = {}
         for parameter in parameters:
             if parameter.grad is None:
                 continue
+            if parameter.grad.layout != torch.strided:
+                why = "it reads gradients with all their elements"
+                raise Unsupported("AdamW in one kernel for a sparse gradient", why, "build the embedding sparse=False")
             state = self.state[parameter]
             master = state.get("master")
             values = parameter if master is None else master
@@ -146,7 +151,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             changed = master is not None and self._versions.get(parameter) != parameter._version
             if changed and not _is_captured(parameter):  # comparing them waits for the device
                 _refuse_other_values(parameter, master)
-            found.setdefault(master is not None, []).append((*tensors, *weight))
+            found.setdefault((parameter.device, master is not None), []).append((*tensors, *weight))
         return found
 
     def _tables_in_capture(self, key: "_Part", tensors: Sequence["Tensors"]) -> "_Tables":
@@ -158,6 +163,11 @@ class OneKernelAdamW(torch.optim.Optimizer):
         if before is None or before.on_host is None:
             why = "the tables of its tensors are made in a step outside of one"
             raise Unsupported("AdamW in one kernel as the first step before a capture", why, "take a step before each")
+        if [each[0].numel() for each in tensors] != before.sizes:
+            why = "the step before it was of other parameters, whose sizes are in the tables"
+            raise Unsupported("AdamW in one kernel in a capture", why, "take a step of the same parameters before it")
+        for each in tensors:
+            _refuse_unserved_tensors(*each)
         self._tables[key] = replace(before, on_host=None)
         self._of_graphs.append(before)
         before.on_host.copy_(torch.tensor(_addresses(tensors)))
@@ -227,8 +237,8 @@ def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
     is_alike = before is not None and before.sizes == sizes and before.counts.device == device
     if before is not None and is_alike and before.where == where:
         return before
-    for values, gradient, first, second, _, *weight in tensors:
-        _refuse_unserved_tensors(values, gradient, first, second, *weight)
+    for each in tensors:
+        _refuse_unserved_tensors(*each)
     on_host = _pinned(device, torch.tensor(where))
     addresses = on_host.to(device, non_blocking=True)
     if before is not None and is_alike:
@@ -335,7 +345,9 @@ def _refuse_other_options(group: Mapping[str, Any]) -> None:
         raise Unsupported("AdamW in one kernel with Adam's weight decay", "it decays weights by themselves", _INSTEAD)
 
 
-def _refuse_unserved_tensors(values: Tensor, gradient: Tensor, first: Tensor, second: Tensor, *weight: Tensor) -> None:
+def _refuse_unserved_tensors(
+    values: Tensor, gradient: Tensor, first: Tensor, second: Tensor, step: Tensor, *weight: Tensor
+) -> None:
     for tensor in (values, gradient, first, second, *weight):
         _refuse_unserved(tensor)
     _refuse_other_types(values, torch.float32, "parameter", "without a master it updates float32 parameters")
@@ -352,6 +364,9 @@ _INSTEAD = "use torch.optim.AdamW for it"
 
 
 def _refuse_unserved(tensor: Tensor) -> None:
+    if is_traceable_wrapper_subclass(tensor):  # it has no address of its own
+        why = "its elements are in tensors within it, as those of a parameter that fully_shard has sharded are"
+        raise Unsupported(f"AdamW in one kernel for a {type(tensor).__name__}", why, _INSTEAD)
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
         why = f"it takes contiguous tensors that begin at a multiple of {_ALIGNMENT} bytes"
         raise Unsupported(f"AdamW in one kernel for a tensor of strides {tensor.stride()}", why, _INSTEAD)
