@@ -9,6 +9,7 @@ import re
 import pytest
 
 from steplab.errors import UserError
+from steplab.report.kit.charts import drawing
 from steplab.report.kit.document import (
     RESULT,
     Chart,
@@ -134,6 +135,19 @@ def test_pictures_are_for_the_page() -> None:
     assert "<svg>" in section_html(made.sections[0])
     for syntax in ("table", "md", "latex"):
         assert "Cells" not in render(made, syntax)
+
+
+def test_figures_and_names_in_a_chart_keep_all_their_digits() -> None:
+    """Coordinates are cut to hundredths: a tick of 0.015 % was labelled 0.01 %."""
+    with drawing(300, 200, "shares") as made:
+        axes = made.axes(40, 20, 5, 5)
+        (mark,) = axes.plot([0.123456], [0.00015], "o")
+        axes.text(0.1, 0.0001, "model-1.2345 #010203 of 0.015 %")
+        made.tip(mark, "0.0154 %")
+    svg = made.to_svg()
+    assert "model-1.2345 #010203 of 0.015 %" in svg
+    assert "<title>0.0154 %</title>" in svg
+    assert not re.search(r"\d\.\d{3}", re.sub(">[^<]*<", "><", svg))
 
 
 def test_a_page_starts_with_long_tables_closed_and_marks_failures() -> None:

@@ -124,10 +124,7 @@ class Drawing:
         whole = ElementTree.fromstring(re.sub(r' xmlns(:xlink)?="[^"]*"|xlink:', "", text[text.index("<svg") :]))
         body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
         body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")
-        body = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", body)
-        body = re.sub(r"(\d\.\d\d)\d+", r"\1", body)  # a hundredth of a pixel is enough
-        body = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), body)
-        body = re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), body)
+        body = re.sub(r"<[^>]*>", lambda tag: _shorter(tag[0]), body)  # and no text: names and figures stay whole
         label = html.escape(self.title)
         return (
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
@@ -158,6 +155,14 @@ class Drawing:
                 yield part
             else:
                 yield from self._parts(part)
+
+
+def _shorter(tag: str) -> str:
+    """A tag with what a page can draw of its numbers, and with the page's colours for their stand-ins."""
+    tag = re.sub(r' font-family: [^;]*;| transform="rotate\(-0 [^"]*"', "", tag)
+    tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
+    tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), tag)
+    return re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), tag)
 
 
 @contextlib.contextmanager
