@@ -12,18 +12,20 @@ from statistics import median
 
 import msgspec
 import pytest
+from benchmarks.fit_rates import as_toml, fit_step, loaded
+from benchmarks.rates_of_kernels import ProductTime, fit_products, relative_error
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
 from steplab.lab.plan_checking import check_plan, read_table
 from steplab.plan.check import check_rows, check_runs
 from steplab.plan.dry_run.events import Product
-from steplab.plan.fitting import fit_step, host_paces, phase_cells, waited
-from steplab.plan.kernel_fit import ProductTime, fit_products, relative_error, search, with_rates
+from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import product_s
 from steplab.plan.public import PublicLayout, PublicRow, load_of, read_rows, step_of
-from steplab.plan.rates import ProductRates, StackRates, StepRates, as_toml, fitted_rates, fitted_stacks, gpu_named
-from steplab.plan.stack_fit import counts, fit_stacks
+from steplab.plan.rates import ProductRates, StackRates, StepRates, fitted_rates, gpu_named, with_rates
+from steplab.plan.search import search
+from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
@@ -253,10 +255,11 @@ def test_what_a_step_adds_is_found_again() -> None:
         throttle=0,
         spread={"elsewhere": 1},
     )
-    cells = phase_cells(runs[::4], with_rates(H200, step=alone))
-    made = [dataclasses.replace(cell, measured_s=cell.in_step_s(true)) for cell in cells]
+    gpu = with_rates(H200, step=alone)
+    cells = loaded(phase_cells(runs[::4], gpu), gpu)
+    made = [dataclasses.replace(c, cell=dataclasses.replace(c.cell, measured_s=c.in_step_s(true))) for c in cells]
     found = fit_step(made)
-    assert relative_error((cell.in_step_s(found), cell.measured_s) for cell in made) < 0.01
+    assert relative_error((each.in_step_s(found), each.cell.measured_s) for each in made) < 0.01
 
 
 def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> None:
@@ -280,12 +283,12 @@ def test_the_factors_of_a_source_are_found_again() -> None:
         for row in rows
         if row.gpus == 8
     ]
-    (found,) = fit_stacks(made)
+    found = fitted_stack(list(loaded_rows(made)), "mosaicml", "H100 SXM")
     assert found.product_factor == pytest.approx(1.3, rel=0.02)
     assert found.attention_factor == pytest.approx(1.6, rel=0.03)
     assert found.streaming_factor == pytest.approx(1.1, rel=0.05)
 
 
 def test_the_file_of_rates_reads_back() -> None:
-    text = as_toml(fitted_rates(), fitted_stacks())
+    text = as_toml(fitted_rates())
     assert text == (ROOT / "src" / "steplab" / "plan" / "rates.toml").read_text(encoding="utf-8")

@@ -12,6 +12,7 @@ from weakref import ref
 import msgspec
 import pytest
 import torch
+from benchmarks.fit_rates import fit_hidden_update
 from tests.runs import make_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -20,10 +21,8 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.ops.update import UpdateByParts, UpdateInBackward
-from steplab.plan.fitting import fit_hidden_update
-from steplab.plan.kernel_fit import with_rates
 from steplab.plan.memory import predict_memory
-from steplab.plan.rates import gpu_named
+from steplab.plan.rates import gpu_named, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run

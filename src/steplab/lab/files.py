@@ -82,7 +82,6 @@ KINDS: dict[str, _Kind] = {
     "nsys": _Kind(what="an export of Nsight Systems"),
     "snapshot": _Kind(what="a memory snapshot", opening=r"\x80.{0,32}(segments|device_traces)"),
     "marks": _Kind(what="the marks of a memory snapshot", opening=r'\{"device_index":\d+,"source":'),
-    "rates": _Kind(what="a table of rates", opening="# What kernels reach of the stated figures of a GPU"),
     "backup": _Kind(what="a backup of a store"),
     "tiles": _Kind(what="a table of tiles", opening=r"(\s|#[^\n]*\n)*\[\[tiles\]\]"),
 }

@@ -11,7 +11,7 @@ from statistics import median
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.errors import Unsupported, UserError
-from steplab.plan.fitting import host_paces, phase_cells, waited
+from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.memory import predict_memory
 from steplab.plan.public import PublicRow, load_of, split_step, step_of
 from steplab.plan.rates import Gpu, StackRates, fitted_rates, gpu_with

@@ -1,17 +1,14 @@
 """What kernels reach of a GPU's stated peak and bandwidth: the form of the figures, and the table of those fitted.
 
-`rates.toml` is written by `steplab plan fit` from stored records (plan.fitting). A GPU without an entry is predicted
+`rates.toml` is written by benchmarks/fit_rates.py from stored records. A GPU without an entry is predicted
 with the shares of the one that has been measured, of its own stated figures, and with a wider interval.
 """
 
 import dataclasses
 import functools
-import json
-import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
-from typing import Any
 
 import msgspec
 
@@ -151,7 +148,6 @@ class StackRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     gpu: list[GpuRates]
-    stack: list[StackRates] = []
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -177,19 +173,10 @@ class Gpu:
 
 
 @functools.cache
-def _committed() -> _File:
-    text = resources.files("steplab.plan").joinpath("rates.toml").read_text(encoding="utf-8")
-    return msgspec.toml.decode(text, type=_File)
-
-
 def fitted_rates() -> tuple[GpuRates, ...]:
     """The committed rates of GPUs, the one whose shares others borrow first."""
-    return tuple(_committed().gpu)
-
-
-def fitted_stacks() -> tuple[StackRates, ...]:
-    """The committed rates of sources of published figures."""
-    return tuple(_committed().stack)
+    text = resources.files("steplab.plan").joinpath("rates.toml").read_text(encoding="utf-8")
+    return tuple(msgspec.toml.decode(text, type=_File).gpu)
 
 
 LEAST_PER_S = 1e9
@@ -240,30 +227,6 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     )
 
 
-def as_toml(table: Sequence[GpuRates], stacks: Sequence[StackRates]) -> str:
-    """The file of the rates: what `fitted_rates` and `fitted_stacks` read, five digits a figure."""
-    lines = [
-        "# What kernels reach of the stated figures of a GPU, as steplab/plan/rates.py explains. Written by",
-        "# `steplab plan fit`; docs/plan_time.md says which records were fitted, which were held out, and how far off.",
-    ]
-    for rates in table:
-        lines += ["", "[[gpu]]", *_toml_lines("gpu", msgspec.to_builtins(rates))]
-    for stack in stacks:
-        lines += ["", "[[stack]]", *_toml_lines("stack", msgspec.to_builtins(stack))]
-    return "\n".join(lines) + "\n"
-
-
-def _toml_lines(path: str, content: dict[str, Any]) -> Iterator[str]:
-    for key, value in content.items():
-        if not isinstance(value, dict):
-            yield f"{_toml_key(key)} = {json.dumps(value) if isinstance(value, str | list) else f'{value:.5g}'}"
-    for key, value in content.items():
-        if isinstance(value, dict):
-            inner = f"{path}.{_toml_key(key)}"
-            if not all(isinstance(each, dict) for each in value.values()):
-                yield from ("", f"[{inner}]")
-            yield from _toml_lines(inner, value)
-
-
-def _toml_key(key: str) -> str:
-    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+def with_rates(gpu: Gpu, **changes: object) -> Gpu:
+    """The GPU with some of its rates replaced."""
+    return dataclasses.replace(gpu, rates=msgspec.structs.replace(gpu.rates, **changes))

@@ -2,24 +2,10 @@
 
 from collections.abc import Mapping, Sequence
 
-from steplab.errors import UserError
 from steplab.plan.rates import GpuRates
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.specs.step import FIELDS, StepSpec
-
-
-def parsed_hold_out(text: str) -> dict[str, list[str]]:
-    """Fields and values: 'model=xl,medium context=128'. Raises UserError for an unknown field."""
-    found: dict[str, list[str]] = {}
-    for part in text.split():
-        name, _, values = part.partition("=")
-        if name not in FIELDS or not values:
-            raise UserError(
-                f"--hold-out takes fields of a step and values, as model=xl,medium context=128; not '{part}'"
-            )
-        found[name] = values.split(",")
-    return found
 
 
 def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:

@@ -11,9 +11,9 @@ from collections.abc import Iterator, Sequence
 import msgspec
 
 from steplab.errors import Unsupported
-from steplab.plan.kernel_fit import STAY, Params, search
 from steplab.plan.public import PublicLoad, PublicRow, load_of
 from steplab.plan.rates import StackRates, fitted_rates, gpu_with
+from steplab.plan.search import STAY, Params, search
 from steplab.specs.hardware import hardware_named
 from steplab.stats import percentile
 
@@ -52,15 +52,6 @@ def counts(row: PublicRow) -> bool:
     return row.scored and row.time_grade in ("A", "B") and row.measured_s is not None
 
 
-def fit_stacks(rows: Sequence[PublicRow]) -> list[StackRates]:
-    """The factors of every source and GPU with enough rows."""
-    found = []
-    for (group, gpu), own in sorted(_groups(rows).items()):
-        errors = [abs(load.seconds(stack) / measured - 1) for _, load, measured, stack in _unseen(own)]
-        found.append(msgspec.structs.replace(_fitted(own, group, gpu), spread=percentile(errors, _INTERVAL)))
-    return found
-
-
 def unseen_stacks(rows: Sequence[PublicRow]) -> dict[str, StackRates]:
     """For each row of a source with enough of them, by its id, the factors of a fit without the rows of its like."""
     found: dict[str, StackRates] = {}
@@ -85,11 +76,12 @@ def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, floa
     likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
     for like in sorted(set(likes.values())):
         rest = [each for each in own if likes[each[0].id] != like]
-        stack = _fitted(rest, own[0][0].group, str(own[0][0].card))
+        stack = fitted_stack(rest, own[0][0].group, str(own[0][0].card))
         yield from ((row, load, seconds, stack) for row, load, seconds in own if likes[row.id] == like)
 
 
-def _fitted(own: Sequence[Loaded], group: str, gpu: str) -> StackRates:
+def fitted_stack(own: Sequence[Loaded], group: str, gpu: str) -> StackRates:
+    """The factors of a source and GPU by these rows."""
     many, several_nodes = len(own) >= _MANY_ROWS, any(load.hops for _, load, _ in own)
     start = dict.fromkeys(_KINDS, 1.0) if many else {"all": 1.0}
     start |= _NETWORK[many] if several_nodes else {}

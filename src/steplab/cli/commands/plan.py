@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from cyclopts import App, Parameter
 
-from steplab.cli.options import SPREAD, FileOptions, GivenFields, PageOptions, Recipe, step_options
+from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, step_options
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
 
@@ -229,41 +229,6 @@ def steps(
     with shown("predicting"):
         planned = plan_steps(cells, gpu=gpu)
     _write(planned_document(planned), chosen, out)
-
-
-@plan.command
-def fit(
-    *,
-    gpu: Annotated[str, Parameter(help="GPU whose records are fitted")] = "H200 SXM",
-    hold_out: Annotated[
-        str,
-        Parameter(
-            help="Steps that are not fitted, so that predictions can be checked against them: fields and values, as in "
-            "'model=xl,medium context=128'"
-        ),
-    ] = "",
-    table: Annotated[
-        Path | None,
-        Parameter(help="Fit the factors of sources of published steps instead, to a table of those (see plan check)"),
-    ] = None,
-    out: FileOptions = FileOptions(),
-) -> None:
-    """Fit what kernels reach of a GPU's figures, from the records of a store.
-
-    It needs profiles of eager and compiled steps in fp32 and bf16, benchmarks
-    of attention, and steps; it takes a minute or two. What is written is the
-    whole table of rates, src/steplab/plan/rates.toml in a checkout.
-
-    For example: steplab plan fit --hold-out "model=xl,medium context=128" --output rates.toml
-    """
-    from steplab.cli.output import chosen_format, emit
-    from steplab.cli.progress import shown
-    from steplab.lab.plan_checking import fitted_table
-
-    chosen_format("rates", out, allowed=("rates",))
-    with shown("fitting"):
-        fitted = fitted_table(gpu, hold_out, out.store, table)
-    emit(fitted, out, "rates")
 
 
 @plan.command

@@ -1,39 +1,46 @@
-"""Fits all rates of one GPU to stored records: those of kernels (plan.kernel_fit), and what a step adds to them.
+"""Fits what kernels reach of a GPU's figures to the records of a store, and writes src/steplab/plan/rates.toml.
 
-The rates of kernels come first. What steps add is fitted to whole forward and backward passes in which the host was
-ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
+    python -m benchmarks.fit_rates STORE [GPU] [HOLD_OUT] > rates.toml          (from the root of the checkout)
+
+It takes profiles of eager and compiled steps in fp32 and bf16, benchmarks of attention, and steps; docs/plan_time.md
+names the records that the committed table was fitted to. GPU is one of the catalogue (default: H200 SXM), and HOLD_OUT
+names steps that are not fitted, so that `steplab plan check` can check predictions against them: fields and values, as
+in "model=xl,medium context=128". Printed is the whole table, with that GPU's figures fitted anew.
+
+The rates of kernels come first (rates_of_kernels). What steps add is fitted to whole forward and backward passes in
+which the host was ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
 """
 
 import dataclasses
+import json
 import math
+import re
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
+from benchmarks.rates_of_kernels import fit_attention, fit_products, fit_streaming, product_times, relative_error
 
-from steplab.errors import Unsupported, UserError
-from steplab.plan.kernel_fit import (
-    STAY,
-    Params,
-    fit_attention,
-    fit_products,
-    fit_streaming,
-    product_times,
-    relative_error,
-    search,
-    with_rates,
-)
+from steplab.errors import UserError
+from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
 from steplab.plan.kernel_time import USUAL_ATTENTION
-from steplab.plan.rates import Gpu, GpuRates, HostRates, StepRates, StreamingRates, gpu_with
-from steplab.plan.time import on_tensor_cores, parts_of, refuse_unknown_step, throttling
+from steplab.plan.rates import Gpu, GpuRates, HostRates, StepRates, StreamingRates, fitted_rates, gpu_with, with_rates
+from steplab.plan.search import STAY, Params, search
+from steplab.plan.seen import is_held_out
+from steplab.plan.time import on_tensor_cores, throttling
+from steplab.records.attention import AttentionRun
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
-from steplab.specs.hardware import HardwareSpec
-from steplab.specs.step import StepSpec
+from steplab.specs.hardware import HardwareSpec, hardware_named
+from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.update import AFTER, OVERLAPPED
 from steplab.stats import percentile
+from steplab.store.database import Store
 
 _LEAST_PRODUCTS = 20
 """Products that a number format needs in the records before its rates are fitted."""
@@ -67,7 +74,8 @@ def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuR
     gpu, runs = fit_kernels(records, hardware, source), _runs(records)
     cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
-    step = msgspec.structs.replace(fit_step(never_waited(cells, paces)), hidden_update=fit_hidden_update(records))
+    ahead = fit_step(loaded(never_waited(cells, paces), gpu))
+    step = msgspec.structs.replace(ahead, hidden_update=fit_hidden_update(records))
     return with_rates(gpu, host=fit_host(paces, runs), step=step).rates
 
 
@@ -152,31 +160,12 @@ def _load(parts: Sequence[TimePart], gpu: Gpu, *, replayed: bool) -> _Load:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class PhaseCell:
-    """A measured phase, beside what is predicted of it with kernels alone."""
+class LoadedCell:
+    """A measured phase with what it and its step ask of the device."""
 
-    run: Run
-    phase: str
-    measured_s: float
+    cell: PhaseCell
     own: _Load
     step: _Load
-
-    @property
-    def kernels(self) -> int:
-        """Number of kernels of the phase."""
-        return self.own.kernels
-
-    @property
-    def device_s(self) -> float:
-        """What the kernels take by themselves."""
-        return self.own.tensor_s + self.own.vector_s + self.own.streaming_s
-
-    @property
-    def machine(self) -> tuple[str, bool]:
-        """The host that launched it, as far as the record tells, and whether the model is compiled."""
-        device = self.run.environment.device if self.run.environment else None
-        compiled = self.run.spec is not None and self.run.spec.compile != "off"
-        return (device.uuid or "" if device else "", compiled)
 
     def in_step_s(self, rates: StepRates) -> float:
         """Seconds of the phase with these rates, as plan.time.throttled has them."""
@@ -184,41 +173,12 @@ class PhaseCell:
         return self.own.in_step_s(rates, throttling(reached, rates))
 
 
-def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
-    """The forward and backward passes of the runs whose operators are known; `gpu` without what steps add."""
-    found, known = [], dict[StepSpec, list[TimePart]]()
-    for run in runs:
-        if run.spec is None or run.timing is None:
-            continue
-        if run.spec not in known:
-            try:
-                refuse_unknown_step(run.spec, gpu)
-            except Unsupported:
-                continue
-            known[run.spec] = parts_of(run.spec, gpu)
-        for phase in ("forward", "backward"):
-            samples = run.timing.phase(phase)
-            own = [part for part in known[run.spec] if part.phase == phase]
-            if samples is not None and samples.best_s and own:
-                replayed = run.spec.replays_model
-                loads = (_load(each, gpu, replayed=replayed) for each in (own, known[run.spec]))
-                found.append(PhaseCell(run, phase, median(samples.best_s), *loads))
-    return found
-
-
-_WAITED = 1.4
-"""How many times what the kernels take a phase must have taken, for its length to be the host's."""
-_AHEAD = 1.25
-"""How many times the host's time what the kernels take must be, for the device not to have waited."""
-
-
-def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
-    """Seconds of Python for each kernel, by machine and way of compiling: the median of the phases that waited."""
-    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
-    for cell in cells:
-        if cell.measured_s > _WAITED * cell.device_s and not cell.own.replayed:
-            found[cell.machine].append(cell.measured_s / cell.kernels)
-    return {machine: median(paces) for machine, paces in found.items()}
+def loaded(cells: Sequence[PhaseCell], gpu: Gpu) -> list[LoadedCell]:
+    """The cells with their loads."""
+    return [
+        LoadedCell(cell, *(_load(parts, gpu, replayed=cell.replayed) for parts in (cell.parts, cell.step)))
+        for cell in cells
+    ]
 
 
 def fit_host(paces: Mapping[tuple[str, bool], float], runs: Sequence[Run]) -> HostRates:
@@ -261,28 +221,16 @@ def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], fl
     return [cell for cell in cells if not waited(cell, paces)]
 
 
-def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
-    """Whether the device may have waited for the host: the kernels take little longer than the host of that machine,
-    or than the median host where the machine's pace is not known."""
-    if cell.own.replayed:
-        return False
-    pace = paces.get(cell.machine)
-    if pace is None:
-        usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
-        pace = median(usual) if usual else 0.0
-    return cell.device_s <= _AHEAD * cell.kernels * pace
-
-
-def fit_step(cells: Sequence[PhaseCell]) -> StepRates:
+def fit_step(cells: Sequence[LoadedCell]) -> StepRates:
     """What phases add to their kernels, from those in which the device never waited; the gap in CUDA graphs by itself,
     from those that graphs replay."""
-    launched, replayed = ([cell for cell in cells if cell.own.replayed == each] for each in (False, True))
+    launched, replayed = ([each for each in cells if each.cell.replayed == by_graph] for by_graph in (False, True))
 
-    def fitted(start: Params, known: Params, own: Sequence[PhaseCell]) -> Params:
+    def fitted(start: Params, known: Params, own: Sequence[LoadedCell]) -> Params:
         def error(params: Params) -> float:
             rates = msgspec.convert({"replayed_gap_s": 0.0, "spread": {}} | known | params, StepRates)
             away = sum(abs(math.log(params[name] / start[name])) for name in start)
-            return relative_error((cell.in_step_s(rates), cell.measured_s) for cell in own) + STAY * away
+            return relative_error((each.in_step_s(rates), each.cell.measured_s) for each in own) + STAY * away
 
         return known | search(error, start)
 
@@ -332,15 +280,98 @@ def _spread(records: Sequence[Record], hardware: HardwareSpec) -> dict[str, floa
         gpu = fit_kernels(seen, hardware, "")
         cells = phase_cells(_runs(records), gpu)
         paces = host_paces(cells)
-        ahead = never_waited(cells, paces)
-        rates = fit_step([cell for cell in ahead if _size(cell.run) != size])
-        for cell in ahead:
-            if _size(cell.run) == size:
-                error = abs(cell.in_step_s(rates) / cell.measured_s - 1)
-                errors["compiled" if cell.machine[1] else "eager"].append(error)
+        ahead = loaded(never_waited(cells, paces), gpu)
+        rates = fit_step([each for each in ahead if _size(each.cell.run) != size])
+        for each in ahead:
+            if _size(each.cell.run) == size:
+                error = abs(each.in_step_s(rates) / each.cell.measured_s - 1)
+                errors["compiled" if each.cell.machine[1] else "eager"].append(error)
     return {how: percentile(found, _INTERVAL) for how, found in errors.items()}
 
 
 def _size(record: Record) -> str | None:
     """The size of the model of a step; None for other records."""
     return record.spec.model.label if isinstance(record, Run) and record.spec else None
+
+
+# --- the table ----------------------------------------------------------------------------------------------------
+
+
+def fit_rates(records: Sequence[Record], gpu: str, held_out: Mapping[str, Sequence[str]]) -> list[GpuRates]:
+    """The committed table of rates, with those of one GPU fitted anew to the records of it.
+
+    held_out: values of fields of a step whose records are left out, to be checked against later. Raises UserError for
+    an unknown GPU, and where the records lack what a fit needs.
+    """
+    hardware = hardware_named(gpu)
+    own = [record for record in _measured_on(records, hardware) if not _is_held_out(record, held_out)]
+    if not own:
+        raise UserError(f"the store has no record of {hardware.name}; import some with `steplab import`")
+    runs = sum(isinstance(record, Run) for record in own)
+    until = max(record.created_utc for record in own)
+    source = f"{runs} steps and {len(own) - runs} benchmarks of attention on {hardware.name}, until {until[:10]}"
+    table = fitted_rates()
+    before = next((each for each in table if each.name == hardware.name), table[0])
+    rates = fit_gpu(own, hardware, source, before.step.spread["elsewhere"])
+    held = {name: list(values) for name, values in held_out.items()}
+    new = msgspec.structs.replace(rates, until_utc=until, held_out=held)
+    return [new, *(each for each in table if each.name != hardware.name)]
+
+
+def _measured_on(records: Sequence[Record], hardware: HardwareSpec) -> list[Record]:
+    """The steps and the benchmarks of attention that were measured on a GPU, the oldest first."""
+    known = [record for record in records if isinstance(record, (Run, AttentionRun))]
+    own = [r for r in known if r.environment and r.environment.device.name in hardware.device_names]
+    return sorted(own, key=lambda record: (record.created_utc, record.id))
+
+
+def _is_held_out(record: Record, held_out: Mapping[str, Sequence[str]]) -> bool:
+    return isinstance(record, Run) and record.spec is not None and is_held_out(record.spec, held_out)
+
+
+def parsed_hold_out(text: str) -> dict[str, list[str]]:
+    """Fields and values: 'model=xl,medium context=128'. Raises UserError for an unknown field."""
+    found: dict[str, list[str]] = {}
+    for part in text.split():
+        name, _, values = part.partition("=")
+        if name not in FIELDS or not values:
+            raise UserError(f"HOLD_OUT is fields of a step and values, as model=xl,medium context=128; not '{part}'")
+        found[name] = values.split(",")
+    return found
+
+
+def as_toml(table: Sequence[GpuRates]) -> str:
+    """The file of the rates: what `fitted_rates` reads, five digits a figure."""
+    lines = [
+        "# What kernels reach of the stated figures of a GPU, as steplab/plan/rates.py explains. Written by",
+        "# benchmarks/fit_rates.py; docs/plan_time.md says which records were fitted, which held out, and how far off.",
+    ]
+    for rates in table:
+        lines += ["", "[[gpu]]", *_toml_lines("gpu", msgspec.to_builtins(rates))]
+    return "\n".join(lines) + "\n"
+
+
+def _toml_lines(path: str, content: dict[str, Any]) -> Iterator[str]:
+    for key, value in content.items():
+        if not isinstance(value, dict):
+            yield f"{_toml_key(key)} = {json.dumps(value) if isinstance(value, str | list) else f'{value:.5g}'}"
+    for key, value in content.items():
+        if isinstance(value, dict):
+            inner = f"{path}.{_toml_key(key)}"
+            if not all(isinstance(each, dict) for each in value.values()):
+                yield from ("", f"[{inner}]")
+            yield from _toml_lines(inner, value)
+
+
+def _toml_key(key: str) -> str:
+    return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
+
+
+def main(store: str, gpu: str = "H200 SXM", hold_out: str = "") -> None:
+    with Store.open(Path(store)) as opened:
+        records = list(opened.iterate())
+    sys.stdout.write(as_toml(fit_rates(records, gpu, parsed_hold_out(hold_out))))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from statistics import median
 
 import msgspec
@@ -18,41 +18,20 @@ from steplab.plan.dry_run.events import Operator, Product
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import attention_s, product_s, streaming_name, streaming_s
-from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates
+from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
+from steplab.plan.search import Params, search
 from steplab.records.attention import AttentionRun
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, lead_s
 from steplab.specs.step import StepSpec
 
-Params = dict[str, float]
-
-_FIRST_STEP, _LAST_STEP = 0.3, 0.004
-"""Relative size of the first and of the last changes that the search tries."""
-STAY = 0.001
-"""Error that a figure of a step must save to move by a factor of e from where its search starts, so that one which no
-record shows stays, as the throttling of steps that keep their clock."""
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
 _TOGETHER = {"copy": "copies", "masked_fill": "copies", "mul": "factors", "_softmax_backward_data": "factors"}
 """Operators whose kernels a trace cannot tell apart: masking out of place copies first, and the softmax's backward pass
 multiplies first."""
 _LARGEST_SHARE = 1.5
 """Largest share of the bandwidth that is fitted: what lies in the cache is read faster than memory is."""
-
-
-def search(error: Callable[[Params], float], start: Params) -> Params:
-    """The positive figures with the least error near `start`: one is changed at a time, by ever smaller factors."""
-    best, least, step = dict(start), error(start), _FIRST_STEP
-    while step > _LAST_STEP:
-        improved = False
-        for name in start:
-            for factor in (math.exp(step), math.exp(-step)):
-                tried = best | {name: best[name] * factor}
-                if (found := error(tried)) < least - 1e-9:
-                    best, least, improved = tried, found, True
-        if not improved:
-            step /= 2
-    return best
 
 
 def relative_error(pairs: Iterable[tuple[float, float]]) -> float:
@@ -316,8 +295,3 @@ def _fit_attention(
 _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)
 """Where searches begin: a share of the peak and a width of the softmax make up for each other, so that one search may
 end where no change of a single figure helps."""
-
-
-def with_rates(gpu: Gpu, **changes: object) -> Gpu:
-    """The GPU with some of its rates replaced."""
-    return dataclasses.replace(gpu, rates=msgspec.structs.replace(gpu.rates, **changes))

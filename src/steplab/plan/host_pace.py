@@ -1,0 +1,95 @@
+"""The pace of the hosts of many measured steps, and in which of their phases the device waited for it.
+
+A phase that takes much longer than its kernels, as predicted, shows how long Python takes for each of them.
+"""
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+
+from steplab.errors import Unsupported
+from steplab.plan.rates import Gpu
+from steplab.plan.time import parts_of, refuse_unknown_step
+from steplab.records.run import Run
+from steplab.records.step_time import TimePart
+from steplab.specs.step import StepSpec
+
+_WAITED = 1.4
+"""How many times what the kernels take a phase must have taken, for its length to be the host's."""
+_AHEAD = 1.25
+"""How many times the host's time what the kernels take must be, for the device not to have waited."""
+
+
+@dataclass(frozen=True, slots=True)
+class PhaseCell:
+    """A measured phase of a run, beside the kernels that are predicted of it."""
+
+    run: Run
+    phase: str
+    measured_s: float
+    parts: tuple[TimePart, ...]
+    """The kernels of the phase."""
+    step: tuple[TimePart, ...]
+    """Those of the whole step."""
+    replayed: bool
+    """Whether a CUDA graph launches the kernels."""
+
+    @property
+    def kernels(self) -> int:
+        """Number of kernels of the phase."""
+        return sum(part.kernels for part in self.parts)
+
+    @property
+    def device_s(self) -> float:
+        """What the kernels take by themselves."""
+        return sum(part.seconds for part in self.parts)
+
+    @property
+    def machine(self) -> tuple[str, bool]:
+        """The host that launched it, as far as the record tells, and whether the model is compiled."""
+        device = self.run.environment.device if self.run.environment else None
+        compiled = self.run.spec is not None and self.run.spec.compile != "off"
+        return (device.uuid or "" if device else "", compiled)
+
+
+def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
+    """The forward and backward passes of the runs whose operators are known."""
+    found, known = [], dict[StepSpec, tuple[TimePart, ...]]()
+    for run in runs:
+        if run.spec is None or run.timing is None:
+            continue
+        if run.spec not in known:
+            try:
+                refuse_unknown_step(run.spec, gpu)
+            except Unsupported:
+                continue
+            known[run.spec] = tuple(parts_of(run.spec, gpu))
+        step = known[run.spec]
+        for phase in ("forward", "backward"):
+            samples = run.timing.phase(phase)
+            own = tuple(part for part in step if part.phase == phase)
+            if samples is not None and samples.best_s and own:
+                found.append(PhaseCell(run, phase, median(samples.best_s), own, step, run.spec.replays_model))
+    return found
+
+
+def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
+    """Seconds of Python for each kernel, by machine and way of compiling: the median of the phases that waited."""
+    found: dict[tuple[str, bool], list[float]] = defaultdict(list)
+    for cell in cells:
+        if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:
+            found[cell.machine].append(cell.measured_s / cell.kernels)
+    return {machine: median(paces) for machine, paces in found.items()}
+
+
+def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
+    """Whether the device may have waited for the host: the kernels take little longer than the host of that machine,
+    or than the median host where the machine's pace is not known."""
+    if cell.replayed:
+        return False
+    pace = paces.get(cell.machine)
+    if pace is None:
+        usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
+        pace = median(usual) if usual else 0.0
+    return cell.device_s <= _AHEAD * cell.kernels * pace
