@@ -24,8 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steplab.parallel import peer_copies
-from steplab.parallel.buckets import grouped
 from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.grouping import grouped
 from steplab.parallel.peer_copies import PeerBucket, PeerCopies, peer_buckets
 from steplab.parallel.symmetric_memory import SymmetricMemory
 
@@ -145,7 +145,7 @@ def compare_designs(size_mb: int, gradients: Sequence[Tensor]) -> None:
     """Print a line for buckets of this size by each design; raises AssertionError if an average is wrong."""
     size = dist.get_world_size()
     parameters = [nn.Parameter(torch.empty(gradient.shape, device="meta")) for gradient in gradients]
-    groups = grouped(parameters, size_mb * 1e6)
+    groups = grouped([gradient.nbytes for gradient in gradients], size_mb * 1e6)
     memory = SymmetricMemory(GroupCollectives(), None, gradients[0].device)
     buckets = peer_buckets([[parameters[index] for index in group] for group in groups], memory)
     copies = buckets[0]._copies

@@ -56,15 +56,19 @@ ARROWS = {
 }
 """Part -> the parts it may import, itself aside. Whatever is imported for type checking counts too."""
 
-FACTS_OF_OPS = (
+FACTS = (
     "steplab.ops.attention.implementations",
     "steplab.ops.attention.choice_table",
     "steplab.ops.cross_entropy.implementations",
     "steplab.ops.adamw.block",
     "steplab.ops.rms_norm.programs",
+    "steplab.parallel.grouping",
+    "steplab.parallel.owner_slots",
+    "steplab.parallel.ownership",
+    "steplab.parallel.peer_parts",
 )
-"""Tables that import nothing but each other, so that they can be lifted with the code they are about, and read by
-whoever asks for facts of it. All may import them, as they may `errors`."""
+"""Tables and arithmetic that import nothing but each other, so that they can be lifted with the code they are about,
+and read by whoever asks for facts of it. All may import them, as they may `errors`."""
 
 PROGRESS = {"steplab.measurement.progress.Progress", "steplab.measurement.progress.OnProgress"}
 """What the command line and its views may use of measurement: they tell how far one is, and start none."""
@@ -122,7 +126,7 @@ def imports(path: Path) -> Iterator[tuple[int, str]]:
 def violations(path: Path) -> Iterator[str]:
     part = part_of(path)
     for line, name in imports(path):
-        if name == "steplab.__version__" or name.startswith(tuple(f"{facts}." for facts in FACTS_OF_OPS)):
+        if name == "steplab.__version__" or name.startswith(tuple(f"{facts}." for facts in FACTS)):
             continue
         imported = [*name.split("."), "the whole package"][1]
         allowed = imported == part or imported in ARROWS[part]
@@ -187,10 +191,10 @@ def test_the_arrows_within_measurement_make_no_circle() -> None:
     assert list(TopologicalSorter(WITHIN_MEASUREMENT).static_order())
 
 
-@pytest.mark.parametrize("facts", FACTS_OF_OPS)
-def test_the_tables_of_ops_import_each_other_alone(facts: str) -> None:
+@pytest.mark.parametrize("facts", FACTS)
+def test_facts_import_each_other_alone(facts: str) -> None:
     found = imports(SOURCE.joinpath(*facts.split(".")[1:]).with_suffix(".py"))
-    assert {name.rpartition(".")[0] for _, name in found} <= set(FACTS_OF_OPS)
+    assert {name.rpartition(".")[0] for _, name in found} <= set(FACTS)
 
 
 @pytest.mark.parametrize("part", sorted(ARROWS))

@@ -25,7 +25,7 @@ from tests.distributed.shared_memory import SharedMemory
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel import DataParallel, peer_copies, peer_parts
+from steplab.parallel import DataParallel, peer_parts
 from steplab.parallel.collectives import GroupCollectives
 from steplab.parallel.transports import bucket_maker
 
@@ -107,7 +107,7 @@ def gradients_are_those_of_torch_ddp() -> None:
 @cases
 def landing_places_are_used_again() -> None:
     """Room for the largest bucket and little more, for some ten buckets a step."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_chunks():
+    with patch.object(peer_parts, "WINDOW_BYTES", 1), short_chunks():
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
@@ -118,7 +118,7 @@ def landing_places_are_used_again() -> None:
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
     """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
-    with patch.object(peer_copies, "WINDOW_BYTES", 1), short_chunks():
+    with patch.object(peer_parts, "WINDOW_BYTES", 1), short_chunks():
         assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
             bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),

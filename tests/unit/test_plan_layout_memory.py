@@ -4,8 +4,9 @@ import dataclasses
 import gzip
 from collections import Counter
 from functools import cache
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -15,11 +16,13 @@ from hypothesis import strategies as st
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
 from steplab.model.transformer import Transformer
-from steplab.parallel.buckets import grouped
-from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
+from steplab.parallel.collective_buckets import CollectiveBucket
+from steplab.parallel.flat_parameters import Exchange, FlatParameters
+from steplab.parallel.grouping import grouped
+from steplab.parallel.owned_buckets import OwnedBucket
 from steplab.parallel.ownership import owners_in, runs_of
-from steplab.parallel.peer_copies import ring_bytes
-from steplab.parallel.peer_parts import divided, pages
+from steplab.parallel.parameter_copies import ParameterCopies
+from steplab.parallel.peer_copies import peer_buckets
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
@@ -182,41 +185,54 @@ def test_weights_are_those_of_the_model_in_its_order(parts: dict[str, Any]) -> N
     assert [weight.name for weight in weights_of(shape, "block", 1)] == names
 
 
-@pytest.mark.parametrize("size_mb", [0.1, 0.3, 1.0, 25.0])
-def test_buckets_are_those_of_the_reducer(size_mb: float) -> None:
-    shape = MODEL_SIZES["tiny"]
-    parameters = [torch.nn.Parameter(torch.empty(w.elements, device="meta")) for w in reversed(model_weights(shape))]
-    sizes = [sum(4 * parameters[i].numel() for i in group) for group in grouped(parameters, size_mb * 1e6)]
-    assert list(buckets_of(shape, "bucketed", size_mb, 4).sizes_bytes) == sizes
+class RankZero:
+    """Rank 0 of so many, which share memory that has no content."""
+
+    rank, device = 0, torch.device("meta")
+
+    def __init__(self, size: int) -> None:
+        self.size, self.shared_bytes = size, 0
+
+    def allocate(self, num_bytes: int, num_counters: int) -> tuple[torch.Tensor, list[int]]:
+        self.shared_bytes += num_bytes + 64 * num_counters  # as parallel.symmetric_memory has counters
+        return torch.empty(num_bytes, dtype=torch.uint8, device="meta"), [0] * self.size
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("size_mb", [0.1, 0.3, 25.0])
-def test_what_ranks_own_is_what_the_sharded_optimizer_and_its_buckets_have(ranks: int, size_mb: float) -> None:
-    """Owners, and the bytes of all buffers, of the code that runs, on tensors without content."""
-    shape, limit = MODEL_SIZES["tiny"], size_mb * 1e6
-    forwards = [torch.nn.Parameter(torch.empty(weight.elements, device="meta")) for weight in model_weights(shape)]
+def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: int, size_mb: float) -> None:
+    """Messages, and the bytes of all buffers, of the objects that run, on tensors without content."""
+    shape, limit, rank = MODEL_SIZES["tiny"], size_mb * 1e6, cast("Any", RankZero(ranks))
+    forwards = [torch.nn.Parameter(torch.empty(w.elements, device="meta")) for w in model_weights(shape)]
     backwards = forwards[::-1]
-    groups = [[backwards[index] for index in group] for group in grouped(backwards, limit)]
-    owners = owners_in(groups, ranks)
-    runs = [[forwards[index] for index in run] for run in runs_of([p.nbytes for p in forwards], limit)]
+    groups = [[backwards[index] for index in group] for group in grouped([p.nbytes for p in backwards], limit)]
+    of_groups = owners_in([[p.numel() for p in group] for group in groups], ranks)
+    owners: dict[torch.Tensor, int] = dict(zip(chain(*groups), chain(*of_groups), strict=True))
 
-    def slots(members: list[torch.nn.Parameter], *, padded: bool) -> int:
-        those = [owners[p] for p in members]
-        even = padded and worth_padding(shares_of(members, those, ranks), torch.device("cuda"))
-        return 4 * owner_slots(members, those, ranks, even=even).size
+    plain = buckets_of(shape, "bucketed", size_mb, 4)
+    buffers = [CollectiveBucket(group, None, rank)._buffer for group in groups]
+    assert plain.buffered_bytes == sum(buffer.nbytes for buffer in buffers if buffer is not None)
+    assert list(plain.sizes_bytes) == [sum(p.nbytes for p in group) for group in groups]
+    peer_buckets(groups, rank)
+    assert buckets_of(shape, "bucketed", size_mb, 4, peers=ranks).shared_bytes == rank.shared_bytes
+
+    def exchanged(exchange: Exchange) -> list[int]:
+        """Bytes of the buffers of parameters."""
+        runs = [[forwards[index] for index in run] for run in runs_of([p.nbytes for p in forwards], limit)]
+        return [FlatParameters(run, [owners[p] for p in run], rank, exchange).num_bytes for run in runs]
 
     by_collectives = owned_of(shape, size_mb, 4, ranks, by_peer_copies=False)
+    owned = [OwnedBucket(group, [owners[p] for p in group], rank)._buffer.nbytes for group in groups]
     assert by_collectives.num_weights == Counter(owners.values())[0]
     assert by_collectives.weights_bytes == sum(p.nbytes for p in forwards if owners[p] == 0)
-    assert by_collectives.parameters_bytes == sum(slots(run, padded=True) for run in runs)
-    assert list(by_collectives.buckets.sizes_bytes) == [slots(group, padded=True) for group in groups]
-    by_copies = owned_of(shape, size_mb, 4, ranks, by_peer_copies=True)
-    counters = 2 * ranks * 64
-    divisions = [divided(group, ranks, owners) for group in groups]
-    kept = max(sum(pages(division.kept_bytes(rank)) for division in divisions) for rank in range(ranks))
-    assert by_copies.parameters_bytes == sum(pages(slots(run, padded=False)) for run in runs) + counters
-    assert by_copies.buckets.shared_bytes == kept + (ranks - 1) * ring_bytes(divisions, ranks) + counters
+    assert by_collectives.parameters_bytes == sum(exchanged("auto"))
+    assert list(by_collectives.buckets.sizes_bytes) == owned
+    by_copies, rank.shared_bytes = owned_of(shape, size_mb, 4, ranks, by_peer_copies=True), 0
+    peer_buckets(groups, rank, owners)
+    assert by_copies.buckets.shared_bytes == rank.shared_bytes
+    rank.shared_bytes = 0
+    ParameterCopies(rank, exchanged("peer_copy"))
+    assert by_copies.parameters_bytes == rank.shared_bytes
 
 
 @pytest.mark.parametrize("pp", [2, 4])

@@ -12,7 +12,7 @@ from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.events import Product
-from steplab.plan.dry_run.sizes import Count, rounded_up
+from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Products -> position of the first factor."""
@@ -103,9 +103,8 @@ def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:
     shared = key.shape[1] != heads
     for each in row.workspaces:
         if each.taken(query.element_size(), width, shared=shared):
-            wide = [] if each.width is None else [max(rounded_up(width, each.width), each.least_width)]
-            of_heads = (key.shape[1], key.shape[2]) if each.of_shared_keys else (heads, tokens)
-            found.append(_bytes(4 * each.times, batch, of_heads[0], rounded_up(of_heads[1], each.tokens), *wide))
+            its_heads, its_tokens = (key.shape[1], key.shape[2]) if each.of_shared_keys else (heads, tokens)
+            found.append(_bytes(4 * each.times, *each.shape(batch, its_heads, its_tokens, width)))
     if row.expands_groups and shared:
         found += 2 * [_bytes(query.element_size(), *query.shape)]
     return found

@@ -1,10 +1,25 @@
 """Training on many GPUs: gradients averaged over ranks, optimizer state spread over them.
 
-It imports nothing of steplab but its errors.
+It imports nothing of steplab but its errors. Its arithmetic of sizes (grouping, ownership, owner_slots, peer_parts)
+needs no torch, so that memory can be predicted by it where there is none.
 """
 
-from steplab.parallel.data_parallel import DataParallel
-from steplab.parallel.sharded_optimizer import ShardedOptimizer
-from steplab.parallel.sharded_state import merge_shards
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from steplab.parallel.data_parallel import DataParallel
+    from steplab.parallel.sharded_optimizer import ShardedOptimizer
+    from steplab.parallel.sharded_state import merge_shards
 
 __all__ = ["DataParallel", "ShardedOptimizer", "merge_shards"]
+
+_HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimizer", "merge_shards": "sharded_state"}
+
+
+def __getattr__(name: str) -> Any:
+    """The public names, imported when first asked for: parts of this folder are used without torch."""
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

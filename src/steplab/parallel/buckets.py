@@ -1,52 +1,21 @@
-"""The gradients that are sent together, and how they lie in a bucket's memory.
+"""The gradients that are sent together, and how they lie in a bucket's memory."""
 
-In a buffer each gradient begins at a multiple of 16 bytes, so that vectorised optimizers can read it; the gaps are zero
-and are sent too.
-"""
-
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from typing import Protocol
 
 import torch
 from torch import Tensor, nn
 
-ALIGNMENT_BYTES = 16
-MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""The share of all gradients from its first one on that a bucket may take, and the share of the given size that it may
-take in any case."""
+from steplab.parallel.grouping import aligned_bytes
+
+Owners = Mapping[Tensor, int]
+"""The rank that owns each parameter."""
 
 
-def grouped(parameters: Sequence[nn.Parameter], bucket_bytes: float) -> list[list[int]]:
-    """Groups of indices into `parameters`, which are in order of readiness; every parameter is in one group.
-
-    The parameters of a group have one dtype and device; groups are in the order in which they become complete. A group
-    of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the size does not
-    decide how much is sent after it: where sending takes up to half as long as the pass, a bucket of half of the rest
-    has been sent before the next one is complete.
-    """
-    sizes = [aligned(parameter) * parameter.element_size() for parameter in parameters]
-    rest = sum(sizes)
-    closed: list[list[int]] = []
-    open_groups: dict[tuple[torch.dtype, torch.device], list[int]] = {}
-    room: dict[tuple[torch.dtype, torch.device], float] = {}
-    for index, (parameter, size) in enumerate(zip(parameters, sizes, strict=True)):
-        kind = parameter.dtype, parameter.device
-        if kind in open_groups and size > room[kind]:
-            closed.append(open_groups.pop(kind))
-        if kind not in open_groups:
-            open_groups[kind] = []
-            room[kind] = min(bucket_bytes, max(rest * MOST_OF_THE_REST, bucket_bytes * LEAST_OF_THE_LIMIT))
-        open_groups[kind].append(index)
-        room[kind] -= size
-        rest -= size
-    return sorted([*closed, *open_groups.values()], key=lambda group: group[-1])
-
-
-def aligned(parameter: Tensor) -> int:
+def aligned(tensor: Tensor) -> int:
     """The number of elements that a gradient takes in a buffer, with the gap behind it."""
-    unit = max(ALIGNMENT_BYTES // parameter.element_size(), 1)
-    return -(-parameter.numel() // unit) * unit
+    return aligned_bytes(tensor.nbytes) // tensor.element_size()
 
 
 class Bucket(Protocol):

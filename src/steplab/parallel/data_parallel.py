@@ -16,7 +16,7 @@ Four strategies give the same gradients and differ in when and how they travel:
 | `overlap`  | one a parameter                                | as its gradient is ready                       |
 | `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
 
-Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (buckets.grouped).
+Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (grouping.py).
 
 Where the loss is the mean over a rank's batch and all ranks have batches of one size, the averages are the gradients of
 the mean over the whole batch.
@@ -24,6 +24,7 @@ the mean over the whole batch.
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import chain
 from typing import Any
 
 import torch
@@ -119,7 +120,8 @@ class DataParallel(nn.Module):
 
         def make_buckets(groups: list[list[nn.Parameter]]) -> Sequence[Bucket]:
             if self._owners is not None:
-                self._owners.update(owners_in(groups, collectives.size))
+                found = owners_in([[p.numel() for p in members] for members in groups], collectives.size)
+                self._owners.update(zip(chain(*groups), chain(*found), strict=True))
             return bucket_maker(transport, compress, collectives, group, self._owners)(groups)
 
         with torch.cuda.device(self._gpu):

@@ -44,9 +44,10 @@ class FlatParameters:
         """Plan the buffer; the parameters keep their memory until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
-        shares = shares_of(self.params, owners, ranks.size)
+        elements, width = [param.numel() for param in params], params[0].element_size()
+        shares = shares_of(elements, width, owners, ranks.size)
         self._gathers = _gathers(shares, params[0].device, exchange)
-        self._slots = owner_slots(self.params, owners, ranks.size, even=self._gathers)
+        self._slots = owner_slots(elements, width, owners, ranks.size, even=self._gathers)
         self._copies: ParameterCopies | None = None
         self._place = 0
         self._under_way: list[Pending] = []
@@ -127,7 +128,7 @@ def _gathers(shares: Sequence[int], device: torch.device, exchange: Exchange) ->
     """Whether to exchange by one all-gather rather than by broadcasts; see the head of this file."""
     if exchange != "auto":
         return exchange == "all_gather"
-    return worth_padding(shares, device)
+    return worth_padding(shares, device.type)
 
 
 def check_movable(params: Sequence[nn.Parameter]) -> None:

@@ -23,8 +23,9 @@ class OwnedBucket:
     def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], collectives: Collectives) -> None:
         self._collectives = collectives
         first, size = parameters[0], collectives.size
-        self._scatters = worth_padding(shares_of(parameters, owners, size), first.device)
-        slots = owner_slots(parameters, owners, size, even=self._scatters)
+        elements, width = [parameter.numel() for parameter in parameters], first.element_size()
+        self._scatters = worth_padding(shares_of(elements, width, owners, size), first.device.type)
+        slots = owner_slots(elements, width, owners, size, even=self._scatters)
         self._buffer = torch.zeros(slots.size, dtype=first.dtype, device=first.device)
         self._bounds = slots.bounds
         self._places = [

@@ -4,12 +4,7 @@ Parameters stay whole: an optimizer may look at the shape of what it updates (Mu
 the form it has without sharding. The price is a balance that is only as good as the largest parameter allows.
 """
 
-from collections.abc import Mapping, Sequence
-
-from torch import Tensor, nn
-
-Owners = Mapping[Tensor, int]
-"""The rank that owns each parameter."""
+from collections.abc import Sequence
 
 
 def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
@@ -26,13 +21,11 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
     return owners
 
 
-def owners_in(groups: Sequence[Sequence[nn.Parameter]], size: int) -> dict[Tensor, int]:
-    """An owner for each parameter of some groups, so that each group is spread over ranks, and all of them evenly."""
+def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The owners of parameters in groups, given by their numbers of elements, so that each group is spread over ranks,
+    and all of them evenly."""
     loads = [0] * size
-    found: dict[Tensor, int] = {}
-    for members in groups:
-        found.update(zip(members, owners_of([parameter.numel() for parameter in members], loads), strict=True))
-    return found
+    return [owners_of(elements, loads) for elements in groups]
 
 
 def largest_share_bound(elements: Sequence[int], size: int) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steplab.parallel.peer_memory import PeerMemory
-from steplab.parallel.peer_parts import pages
+from steplab.parallel.peer_parts import NUM_COUNTERS, pages
 
 _LINE = 0
 
@@ -28,7 +28,7 @@ class ParameterCopies:
         *self._starts, end = [0, *accumulate(pages(size) for size in sizes_bytes)]
         self._gpu = memory.device.index if memory.device.type == "cuda" else -1  # a negative number is no device
         with torch.cuda.device(self._gpu):
-            self._own, self._bases = memory.allocate(end, 2 * memory.size)
+            self._own, self._bases = memory.allocate(end, NUM_COUNTERS * memory.size)
         rank, everyone = memory.rank, range(memory.size)
         # From the next rank on: in any order that all ranks share, all would copy to one of them first.
         self._peers = [(rank + step) % memory.size for step in range(1, memory.size)]

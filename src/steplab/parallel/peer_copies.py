@@ -41,21 +41,17 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate, chain
 
+import torch
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import dense, layout_of, views_of, with_late
-from steplab.parallel.ownership import Owners
+from steplab.parallel.buckets import Owners, dense, layout_of, views_of, with_late
 from steplab.parallel.peer_memory import PeerMemory, Piece
-from steplab.parallel.peer_parts import Division, divided, largest_part_bytes, pages
+from steplab.parallel.peer_parts import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
 
 COPIES, MEANS = range(2)
 """The two lines."""
 Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
 """Copies to one peer: targets, sources and sizes in bytes."""
-WINDOW_BYTES = 512_000_000
-"""Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait. At least three of the largest bucket: one on its way out, one whose means
-are made, and one on its way home."""
 
 
 def peer_buckets(
@@ -66,12 +62,14 @@ def peer_buckets(
     With `owners` each average is on the rank that owns the parameter alone. The buckets share `memory`, which is freed
     with the last of them.
     """
-    divisions = [divided(group, memory.size, owners) for group in groups]
-    starts = [[0, *accumulate(pages(d.kept_bytes(rank)) for d in divisions)] for rank in range(memory.size)]
-    copies = PeerCopies(
-        memory, max(ends[-1] for ends in starts), ring_bytes(divisions, memory.size), go_home=owners is None
-    )
-    return [PeerBucket(copies, division, [of[place] for of in starts]) for place, division in enumerate(divisions)]
+    divisions = [
+        divided([p.nbytes for p in group], memory.size, None if owners is None else [owners[p] for p in group])
+        for group in groups
+    ]
+    places = placed(divisions, memory.size)
+    copies = PeerCopies(memory, places, go_home=owners is None)
+    starts = zip(*(of_rank[:-1] for of_rank in places.starts), strict=True)
+    return [PeerBucket(copies, *of_bucket) for of_bucket in zip(groups, divisions, starts, strict=True)]
 
 
 class PeerCopies:
@@ -81,8 +79,8 @@ class PeerCopies:
     collector runs.
     """
 
-    def __init__(self, memory: PeerMemory, rings_start: int, ring_bytes: int, *, go_home: bool) -> None:
-        """Make rings of `ring_bytes` each; the buckets lie before `rings_start`. `go_home`: all ranks get all means."""
+    def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
+        """Allocate the memory. `go_home`: all ranks get all means."""
         self.memory = memory
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
@@ -92,9 +90,9 @@ class PeerCopies:
         self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
         self._unreturned: Chunk | None = None
-        self.ring_bytes = ring_bytes
-        self._rings_start, self._cursor = rings_start, 0
-        self.own, self.bases = memory.allocate(rings_start + len(self.peers) * self.ring_bytes, 2 * memory.size)
+        self.ring_bytes = places.ring_bytes
+        self._rings_start, self._cursor = places.rings_start, 0
+        self.own, self.bases = memory.allocate(places.num_bytes, NUM_COUNTERS * memory.size)
         everyone = range(memory.size)
         self._gradients_told = tuple(map(_gradients_told_by, self.peers))
         self._means_told = tuple(map(_means_told_by, everyone))
@@ -207,7 +205,13 @@ class Chunk:
     """A part of a bucket that travels by itself: what is the same in every launch, computed when the host has time."""
 
     def __init__(
-        self, copies: PeerCopies, division: Division, number: int, starts: Sequence[int], landing: int
+        self,
+        copies: PeerCopies,
+        division: Division,
+        number: int,
+        starts: Sequence[int],
+        landing: int,
+        dtype: torch.dtype,
     ) -> None:
         """Plan the chunk of that number; `starts` as of PeerBucket, `landing`: its place within the bucket's."""
         rank, borders = copies.memory.rank, division.chunks[number]
@@ -221,7 +225,7 @@ class Chunk:
         ]
         self._sizes = [[found.num_bytes for found in those] for those in overlaps]
         self._kept = division.overlaps(number, rank)
-        self.dtype = division.parameters[0].dtype
+        self.dtype = dtype
         """The type of the gradients."""
         self.landed = copies.landing(rank, copies.peers[0]) + landing
         """Where the gradients of others land, counted from the beginning of a ring."""
@@ -251,17 +255,20 @@ class Chunk:
 class PeerBucket:
     """Gradients that are sent together; see buckets.Bucket."""
 
-    def __init__(self, copies: PeerCopies, division: Division, starts: Sequence[int]) -> None:
+    def __init__(
+        self, copies: PeerCopies, parameters: Sequence[nn.Parameter], division: Division, starts: Sequence[int]
+    ) -> None:
         """`starts`: where what each rank keeps of the bucket begins in its memory."""
         self._copies = copies
-        self._parameters = tuple(division.parameters)
+        self._parameters = tuple(parameters)
         self._strides = [layout_of(parameter) for parameter in self._parameters]
         self._landing_bytes = division.landing_bytes
         rank = copies.memory.rank
         self._averages = self._places(division, copies.own[starts[rank] :][: division.kept_bytes(rank)])
         landings = [0, *accumulate(map(largest_part_bytes, division.chunks))]
         self._chunks = [
-            Chunk(copies, division, number, starts, landings[number]) for number in range(len(division.chunks))
+            Chunk(copies, division, number, starts, landing, parameters[0].dtype)
+            for number, landing in enumerate(landings[:-1])
         ]
         self._sources: list[Tensor] = []
         self.number = 0
@@ -329,20 +336,6 @@ class PeerBucket:
     def drop(self) -> None:
         """Drop the gradients, which the current stream may then overwrite."""
         self._sources = []
-
-
-def ring_bytes(divisions: Sequence[Division], size: int) -> int:
-    """The length of the ring in which one of `size` ranks' gradients land: its part of the window.
-
-    Where parts are uneven, it has room for three of the largest as well.
-    """
-    sizes = [division.num_bytes for division in divisions]
-    window = min(sum(sizes), max(WINDOW_BYTES, 3 * max(sizes)))
-    even = pages(-(-window // size))
-    if divisions[0].owners is None:
-        return even
-    places = [division.landing_bytes for division in divisions]
-    return max(even, min(sum(places), 3 * max(places)))
 
 
 def _gradients_told_by(rank: int) -> int:

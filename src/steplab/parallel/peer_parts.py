@@ -1,4 +1,5 @@
-"""How a bucket of peer copies is divided: into chunks that travel one after the other, and each among the ranks.
+"""How a bucket of peer copies is divided, into chunks that travel one after the other, and each among the ranks; and
+where the buckets of a module lie in the memory that ranks share. All of it follows from sizes in bytes.
 
 Without owners each rank has an equal part of a chunk, whose borders may lie inside gradients, and all ranks get all
 means. With owners a bucket is one chunk, the gradients lie in the order of their owners, each rank's part is what it
@@ -9,16 +10,19 @@ from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import NamedTuple
 
-from torch import nn
-
-from steplab.parallel.buckets import aligned
-from steplab.parallel.ownership import Owners
+from steplab.parallel.grouping import aligned_bytes
 
 PAGE = 256
 """Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
 PART_BYTES = 40 * 2**20
 """The most that a rank has of a chunk, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
 pass was slowed more beside parts of 10 and 20 MiB, and by buckets that were not divided."""
+WINDOW_BYTES = 512_000_000
+"""Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
+whose gradients come in bursts need not wait. At least three of the largest bucket: one on its way out, one whose means
+are made, and one on its way home."""
+NUM_COUNTERS, COUNTER_BYTES = 2, 64
+"""Counters that a rank has of each rank, behind what else it shares; each has its own cache line."""
 
 
 class Overlap(NamedTuple):
@@ -37,8 +41,8 @@ class Overlap(NamedTuple):
 class Division(NamedTuple):
     """The division of a bucket; the same on all ranks."""
 
-    parameters: Sequence[nn.Parameter]
-    """The parameters of the bucket's gradients."""
+    sizes_bytes: Sequence[int]
+    """The lengths of the bucket's gradients."""
     order: Sequence[int]
     """Numbers of the gradients in the order in which they lie in the bucket."""
     chunks: Sequence[Sequence[int]]
@@ -69,30 +73,60 @@ class Division(NamedTuple):
         begin, end = self.chunks[chunk][rank : rank + 2]
         found, start = [], 0
         for index in self.order:
-            parameter = self.parameters[index]
-            size = parameter.element_size()
-            first, last = max(start, begin), min(start + parameter.numel() * size, end)
+            size = self.sizes_bytes[index]
+            first, last = max(start, begin), min(start + size, end)
             if first < last:
                 found.append(Overlap(index, first - start, first - begin, last - first))
-            start += aligned(parameter) * size
+            start += aligned_bytes(size)
         return found
 
 
-def divided(parameters: Sequence[nn.Parameter], size: int, owners: Owners | None) -> Division:
-    """The division of the bucket of these parameters among `size` ranks; by owner if `owners` are given."""
-    sizes = [aligned(parameter) * parameter.element_size() for parameter in parameters]
+def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None) -> Division:
+    """The division of the bucket of gradients of these sizes among `size` ranks; by owner if `owners` are given."""
+    sizes = [aligned_bytes(num_bytes) for num_bytes in sizes_bytes]
     if owners is None:
         total, chunks = sum(sizes), []
         for begin in range(0, max(total, 1), size * PART_BYTES):
             part = min(pages(-(-(total - begin) // size)), PART_BYTES)
             chunks.append([min(begin + rank * part, total) for rank in range(size + 1)])
-        return Division(parameters, range(len(sizes)), chunks, None)
-    those = [owners[parameter] for parameter in parameters]
+        return Division(sizes_bytes, range(len(sizes)), chunks, None)
     parts = [0] * size
-    for owner, num_bytes in zip(those, sizes, strict=True):
+    for owner, num_bytes in zip(owners, sizes, strict=True):
         parts[owner] += num_bytes
-    order = sorted(range(len(sizes)), key=lambda index: (those[index], index))
-    return Division(parameters, order, [[0, *accumulate(parts)]], those)
+    order = sorted(range(len(sizes)), key=lambda index: (owners[index], index))
+    return Division(sizes_bytes, order, [[0, *accumulate(parts)]], owners)
+
+
+class Places(NamedTuple):
+    """Where the buckets of a module lie in the memory that ranks share; the same on all ranks."""
+
+    starts: Sequence[Sequence[int]]
+    """For each rank, where what it keeps of each bucket begins."""
+    rings_start: int
+    """Where the rings begin in which gradients of the other ranks land."""
+    ring_bytes: int
+    """The length of each."""
+    num_bytes: int
+    """The length of buckets and rings."""
+
+
+def placed(divisions: Sequence[Division], size: int) -> Places:
+    """The places of the buckets with these divisions among `size` ranks.
+
+    A ring is a rank's part of the window. Where parts are uneven, it has room for three of the largest as well.
+    """
+    starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
+    rings_start = max(ends[-1] for ends in starts)
+    ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))
+    if divisions[0].owners is not None:
+        landings = [division.landing_bytes for division in divisions]
+        ring_bytes = max(ring_bytes, min(sum(landings), 3 * max(landings)))
+    return Places(starts, rings_start, ring_bytes, rings_start + (size - 1) * ring_bytes)
+
+
+def window_bytes(sizes_bytes: Sequence[int]) -> int:
+    """The gradients that are held at a time, of buckets of these sizes."""
+    return min(sum(sizes_bytes), max(WINDOW_BYTES, 3 * max(sizes_bytes)))
 
 
 def largest_part_bytes(borders: Sequence[int]) -> int:

@@ -34,10 +34,11 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from steplab.errors import UserError
 from steplab.parallel.agreement import StepAgreement
-from steplab.parallel.buckets import Bucket, grouped
+from steplab.parallel.buckets import Bucket, Owners
 from steplab.parallel.collectives import Collectives
+from steplab.parallel.grouping import grouped
 from steplab.parallel.launch_order import LaunchOrder
-from steplab.parallel.ownership import Owners, runs_of
+from steplab.parallel.ownership import runs_of
 from steplab.parallel.sharded_optimizer import ShardedOptimizer
 from steplab.parallel.strategies import Strategy
 
@@ -60,7 +61,8 @@ class GradientReducer:
         self._rank, self._owners = collectives.rank, owners
         self._parameters = tuple(parameters)
         self._strategy = strategy
-        self._members = grouped(self._parameters, strategy.bucket_bytes)
+        kinds = [(p.dtype, p.device) for p in parameters]
+        self._members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
         self.agreement = StepAgreement(collectives, names, launches)

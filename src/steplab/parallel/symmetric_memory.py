@@ -22,9 +22,8 @@ from steplab.parallel.collectives import Collectives
 from steplab.parallel.cuda_driver import CudaDriver, MemoryOperations
 from steplab.parallel.peer_means import Means
 from steplab.parallel.peer_memory import Piece
+from steplab.parallel.peer_parts import COUNTER_BYTES
 
-_COUNTER_BYTES = 64
-"""The size of a counter: each has its own cache line."""
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
 """Pairs of streams that are tried, how often, and how many kernels each time."""
@@ -62,8 +61,8 @@ class SymmetricMemory:
         # The one private module that is used: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
 
-        start = max(-(-num_bytes // _COUNTER_BYTES), 1) * _COUNTER_BYTES
-        self._own = symmetric.empty(start + num_counters * _COUNTER_BYTES, dtype=torch.uint8, device=self.device)
+        start = max(-(-num_bytes // COUNTER_BYTES), 1) * COUNTER_BYTES
+        self._own = symmetric.empty(start + num_counters * COUNTER_BYTES, dtype=torch.uint8, device=self.device)
         self._own.zero_()
         self._handle = symmetric.rendezvous(self._own, self._group)
         self._meet()  # nobody writes before all are zero
@@ -106,7 +105,7 @@ class SymmetricMemory:
         end.record()
         self.follow_current(0)
         own, others = self._bases[self.rank], [self._bases[peer] for peer in peers]
-        self.copy(0, others, [own] * len(peers), [_COUNTER_BYTES] * len(peers))  # of zeros onto zeros
+        self.copy(0, others, [own] * len(peers), [COUNTER_BYTES] * len(peers))  # of zeros onto zeros
         self.signal(0, tuple((peer, self.rank) for peer in peers), number)
         self.follow_line(1, 0)
         self.await_signals(1, tuple(peers), number)
@@ -137,7 +136,7 @@ class SymmetricMemory:
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
         operations = self._operations.get(places)
         if operations is None:
-            addresses = [self._counters[rank] + counter * _COUNTER_BYTES for rank, counter in places]
+            addresses = [self._counters[rank] + counter * COUNTER_BYTES for rank, counter in places]
             operations = self._operations[places] = self._driver.writes(addresses)
         operations.start(self._lines[line], value)
 
@@ -147,7 +146,7 @@ class SymmetricMemory:
     def _await(self, stream: int, counters: tuple[int, ...], value: int) -> None:
         operations = self._operations.get(counters)
         if operations is None:
-            addresses = [self._counters[self.rank] + counter * _COUNTER_BYTES for counter in counters]
+            addresses = [self._counters[self.rank] + counter * COUNTER_BYTES for counter in counters]
             operations = self._operations[counters] = self._driver.waits(addresses)
         operations.start(stream, value)
 

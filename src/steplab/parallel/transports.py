@@ -7,11 +7,10 @@ import torch.distributed as dist
 from torch import nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel.buckets import Bucket
+from steplab.parallel.buckets import Bucket, Owners
 from steplab.parallel.collective_buckets import CollectiveBucket
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.owned_buckets import OwnedBucket
-from steplab.parallel.ownership import Owners
 from steplab.parallel.peer_copies import peer_buckets
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.symmetric_memory import SymmetricMemory

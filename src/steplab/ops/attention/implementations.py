@@ -19,6 +19,10 @@ DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": FP16, "float64": FP64}
 """Number formats as torch spells them -> as this table does."""
 
 
+def _rounded_up(number: int, multiple: int) -> int:
+    return -(-number // multiple) * multiple
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
     """float32 memory that a backward pass holds while it runs: one number a row of scores, or one an element of the
@@ -40,6 +44,13 @@ class Workspace:
     """How many of these."""
     of_shared_keys: bool = False
     """It is of the heads of keys, and taken where several heads of queries share them."""
+
+    def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
+        """Its sizes, for queries of these; for keys where it is of those."""
+        rows = batch, heads, _rounded_up(tokens, self.tokens)
+        if self.width is None:
+            return rows
+        return *rows, max(_rounded_up(head_dim, self.width), self.least_width)
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
         """Whether it is, for tensors of such numbers; shared: whether several heads of queries share keys."""

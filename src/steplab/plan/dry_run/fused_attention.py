@@ -5,6 +5,7 @@ its results, and how tensors lie in memory, is in the table of ops.attention.imp
 """
 
 from functools import partial
+from math import prod
 
 from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.ops.attention.implementations import Implementation, Workspace, implementation
@@ -45,7 +46,7 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
     output = m.dear(lambda: m.new(q.count, q.dtype, "attention output"))
     output.heads_together = row.output_heads_together or q.heads_together  # kernels lay it out as the queries
     sizes = m.sizes
-    rows = _rounded(sizes, row.saved_rows, None)
+    rows = _of_workspace(sizes, Workspace(what="saved rows", tokens=row.saved_rows))
     dtype = q.dtype
     scores = Product(batch=sizes.batch * sizes.heads, m=sizes.context, n=sizes.context, k=sizes.shape.head_dim)
     flops = float(scores.flops)  # two products, of which the causal mask leaves half
@@ -76,23 +77,12 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
 
 
 def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
-    of_queries = _rounded(sizes, taken.tokens, taken.width, taken.least_width)
-    value, symbols = taken.times * of_queries.value, of_queries.symbols
-    if taken.of_shared_keys:
-        value, symbols = value // sizes.heads * sizes.kv_heads, symbols.replace("h", "k")
-    return Count(value, symbols if taken.times == 1 else f"{symbols} {taken.times}")
-
-
-def _rounded(sizes: Sizes, tokens_multiple: int, width_multiple: int | None, least_width: int = 0) -> Count:
-    """Elements of [batch, heads, tokens] or [batch, heads, tokens, head dimension], both rounded up."""
-    if tokens_multiple == 1 and width_multiple in (None, 1):
-        return sizes.rows if width_multiple is None else sizes.residual
-    tokens = rounded_up(sizes.context, tokens_multiple)
-    rows = Count(sizes.batch * sizes.heads * tokens, f"B h {tokens}")
-    if width_multiple is None:
-        return rows
-    width = max(rounded_up(sizes.shape.head_dim, width_multiple), least_width)
-    return Count(rows.value * width, f"{rows.symbols} {width}")
+    heads, symbol = (sizes.kv_heads, "k") if taken.of_shared_keys else (sizes.heads, "h")
+    shape = taken.shape(sizes.batch, heads, sizes.context, sizes.shape.head_dim)
+    symbols = " ".join(["B", symbol, *map(str, shape[2:])])
+    if taken.tokens == 1 and taken.width in (None, 1):  # nothing is rounded up
+        symbols = (sizes.rows if taken.width is None else sizes.residual).symbols
+    return Count(taken.times * prod(shape), symbols if taken.times == 1 else f"{symbols} {taken.times}")
 
 
 def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:

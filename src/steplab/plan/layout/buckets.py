@@ -1,26 +1,22 @@
 """Gradients of data-parallel ranks in buckets: which travel together, and what memory the buckets take.
 
-steplab's own (parallel.buckets, parallel.collective_buckets): gradients in the order in which the backward pass gives
-them; a bucket takes no further one when it would grow past its size, or past half of what was left when it began and
-an eighth of its size. A gradient alone in its bucket travels in the memory where it was born; others are copied into
-the bucket's buffer, which stays. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it
-has 1 MiB, each other once it has its size, and all are buffers.
+steplab's own are as the code that runs has them (parallel.grouping, parallel.peer_parts): a gradient alone in its
+bucket travels in the memory where it was born; others are copied into the bucket's buffer, which stays. torch's DDP
+(torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it has 1 MiB, each other once it has its size,
+and all are buffers.
 """
 
 import functools
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.plan.dry_run.sizes import rounded_up
+from steplab.parallel.grouping import aligned_bytes, grouped
+from steplab.parallel.peer_parts import COUNTER_BYTES, NUM_COUNTERS, Division, divided, placed, window_bytes
 from steplab.plan.layout.weights import model_weights
 from steplab.specs.model import TransformerShape
 
 BYTES_PER_MB = 1e6
-ALIGNMENT_BYTES = 16
 _DDP_FIRST_BUCKET_BYTES = 2**20
-PEER_WINDOW_BYTES, PEER_PAGE, PEER_COUNTER_BYTES = 512_000_000, 256, 64
-"""As parallel.peer_copies and parallel.symmetric_memory have them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -45,30 +41,23 @@ class Buckets:
 def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0) -> Buckets:
     """The buckets of a kind of data parallelism (specs.ddp.Kind) but sharded, which is owned.py's; none: without
     communication. peers: ranks that copy into each other's memory; 0: collectives."""
-    elements = [weight.elements for weight in reversed(model_weights(shape))]
+    sizes = [weight.elements * element_bytes for weight in reversed(model_weights(shape))]
     if kind == "torch_ddp":
-        groups = _ddp_groups([count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB)
-        sizes = [sum(elements[index] * element_bytes for index in group) for group in groups]
-        total = sum(sizes)
-        return Buckets(
-            sizes_bytes=tuple(sizes), buffered_bytes=total, waiting_bytes=0, during_backward=True, copied_bytes=total
-        )
-    limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB}
-    sizes = [aligned(count, element_bytes, ALIGNMENT_BYTES) for count in elements]
-    groups = own_groups(sizes, limit.get(kind, 0.0)) if kind != "none" else []
-    of_groups = [sum(sizes[index] for index in group) for group in groups]
-    if peers:
-        window = min(sum(of_groups), max(PEER_WINDOW_BYTES, 3 * max(of_groups)))
-        ring = rounded_up(math.ceil(window / peers), PEER_PAGE)
-        pages = sum(rounded_up(size, PEER_PAGE) for size in of_groups)
+        of_groups = [sum(group) for group in _ddp_groups(sizes, bucket_mb * BYTES_PER_MB)]
+        total = sum(of_groups)
         return Buckets(
             sizes_bytes=tuple(of_groups),
-            buffered_bytes=0,
-            waiting_bytes=window,
+            buffered_bytes=total,
+            waiting_bytes=0,
             during_backward=True,
-            copied_bytes=0,
-            shared_bytes=pages + (peers - 1) * ring + 2 * peers * PEER_COUNTER_BYTES,
+            copied_bytes=total,
         )
+    limit = {"flat": float("inf"), "bucketed": bucket_mb * BYTES_PER_MB}
+    indices = grouped(sizes, limit.get(kind, 0.0)) if kind != "none" else []
+    groups = [[sizes[index] for index in group] for group in indices]
+    if peers:
+        return buckets_of_peers([divided(group, peers, None) for group in groups], peers)
+    of_groups = [sum(map(aligned_bytes, group)) for group in groups]
     buffered = [size for size, group in zip(of_groups, groups, strict=True) if len(group) > 1]
     return Buckets(
         sizes_bytes=tuple(of_groups),
@@ -79,32 +68,28 @@ def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_byt
     )
 
 
-def own_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
-    """The gradients of each of steplab's own buckets, by index."""
-    groups: list[list[int]] = []
-    rest, room = sum(sizes), 0.0
-    for index, size in enumerate(sizes):
-        if not groups or size > room:
-            groups.append([])
-            room = min(limit, max(rest / 2, limit / 8))
-        groups[-1].append(index)
-        room -= size
-        rest -= size
-    return groups
+def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
+    """Buckets that travel by peer copies; gradients wait in their own memory until others have landed."""
+    sizes = [division.num_bytes for division in divisions]
+    return Buckets(
+        sizes_bytes=tuple(sizes),
+        buffered_bytes=0,
+        waiting_bytes=window_bytes(sizes),
+        during_backward=True,
+        copied_bytes=0,
+        shared_bytes=with_counters(placed(divisions, ranks).num_bytes, ranks),
+    )
+
+
+def with_counters(num_bytes: int, ranks: int) -> int:
+    """Bytes that ranks share, and of the counters behind them."""
+    return num_bytes + NUM_COUNTERS * ranks * COUNTER_BYTES
 
 
 def _ddp_groups(sizes: Sequence[int], limit: float) -> list[list[int]]:
     groups: list[list[int]] = [[]]
-    filled = 0
-    for index, size in enumerate(sizes):
-        groups[-1].append(index)
-        filled += size
-        if filled >= (_DDP_FIRST_BUCKET_BYTES if len(groups) == 1 else limit):
+    for size in sizes:
+        groups[-1].append(size)
+        if sum(groups[-1]) >= (_DDP_FIRST_BUCKET_BYTES if len(groups) == 1 else limit):
             groups.append([])
-            filled = 0
     return [group for group in groups if group]
-
-
-def aligned(elements: int, element_bytes: int, alignment_bytes: int) -> int:
-    """Bytes of so many elements in a buffer, where each tensor begins at a multiple of `alignment_bytes`."""
-    return rounded_up(elements, max(alignment_bytes // element_bytes, 1)) * element_bytes
