@@ -3,8 +3,10 @@
     python benchmarks/eight_b_kept.py [0.4 0.65 products ...]
 
 A number is torch's activation_memory_budget; `products` is steplab's selective checkpointing, which keeps the outputs
-of matrix products and of attention. The block is traced at its full size on tensors without content, so a CPU does.
-Weights and rotary tables are not counted, because they are there anyway, and views of one tensor count once.
+of matrix products and of attention, and the rotated heads in place of the product that they are made of. The block is
+traced at its full size on tensors without content, so a CPU does. Weights and rotary tables are not counted, because
+they are there anyway, and views of one tensor count once. On a CPU, TRITON_INTERPRET=1 lets the block's operators be
+traced.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx import GraphModule
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from steplab.model.checkpointing import KEPT_BY_SELECTIVE
+from steplab.model.checkpointing import kept_by_selective
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 
@@ -52,12 +54,12 @@ def kept_by(choice: str) -> dict[str, Tensor]:
         block = example.Block()
         x_BTC = torch.empty(1, example.CONTEXT, example.WIDTH, requires_grad=True)
         torch.set_default_dtype(torch.float32)
-        rotary_2T1D = torch.empty(2, example.CONTEXT, 1, example.WIDTH // example.HEADS // 2)
+        rotary_2TD = torch.empty(2, example.CONTEXT, example.WIDTH // example.HEADS // 2)
         forward: Callable[..., Any] = block.forward
         if choice == "products":
-            contexts = partial(create_selective_checkpoint_contexts, KEPT_BY_SELECTIVE)
+            contexts = partial(create_selective_checkpoint_contexts, kept_by_selective(is_compiled=True))
             forward = partial(checkpoint, forward, use_reentrant=False, context_fn=contexts)
-        torch.compile(forward, backend=backend, dynamic=False)(x_BTC, rotary_2T1D)
+        torch.compile(forward, backend=backend, dynamic=False)(x_BTC, rotary_2TD)
     *_, output = forwards[0].graph.nodes
     saved = {node.name: node.meta["val"] for node in output.args[0][1:]}
     return {name: value for name, value in saved.items() if isinstance(value, Tensor) and value.dim() > 0}
@@ -70,7 +72,7 @@ def main() -> None:
         tensors = {
             name: tensor
             for name, tensor in kept_by(choice).items()
-            if not name.startswith("primals") or tensor.dim() == 3  # weights have two dimensions, the table has four
+            if not name.startswith("primals") or (tensor.dim() == 3 and tensor.dtype == torch.bfloat16)  # the input
         }
         storages = {tensor.untyped_storage()._cdata: tensor.untyped_storage().nbytes() for tensor in tensors.values()}
         print(f"{choice}: {sum(storages.values()) / 1e6:,.0f} MB a block")

@@ -146,6 +146,7 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
     rows = []
     sizes = {(r.spec.model.name, r.spec.context): _parameters(r) for r in runs if r.spec and not _peer(r)}
     for size in sorted(sizes, key=lambda size: (sizes[size], size[1])):
+        cast = [run for run in runs if _size(run) == size and _is_the_recipe(run, "bf16")]
         walked = max((w for w in walks if _size(w) == size), key=lambda walk: walk.created_utc, default=None)
         ours = [run for run in runs if _size(run) == size and _is_the_recipe(run)]
         pairs = [(run, peer) for run in ours for peer in runs if _peer(peer) == size and _in_one_run(run, peer)]
@@ -153,19 +154,23 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         recipe, peer = pair or (min(ours, key=lambda run: run.median_s, default=None), None)
         if recipe is None:
             continue
+        autocast = max(cast, key=lambda run: run.created_utc, default=None)
         rows.append(
             (
                 *(size[0], str(size[1]), _ms(recipe.median_s), _ms(walked.best_s if walked else None)),
                 *(_ms(peer.median_s if peer else None), f"{recipe.median_s / peer.median_s:.3f}" if peer else "–"),
-                ", ".join(record.id for record in (recipe, walked, peer) if record),
+                _ms(autocast.median_s if autocast else None),
+                ", ".join(record.id for record in (recipe, walked, peer, autocast) if record),
             )
         )
     own = ("model", "context")
-    headers = (*own, "recipe", "by advise", "transformers", "times as long", "records")
+    headers = (*own, "recipe", "by advise", "transformers", "times as long", "with fp32 weights", "records")
     caption = (
-        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`. By advise: the "
-        "walk from the plain step. Transformers: its Llama of the same sizes, bf16 autocast, compiled layer by layer, "
-        "cuDNN's attention, torch's fused AdamW, on the GPU of the recipe's step and within ten minutes of it."
+        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`, whose weights "
+        "are bf16 with fp32 masters (`--precision bf16_master`). By advise: the walk from the plain step. "
+        "Transformers: its Llama of the same sizes, bf16 autocast, compiled layer by layer, cuDNN's attention, torch's "
+        "fused AdamW, on the GPU of the recipe's step and within ten minutes of it. With fp32 weights: the recipe with "
+        "`--precision bf16`, which is autocast over fp32 weights."
     )
     return table_of_texts(
         "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
@@ -176,13 +181,9 @@ def _size(record: Run | Advice) -> tuple[str, int] | None:
     return (record.spec.model.name, record.spec.context) if record.spec else None
 
 
-def _is_the_recipe(run: Run) -> bool:
-    spec = run.spec
-    return spec is not None and (spec.block_ops, spec.update, spec.attention) == (
-        "triton",
-        "overlapped",
-        "flash_triton",
-    )
+def _is_the_recipe(run: Run, precision: str = "bf16_master") -> bool:
+    spec, asked = run.spec, (precision, "triton", "overlapped", "flash_triton")
+    return spec is not None and (spec.precision, spec.block_ops, spec.update, spec.attention) == asked
 
 
 def _peer(run: Run) -> tuple[str, int] | None:

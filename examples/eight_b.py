@@ -1,6 +1,6 @@
 """An 8b model on two GPUs, a sequence of 32,768 tokens on each: torchrun --nproc-per-node 2 examples/eight_b.py
 FSDP2 splits weights, gradients and optimizer state; of what a block's backward pass needs, the outputs of products and
-of attention are kept and the rest is computed again; the loss is computed in chunks of the logits."""
+of attention are kept and the rest is computed again, in one kernel each; the loss is in chunks of the logits."""
 
 import time
 
@@ -8,44 +8,44 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from torch.nn.functional import silu
 
 from steplab.model.checkpointing import wrap_block
-from steplab.model.transformer import rotary_table, rotate
+from steplab.model.transformer import rotary_table
 from steplab.ops.attention import attention
 from steplab.ops.cross_entropy import linear_cross_entropy
+from steplab.ops.rms_norm.api import add_rms_norm
+from steplab.ops.rotary_heads.api import rotary_heads
+from steplab.ops.swiglu.api import swiglu
 
 LAYERS, WIDTH, FF, HEADS, VOCABULARY, CONTEXT = 34, 4096, 11008, 32, 151_936, 32_768
-ATTENTION, LOSS, WARM_UP, STEPS = "flash_triton", "fused", 3, 10
+ATTENTION, LOSS, EPS, WARM_UP, STEPS = "flash_triton", "fused", 1e-5, 3, 10
 
 
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+        self.norm_1, self.norm_2 = nn.RMSNorm(WIDTH, EPS), nn.RMSNorm(WIDTH, EPS)
         self.qkv, self.out = nn.Linear(WIDTH, 3 * WIDTH, bias=False), nn.Linear(WIDTH, WIDTH, bias=False)
         self.gate_up, self.down = nn.Linear(WIDTH, 2 * FF, bias=False), nn.Linear(FF, WIDTH, bias=False)
 
-    def forward(self, x_BTC: Tensor, rotary_2T1D: Tensor) -> Tensor:
-        q_BTHD, k_BTHD, v_BTHD = self.qkv(self.norm_1(x_BTC)).unflatten(-1, (3, HEADS, -1)).unbind(2)
-        q_BTHD, k_BTHD = rotate(q_BTHD, rotary_2T1D), rotate(k_BTHD, rotary_2T1D)
-        qkv_BHTD = (tensor_BTHD.transpose(1, 2) for tensor_BTHD in (q_BTHD, k_BTHD, v_BTHD))
+    def forward(self, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        qkv_BHTD = rotary_heads(self.qkv(self.norm_1(x_BTC)), rotary_2TD, HEADS)
         o_BHTD = attention(*qkv_BHTD, causal=True, implementation=ATTENTION)
-        x_BTC = x_BTC + self.out(o_BHTD.transpose(1, 2).flatten(2))
-        gate_BTF, up_BTF = self.gate_up(self.norm_2(x_BTC)).chunk(2, -1)
-        return x_BTC + self.down(silu(gate_BTF) * up_BTF)
+        branch_BTC = self.out(o_BHTD.transpose(1, 2).flatten(2))
+        normed_BTC, x_BTC = add_rms_norm(x_BTC, branch_BTC, self.norm_2.weight, EPS)
+        return x_BTC + self.down(swiglu(self.gate_up(normed_BTC)))
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embedding, self.blocks = nn.Embedding(VOCABULARY, WIDTH), nn.ModuleList(Block() for _ in range(LAYERS))
-        self.norm, self.head = nn.RMSNorm(WIDTH), nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.norm, self.head = nn.RMSNorm(WIDTH, EPS), nn.Linear(WIDTH, VOCABULARY, bias=False)
 
-    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rotary_2T1D: Tensor) -> Tensor:
+    def forward(self, tokens_BT: Tensor, targets_BT: Tensor, rotary_2TD: Tensor) -> Tensor:
         x_BTC = self.embedding(tokens_BT)
         for block in self.blocks:
-            x_BTC = block(x_BTC, rotary_2T1D)
+            x_BTC = block(x_BTC, rotary_2TD)
         return linear_cross_entropy(self.norm(x_BTC), self.head.weight, targets_BT, implementation=LOSS)
 
 
@@ -59,12 +59,12 @@ def main(device: torch.device) -> Tensor:
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    rotary_2T1D = rotary_table(CONTEXT, WIDTH // HEADS).unsqueeze(2).to(device)
+    rotary_2TD = rotary_table(CONTEXT, WIDTH // HEADS).to(device)
     tokens_BT, times = torch.randint(VOCABULARY, (1, CONTEXT + 1), device=device), []
     for _ in range(WARM_UP + STEPS + 1):
         dist.barrier()
         times.append(time.perf_counter())
-        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:], rotary_2T1D)
+        loss = model(tokens_BT[:, :-1], tokens_BT[:, 1:], rotary_2TD)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -1,37 +1,46 @@
-"""examples/eight_b.py, at a size for two processes on a CPU."""
+"""examples/eight_b.py and its peer, at a size for two processes on a CPU."""
 
-import contextlib
-import io
-import math
-import re
-import runpy
+import sys
+from importlib import import_module
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.distributed.ranks import on_ranks
 
-EXAMPLE = Path(__file__).parents[2] / "examples/eight_b.py"
+from steplab.ops.rms_norm.reference import plain_add_rms_norm
+from steplab.ops.rotary_heads.reference import plain_rotary_heads
+from steplab.ops.swiglu.reference import plain_swiglu
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+SMALL = {"LAYERS": 2, "WIDTH": 64, "FF": 96, "HEADS": 2, "VOCABULARY": 100, "CONTEXT": 32}
+OF_A_CPU = {"rotary_heads": plain_rotary_heads, "add_rms_norm": plain_add_rms_norm, "swiglu": plain_swiglu}
+"""What it has in place of the kernels."""
 
 
 def test_two_ranks_learn_their_sequences() -> None:
-    on_ranks(2, case_losses_fall_from_those_of_guessing)
+    on_ranks(2, case_losses_fall_from_those_of_guessing_and_are_the_peers)
 
 
-def case_losses_fall_from_those_of_guessing() -> None:
-    example = runpy.run_path(str(EXAMPLE))
-    names = example["main"].__globals__
-    names |= {"LAYERS": 2, "WIDTH": 64, "FF": 96, "HEADS": 2, "VOCABULARY": 100, "CONTEXT": 32}
-    names |= {"ATTENTION": "sdpa", "LOSS": "chunked", "WARM_UP": 0, "STEPS": 4}
-    printed = io.StringIO()
-    torch.compiler.set_stance("force_eager")  # compiling would take most of the test
-    try:
-        with contextlib.redirect_stdout(printed):
-            seconds = example["main"](torch.device("cpu"))
-    finally:
-        torch.compiler.set_stance("default")
-    losses = [float(loss) for loss in re.findall(r"loss (\S+)", printed.getvalue())]
-    assert (len(seconds), len(losses)) == (4, 5)
-    assert losses[0] == pytest.approx(math.log(100), abs=0.2)
+def case_losses_fall_from_those_of_guessing_and_are_the_peers() -> None:
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))
+    study = import_module("eight_b_study")
+    losses = losses_of(study, "ours", LOSS="chunked")
+    assert losses[0] == pytest.approx(4.605, abs=0.2)  # ln 100
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
+    assert losses_of(study, "peer") == pytest.approx(losses, abs=1 / 32)  # its loss is bf16, which 4 to 8 has in 1/32
+
+
+def losses_of(study: Any, what: str, **names: object) -> list[float]:
+    example = study.load(what)
+    vars(example).update(SMALL, **OF_A_CPU, ATTENTION="sdpa", WARM_UP=0, STEPS=4, **names)
+    torch.compiler.set_stance("force_eager")  # compiling would take most of the test
+    try:
+        seconds, losses = study.measured(example, torch.device("cpu"))
+    finally:
+        torch.compiler.set_stance("default")
+    assert (len(seconds), len(losses)) == (4, 5)
+    return losses

@@ -10,15 +10,17 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 from steplab.model.compiling import compiled
 from steplab.model.transformer import BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
+from steplab.ops.rotary_heads import api as rotary_heads
 from steplab.specs.checkpointing import is_recomputed
 
 _aten = torch.ops.aten
-KEPT_BY_SELECTIVE = [
+_KEPT_BY_SELECTIVE = [
     _aten.mm.default,
     _aten.bmm.default,
     _aten.addmm.default,
@@ -30,7 +32,17 @@ KEPT_BY_SELECTIVE = [
     REFERENCE.forward_overload,
     TRITON.forward_overload,
 ]
-"""Operators whose outputs selective checkpointing keeps: those that are expensive to compute for their size."""
+"""Those that are expensive to compute for the size of what they give."""
+_KEPT_IF_COMPILED = [*_KEPT_BY_SELECTIVE, rotary_heads.OPERATOR.default]
+
+
+def kept_by_selective(*, is_compiled: bool) -> list[OpOverload]:
+    """The operators whose outputs selective checkpointing keeps.
+
+    In compiled code queries, keys and values are among them as rotated. The compiler then does not keep the product
+    that they are made of, which has as many bytes. Eager code would keep both.
+    """
+    return _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
 
 
 Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
@@ -41,7 +53,7 @@ def block_caller(checkpointing: str) -> BlockCaller:
     """The function that calls a block under a StepSpec's `checkpointing`."""
     if checkpointing == "none":
         return call_plainly
-    recompute = _recompute(checkpointing)
+    recompute = _recompute(checkpointing, is_compiled=False)
 
     def call(index: int, block: nn.Module, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         if is_checkpointed(checkpointing, index):
@@ -66,12 +78,12 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     recomputed = is_checkpointed(checkpointing, index)
     outside = split and checkpointing != "selective"
     if recomputed and not outside:
-        forward = _recomputed(forward, checkpointing)
+        forward = _recomputed(forward, checkpointing, is_compiled=compile_mode != "off")
     if compile_mode != "off":
         forward = compiled(forward, compile_mode)
         block.compiled_within = True  # type: ignore[assignment]
     if recomputed and outside:
-        forward = _recomputed(forward, checkpointing)
+        forward = _recomputed(forward, checkpointing, is_compiled=False)
     block.forward = forward
 
 
@@ -80,8 +92,8 @@ def is_checkpointed(checkpointing: str, index: int) -> bool:
     return checkpointing == "selective" or is_recomputed(checkpointing, index)
 
 
-def _recomputed(forward: Callable[..., Tensor], checkpointing: str) -> Callable[..., Tensor]:
-    recompute = _recompute(checkpointing)
+def _recomputed(forward: Callable[..., Tensor], checkpointing: str, *, is_compiled: bool) -> Callable[..., Tensor]:
+    recompute = _recompute(checkpointing, is_compiled=is_compiled)
 
     def run(x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         return recompute(forward, x_BTC, rotary_2TD)
@@ -89,9 +101,9 @@ def _recomputed(forward: Callable[..., Tensor], checkpointing: str) -> Callable[
     return run
 
 
-def _recompute(checkpointing: str) -> Recompute:
+def _recompute(checkpointing: str, *, is_compiled: bool) -> Recompute:
     run_again = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if checkpointing == "selective":
-        contexts = partial(create_selective_checkpoint_contexts, KEPT_BY_SELECTIVE)
+        contexts = partial(create_selective_checkpoint_contexts, kept_by_selective(is_compiled=is_compiled))
         run_again = partial(run_again, context_fn=contexts)
     return run_again

@@ -122,8 +122,9 @@ def _differentiate(ctx: Any, dq: Tensor, dk: Tensor, dv: Tensor) -> tuple[Tensor
     return torch.ops.steplab.rotary_heads_backward(dq, dk, dv, table), None, None
 
 
-define(
+OPERATOR = define(
     "rotary_heads", "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward
 )
+"""steplab::rotary_heads, which selective checkpointing names."""
 define("rotary_heads_backward", "(Tensor dq, Tensor dk, Tensor dv, Tensor table) -> Tensor", _backward, _fake_backward)
 define_derivative("rotary_heads", _differentiate, _save)

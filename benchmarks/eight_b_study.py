@@ -1,0 +1,124 @@
+"""A step of examples/eight_b.py on two GPUs, and the same model made of torch's own parts, as others train it.
+
+    torchrun --nproc-per-node 2 benchmarks/eight_b_study.py ours RECORD.json [--steps 5] [--trace TRACE.json.gz]
+    torchrun --nproc-per-node 2 benchmarks/eight_b_study.py peer RECORD.json
+
+`ours` is the example as it stands. `peer` has the same weights, tokens, optimizer and FSDP2, and its blocks are
+compiled one by one too. Each of them is recomputed whole, cuDNN computes attention, the compiler makes the kernels
+between the products, and the loss takes the logits of all tokens at once. The record has the seconds of each step after
+one of warm-up, all losses, the peaks of memory and the first rank's device. The trace is of that rank's step after
+those, which is in no figure.
+"""
+
+import argparse
+import importlib
+import io
+import json
+import re
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+from unittest.mock import patch
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.model.checkpointing import wrap_block
+from steplab.ops.attention import attention
+from steplab.ops.rotary_heads.reference import plain_rotary_heads
+from steplab.ops.swiglu.reference import plain_swiglu
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SEED = 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["ours", "peer"])
+    parser.add_argument("record", type=Path)
+    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--trace", type=Path)
+    options = parser.parse_args()
+    example = load(options.what)
+    example.WARM_UP, example.STEPS = 1, options.steps
+    dist.init_process_group("nccl")
+    torch.cuda.set_device(dist.get_node_local_rank())
+    device, is_first = torch.device("cuda"), dist.get_rank() == 0
+    profiler = torch.profiler.profile() if options.trace and is_first else None
+    seconds, losses = measured(example, device, profiler)
+    if is_first:
+        environment = read_clocks(read_environment(device), device)
+        record = {
+            "what": options.what,
+            "environment": msgspec.to_builtins(environment),
+            "created_utc": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+            "warm_up_steps": example.WARM_UP,
+            "step_s": seconds,
+            "losses": losses,
+            "peak_allocated_bytes": torch.cuda.max_memory_allocated(),
+            "peak_reserved_bytes": torch.cuda.max_memory_reserved(),
+        }
+        options.record.write_text(json.dumps(record, indent=1) + "\n")
+        print(f"{options.what}: a step takes {median(seconds):.3f} s", flush=True)
+    if profiler is not None:
+        profiler.export_chrome_trace(str(options.trace))
+    dist.destroy_process_group()
+
+
+def load(what: str) -> Any:
+    """The example as a module of its own, with the peer's parts in place of its own for `peer`."""
+    sys.path.append(str(EXAMPLES))
+    example: Any = importlib.reload(importlib.import_module("eight_b"))
+    if what == "peer":
+        example.Block.forward = _forward_of_torch(example)
+        example.wrap_block = _recomputed_whole
+        example.LOSS, example.ATTENTION = "plain", "sdpa_cudnn"
+    return example
+
+
+def measured(
+    example: Any, device: torch.device, profiler: torch.profiler.profile | None = None
+) -> tuple[list[float], list[float]]:
+    """Seconds from barrier to barrier of the measured steps, and the losses of all, one more after them included; the
+    profiler sees that one."""
+    torch.manual_seed(SEED)
+    barrier, begun, printed = dist.barrier, list[float](), io.StringIO()
+
+    def noted() -> None:
+        barrier()
+        begun.append(time.perf_counter())
+        if profiler is not None and len(begun) == example.WARM_UP + example.STEPS + 1:
+            profiler.start()
+
+    with patch.object(dist, "barrier", noted), redirect_stdout(printed):
+        example.main(device)
+    if profiler is not None:
+        profiler.stop()
+    steps = [end - begin for begin, end in pairwise(begun)][example.WARM_UP :]
+    return steps, [float(loss) for loss in re.findall(r"loss (\S+)", printed.getvalue())]
+
+
+def _forward_of_torch(example: Any) -> Callable[[Any, Tensor, Tensor], Tensor]:
+    def forward(block: Any, x_BTC: Tensor, rotary_2TD: Tensor) -> Tensor:
+        qkv_BHTD = plain_rotary_heads(block.qkv(block.norm_1(x_BTC)), rotary_2TD, example.HEADS)
+        o_BHTD = attention(*qkv_BHTD, causal=True, implementation=example.ATTENTION)
+        x_BTC = x_BTC + block.out(o_BHTD.transpose(1, 2).flatten(2))
+        return x_BTC + block.down(plain_swiglu(block.gate_up(block.norm_2(x_BTC))))
+
+    return forward
+
+
+def _recomputed_whole(block: nn.Module, index: int, **options: Any) -> None:
+    wrap_block(block, index, **options | {"checkpointing": "full"})
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""The tables of the 8b step on two GPUs, from what `eight_b_study.py` recorded and from its traces.
+
+    python benchmarks/eight_b_table.py [--into docs/layout.md]
+
+The steps are those of benchmarks/results/eight_b_h200_202611.json. The profiles are the traces, imported and exported:
+
+    steplab import-trace TRACE.json.gz --name ours --store eight.db
+    steplab export --store eight.db --output benchmarks/results/eight_b_h200_202611.jsonl
+
+With --into, the tables replace what stands between the marks in a page.
+"""
+
+import argparse
+import gzip
+import importlib
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from fast_table import MATMUL_FLOPS_PER_S
+from page_tables import table_of_texts, write_between_marks
+
+from steplab.records.codec import decode
+from steplab.records.run import Run
+from steplab.report.kit.document import Table
+from steplab.report.kit.markup import markdown_table
+
+HERE = Path(__file__).parent
+RESULTS = HERE / "results"
+COLLECTIVES = "communication"
+PARTS = ("matmul", "attention", COLLECTIVES)
+"""Categories of kernels with a row of their own."""
+NAMES = {"ours": "examples/eight_b.py", "peer": "of torch's own parts"}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--into", type=Path)
+    options = parser.parse_args()
+    text = "\n\n".join(markdown_table(table) for table in (steps(recorded()), parts(profiles())))
+    if options.into:
+        write_between_marks(options.into, "eight_b_table.py", text)
+    else:
+        print(text)
+
+
+def recorded() -> list[dict[str, Any]]:
+    """The runs of which each step's time is known, in the order of time."""
+    runs: list[dict[str, Any]] = json.loads((RESULTS / "eight_b_h200_202611.json").read_text(encoding="utf-8"))
+    return [run for run in runs if "step_s" in run]
+
+
+def profiles() -> dict[str, Run]:
+    """The imported traces by name."""
+    lines = gzip.decompress((RESULTS / "eight_b_h200_202611.jsonl.gz").read_bytes()).splitlines()
+    return {run.name: run for run in map(decode, lines) if isinstance(run, Run) and run.name}
+
+
+def flops() -> dict[str, float]:
+    """FLOPs that a GPU needs for a step, a multiply-add being two: products outside of attention, forward and backward,
+    of all parameters but the embedding's; of attention two products forward and five backward, under the mask."""
+    sys.path.append(str(HERE.parent / "examples"))
+    m = importlib.import_module("eight_b")
+    block = 4 * m.WIDTH**2 + 3 * m.WIDTH * m.FF
+    linear = m.LAYERS * block + m.VOCABULARY * m.WIDTH
+    return {"matmul": 6.0 * m.CONTEXT * linear, "attention": 7.0 * m.WIDTH * m.CONTEXT**2 * m.LAYERS}
+
+
+def steps(runs: list[dict[str, Any]]) -> Table:
+    """Seconds and memory of each run."""
+    needed = sum(flops().values())
+    rows = []
+    for run in runs:
+        step_s = median(run["step_s"])
+        rows.append(
+            (
+                *(run["created_utc"][:16].replace("T", " "), run["what"], str(len(run["step_s"]))),
+                *(f"{step_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
+                f"{needed / MATMUL_FLOPS_PER_S / step_s:.0%}",
+                *(f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved")),
+            )
+        )
+    headers = ("UTC", "what", "steps", "step", "range", "of the bound", "allocated", "reserved")
+    caption = (
+        "Seconds from barrier to barrier by the host's clock of the first rank, medians; GB (1e9 bytes) at the peak. "
+        f"The bound is the time of the needed FLOPs ({needed:.3g} a GPU) at {MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s, "
+        "which a product of 8192³ reaches."
+    )
+    return table_of_texts("steps", headers, rows, numeric=[h not in ("UTC", "what") for h in headers], caption=caption)
+
+
+def parts(found: dict[str, Run]) -> Table:
+    """Where the time of a profiled step goes, beside what its FLOPs take at the rate of a large product."""
+    needed, rows = flops(), []
+    lasted = {name: _lasted_s(run) for name, run in found.items()}
+    for part in PARTS[:2]:
+        cells = [f"{lasted[name][part]:.2f} ({needed[part] / lasted[name][part] / 1e12:.0f})" for name in found]
+        rows.append((_WORDS[part], f"{needed[part]:.3g}", f"{needed[part] / MATMUL_FLOPS_PER_S:.2f}", *cells))
+    rest = {name: sum(s for part, s in lasted[name].items() if part not in PARTS) for name in found}
+    rows.append(("other kernels", "–", "–", *(f"{rest[name]:.2f}" for name in found)))
+    rows.append((_WORDS[COLLECTIVES], "–", "–", *(f"{lasted[name][COLLECTIVES]:.2f}" for name in found)))
+    shared = [f"{sum(lasted[name].values()) - _busy_s(run):.2f}" for name, run in found.items()]
+    rows.append(("at once, counted twice above", "–", "–", *shared))
+    rows.append(("no kernel", "–", "–", *(f"{_idle_s(run):.3f}" for run in found.values())))
+    headers = ("part", "FLOPs", "at 790", *(NAMES.get(name, name) for name in found))
+    caption = (
+        "Seconds of the first rank in a profiled step, and TFLOP/s; FLOPs as they are needed, and their seconds at 790 "
+        f"TFLOP/s. Records: {', '.join(run.id for run in found.values())}."
+    )
+    return table_of_texts("parts", headers, rows, numeric=[False, *[True] * (len(headers) - 1)], caption=caption)
+
+
+_WORDS = {"matmul": "products", "attention": "attention", COLLECTIVES: "collectives"}
+
+
+def _lasted_s(run: Run) -> Counter[str]:
+    assert run.profile is not None
+    lasted = Counter[str]()
+    for kernel in run.profile.kernels:
+        lasted[kernel.category] += kernel.total_s / run.profile.num_steps
+    return lasted
+
+
+def _busy_s(run: Run) -> float:
+    assert run.profile is not None
+    return run.profile.busy_s / run.profile.num_steps
+
+
+def _idle_s(run: Run) -> float:
+    assert run.profile is not None
+    return sum(phase.idle_s + phase.host_bound_s for phase in run.profile.phases) / run.profile.num_steps
+
+
+if __name__ == "__main__":
+    main()
