@@ -32,7 +32,7 @@ class FakeSession:
         """The steps in the order in which they were built."""
         self._place = 0
 
-    def __call__(self, **options: Any) -> Self:
+    def __call__(self, **options: Any) -> Any:
         return self
 
     def __enter__(self) -> Self:

@@ -92,11 +92,6 @@ BOTH_WAYS: dict[str, tuple[str, list[str], Any]] = {
         ["ddp", "--processes", "2", "--model", "tiny", "--variants", "bucketed:1,sharded", "--steps", "5"],
         lambda: steplab.ddp("tiny", processes=2, variants=["bucketed:1", "sharded"], steps=5),
     ),
-    "precision": (
-        "steplab.lab.precision.compare_precisions",
-        ["precision", "--model", "toy", "--only", "audit", "--precision", "bf16"],
-        lambda: steplab.precision("toy", parts=["audit"], precisions=["bf16"]),
-    ),
     "study": (
         "steplab.lab.sweeping.sweep",
         ["study", "quick", "--context", "32"],

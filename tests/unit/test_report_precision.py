@@ -451,20 +451,20 @@ def serve(monkeypatch: pytest.MonkeyPatch, refused: tuple[str, ...] = ()) -> lis
 
 def test_both_autocasts_are_audited_unless_others_are_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked, path = serve(monkeypatch), tmp_path / "store.db"
-    result = lab.compare_precisions({"model": "toy"}, parts=("audit",), store=path, name="n")
+    result = lab.precision("toy", parts=("audit",), store=path, name="n")
     assert [spec.precision for spec in asked if spec] == ["fp16", "bf16"]
     assert (result.runs, result.study_id) == ((), None)
     with Store.open(path, write=False) as store:
         assert [found.name for found in store.iterate(kind="numerics") if isinstance(found, Numerics)] == ["n", "n"]
         assert store.studies() == []
     asked.clear()
-    lab.compare_precisions({}, precisions=("fp32", "tf32", "fp32"), parts=("audit",), store=tmp_path / "other.db")
+    lab.precision(precisions=("fp32", "tf32", "fp32"), parts=("audit",), store=tmp_path / "other.db")
     assert [spec.precision for spec in asked if spec] == ["fp32", "tf32"]
 
 
 def test_sums_alone_need_no_audit(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     asked = serve(monkeypatch)
-    result = lab.compare_precisions({}, parts=("accumulation",), store=tmp_path / "s.db")
+    result = lab.precision(parts=("accumulation",), store=tmp_path / "s.db")
     assert asked == [None]
     assert result.numerics[0].accumulations == (SUM,)
 
@@ -474,9 +474,7 @@ def test_a_refused_precision_is_a_record_among_the_others(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, refused: tuple[str, ...]
 ) -> None:
     serve(monkeypatch, refused)
-    result = lab.compare_precisions(
-        {}, precisions=("fp16", "tf32", "bf16"), parts=("audit",), store=tmp_path / "store.db"
-    )
+    result = lab.precision(precisions=("fp16", "tf32", "bf16"), parts=("audit",), store=tmp_path / "store.db")
     with Store.open(tmp_path / "store.db", write=False) as store:
         kept = {
             str(found.spec.precision): found for found in store.iterate() if isinstance(found, Numerics) and found.spec
@@ -491,7 +489,7 @@ def test_a_refused_precision_is_a_record_among_the_others(
 def test_where_every_precision_is_refused_nothing_is_stored(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     serve(monkeypatch, ("fp16", "bf16"))
     with pytest.raises(Unsupported, match="precision fp16"):
-        lab.compare_precisions({}, store=tmp_path / "store.db")
+        lab.precision(store=tmp_path / "store.db")
     with Store.open(tmp_path / "store.db", write=False) as store:
         assert store.rows(kind=None) == []
         assert store.studies() == []
@@ -513,11 +511,11 @@ def test_what_makes_no_sense_is_refused_before_anything_starts(
 ) -> None:
     asked = serve(monkeypatch)
     with pytest.raises(UserError, match=said):
-        lab.compare_precisions(fields, store=tmp_path / "s.db", **options)  # type: ignore[arg-type]
+        lab.precision(store=tmp_path / "s.db", **fields, **options)  # type: ignore[arg-type]
     assert asked == []
 
 
 def test_a_store_that_cannot_be_read_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "s.db").write_text("no store")
     with pytest.raises(SteplabError, match="steplab"):
-        lab.compare_precisions({}, store=tmp_path / "s.db")
+        lab.precision(store=tmp_path / "s.db")

@@ -14,7 +14,7 @@ from steplab.comparison.comparing import compare
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab import turns as lab_turns
-from steplab.lab.turns import measure_in_turns
+from steplab.lab.turns import Compared, ab
 from steplab.measurement.jobs import TurnsTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes import turns as processes
@@ -105,8 +105,12 @@ class Process:
             self.device.present.remove(self)
 
 
-def specs(*contexts: int, steps: int = 30) -> list[Any]:
-    return [resolve_step({"model": "tiny", "context": context, "steps": steps}) for context in contexts]
+def specs(*contexts: int) -> list[Any]:
+    return [resolve_step({"model": "tiny", "context": context, "steps": 30}) for context in contexts]
+
+
+def compared(*contexts: int, store: Path, steps: int = 30) -> Compared:
+    return ab(*({"context": context} for context in contexts), model="tiny", steps=steps, store=store)
 
 
 @pytest.fixture
@@ -118,7 +122,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 def test_sides_alternate_and_each_begins_every_other_round(device: Device, tmp_path: Path) -> None:
-    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    found = compared(1, 2, store=tmp_path / "store.db")
     assert [context for context, _ in device.order] == [1, 2, 2, 1] * 5
     assert {steps for _, steps in device.order} == {3}
     assert device.present == []
@@ -136,12 +140,12 @@ def test_sides_alternate_and_each_begins_every_other_round(device: Device, tmp_p
 def test_turns_are_short_and_as_many_as_a_comparison_needs(
     device: Device, tmp_path: Path, steps: int, turns: list[int]
 ) -> None:
-    measure_in_turns(specs(1, 2, steps=steps), store=tmp_path / "store.db")
+    compared(1, 2, steps=steps, store=tmp_path / "store.db")
     assert sorted((count for context, count in device.order if context == 1), reverse=True) == turns
 
 
 def test_of_three_sides_each_is_compared_with_the_first(device: Device, tmp_path: Path) -> None:
-    found = measure_in_turns(specs(1, 2, 3), store=tmp_path / "store.db")
+    found = compared(1, 2, 3, store=tmp_path / "store.db")
     assert [context for context, _ in device.order][:12] == [1, 2, 3, 3, 2, 1] * 2
     assert [ratio and ratio.ratio for ratio in found.ratios] == pytest.approx([1.1, 1.2])
     assert [ratio and ratio.num_a for ratio in found.ratios] == [30, 30]
@@ -149,7 +153,7 @@ def test_of_three_sides_each_is_compared_with_the_first(device: Device, tmp_path
 
 def test_sides_that_do_not_fit_together_alternate_as_processes(device: Device, tmp_path: Path) -> None:
     device.holds = 1
-    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    found = compared(1, 2, store=tmp_path / "store.db")
     assert device.order == [(1, 15), (2, 30), (1, 15)]
     assert all(run.turns and run.turns.alternating and "does not hold" in run.turns.alternating for run in found.runs)
     assert [len(run.timing.back_to_back[0].best_s) for run in found.runs if run.timing] == [30, 30]
@@ -217,7 +221,7 @@ def test_a_side_that_does_not_fit_by_itself_is_a_failure(device: Device) -> None
 @pytest.mark.parametrize("dies", [1, 2])
 def test_a_side_that_is_killed_is_named_and_the_other_is_kept(device: Device, tmp_path: Path, dies: int) -> None:
     device.dies = {dies: 4}
-    found = measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+    found = compared(1, 2, store=tmp_path / "store.db")
     lost, kept = found.runs[dies - 1], found.runs[2 - dies]
     assert lost.failure == KILLED
     assert kept.failure is None
@@ -241,7 +245,7 @@ def test_an_interruption_keeps_the_steps_until_then(
 
     monkeypatch.setattr(Process, "give", give)
     with pytest.raises(KeyboardInterrupt, match=r"stored with the turns until then: [0-9a-f]{12}, [0-9a-f]{12}$"):
-        measure_in_turns(specs(1, 2), store=tmp_path / "store.db")
+        compared(1, 2, store=tmp_path / "store.db")
     assert device.present == []
     with Store.open(tmp_path / "store.db", write=False) as opened:
         runs = [opened.get(str(row["id"])) for row in opened.rows()]
@@ -251,9 +255,7 @@ def test_an_interruption_keeps_the_steps_until_then(
 def test_unlike_sides_are_refused(device: Device, tmp_path: Path) -> None:
     store = tmp_path / "store.db"
     with pytest.raises(UserError, match="the same --steps"):
-        measure_in_turns([*specs(1, steps=10), *specs(2, steps=20)], store=store)
-    with pytest.raises(UserError, match="two or more"):
-        measure_in_turns(specs(1), store=store)
+        ab({"context": 1, "steps": 10}, {"context": 2, "steps": 20}, model="tiny", store=store)
     assert device.order == []
 
 

@@ -12,7 +12,7 @@ from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.profiling import profile
-from steplab.lab.turns import STEPS, StoredSession, Taking
+from steplab.lab.turns import STEPS, StoredSession
 from steplab.lab.walking import Attempt, Outlook, Promise, Walk, step_s
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
@@ -44,7 +44,7 @@ def advise(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
     on_change: Callable[[str], None] = lambda what: None,
-    session: Callable[..., Taking] = Session,
+    session: Callable[..., Session] = Session,
     profile: Callable[..., Run] = profile,
     clock: Callable[[], float] = time.monotonic,
     **fields: object,

@@ -12,7 +12,7 @@ from steplab.explain.api import explain as diagnose
 from steplab.explain.api import not_looked_at
 from steplab.lab.keeping import open_store
 from steplab.lab.planning import DEFAULT_GPU
-from steplab.lab.turns import STEPS, StoredSession, Taking
+from steplab.lab.turns import STEPS, StoredSession
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.plan.rates import gpu_named
@@ -103,7 +103,7 @@ def try_findings(
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
     on_trial: Callable[[str], None] = lambda what: None,
-    session: Callable[..., Taking] = Session,
+    session: Callable[..., Session] = Session,
 ) -> Findings:
     """The findings with a trial for each whose change is a field of the spec.
 

@@ -53,6 +53,7 @@ def precision(
     store: Path | str | None = None,
     timeout_s: float = DEFAULT_TIMEOUT_S,
     on_progress: OnProgress = lambda progress: None,
+    on_sweep: Callable[[SweepProgress], None] = lambda progress: None,
     **fields: object,
 ) -> PrecisionResult:
     """Audit and time one step in several precisions, as `steplab precision` does, and store the records.
@@ -63,45 +64,18 @@ def precision(
         found = steplab.precision("toy", precisions=["bf16"], parts=["audit"])
         steplab.show(found.numerics[0])
 
-    Without `precisions`, fp16 and bf16 are audited and all that the step can have are timed. Raises as
-    `compare_precisions` does.
+    `precisions` are audited and timed; by default fp16 and bf16 are audited, and all are timed that the step can have.
+    A precision that fails or that the device does not support gives a record with a failure. Raises UserError for a
+    request that is not supported in any of the precisions, and SteplabError if the store cannot be written.
     """
-    return compare_precisions(
-        named_fields(model, fields),
-        precisions=precisions,
-        parts=parts,
-        name=name,
-        store=store,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-    )
-
-
-def compare_precisions(
-    fields: Mapping[str, object],
-    *,
-    precisions: Sequence[str] = (),
-    parts: Sequence[str] = PARTS,
-    name: str = "",
-    store: Path | str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
-    on_progress: OnProgress = lambda progress: None,
-    on_sweep: Callable[[SweepProgress], None] = lambda progress: None,
-) -> PrecisionResult:
-    """Audit and time one step in several precisions, and store the records.
-
-    `fields` are the step's fields by their names on the command line, without the precision. `precisions` are audited
-    and timed; by default AUDITED are audited, and those of TIMED are timed that the step can have. `parts` are some of
-    PARTS. A precision that fails or that the device does not support gives a record with a failure. Raises UserError
-    for a request that is not supported in any of the precisions, and SteplabError if the store cannot be written.
-    """
+    given = named_fields(model, fields)
     _check_parts(parts)
     checked_name(name)
     precisions = tuple(dict.fromkeys(precisions))
-    audited = [_step(fields, precision) for precision in precisions or AUDITED] if "audit" in parts else []
-    timed = _timed(fields, precisions) if "timings" in parts else []
+    audited = [_step(given, each) for each in precisions or AUDITED] if "audit" in parts else []
+    timed = _timed(given, precisions) if "timings" in parts else []
     study = StudySpec(name=name or "precision", description="one step in several precisions", cells=tuple(timed))
-    device = resolve_step(fields).device
+    device = resolve_step(given).device
     with open_store(store, write=True) as opened:
         book = _Book(opened, name, study)
         if "accumulation" in parts and not audited:

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
@@ -27,38 +27,11 @@ STEPS = 30
 """Measured steps of each side unless others are asked for."""
 
 
-class Taking(Protocol):
-    """What is asked of a session; a test may pass a substitute."""
-
-    alternating: str | None
-    """Why each turn has a process of its own; None: processes stay alive and wait."""
-    timeout_s: float | None
-    """The time in which a side must be warm and take each turn, for sides that enter from now on; None: any."""
-
-    def __enter__(self) -> Self: ...
-
-    def __exit__(self, *exception: object) -> None: ...
-
-    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
-        """Build a step and warm it up."""
-
-    def measure(
-        self, sides: Sequence[Any], steps: int, *, is_enough: Callable[[int], bool] = ..., alternates: bool = ...
-    ) -> None:
-        """Measure further steps of each side, in turns, until the number of rounds is enough."""
-
-    def resume(self) -> None:
-        """Have processes wait again, after a side that did not fit beside another has left."""
-
-    def leave(self, side: Any) -> Run:
-        """End a side; gives its record."""
-
-
 class StoredSession:
     """A session whose records are stored as sides leave; those that are left at its end, too, even if it is
     interrupted."""
 
-    def __init__(self, session: Taking, store: Store, name: str) -> None:
+    def __init__(self, session: Session, store: Store, name: str) -> None:
         self._session, self._store, self._name = session, store, name
         self._present: list[Any] = []
         self._notes: dict[int, tuple[str, ...]] = {}
@@ -153,49 +126,17 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    The other arguments are as in `lab.turns.measure_in_turns`. Raises UserError for a request that is not supported.
+    A record of each side is stored. `threshold` is the smallest difference that matters, as a share. `timeout_s` limits
+    the time until a side is warm, and that of each turn; `on_side` is called with the label of each as it is built.
+    Raises UserError for a step that cannot be measured at all, or whose steps or device are not those of the others.
     """
+    refuse_torchrun("measure in turns")
     if against and sides:
         raise UserError("with another revision both sides have the same options; leave out the others, or `against`")
     if not against and not sides:
         raise UserError("name what the sides differ in, as in steplab ab '--precision fp32' '--precision bf16'")
     differing = ({}, {}) if against else ({}, *sides) if len(sides) == 1 else sides
-    return measure_in_turns(
-        [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing],
-        against=against,
-        threshold=threshold,
-        name=name,
-        store=store,
-        timeout_s=timeout_s,
-        on_progress=on_progress,
-        on_side=on_side,
-    )
-
-
-def measure_in_turns(
-    specs: Sequence[StepSpec],
-    *,
-    against: str | None = None,
-    threshold: float | None = None,
-    name: str = "",
-    store: Path | str | None = None,
-    timeout_s: float | None = None,
-    on_progress: OnProgress = lambda progress: None,
-    on_side: Callable[[str], None] = lambda label: None,
-    session: Callable[..., Taking] = Session,
-) -> Compared:
-    """Measure two or more steps in turns, A B B A A B and so on, and store a record of each.
-
-    Each side has as many measured steps as its spec says, which must be the same for all. The first side imports its
-    code from a worktree of the git revision `against`, if that is given (lab.revisions). `threshold` is the smallest
-    difference that matters, as a share. `timeout_s` limits the time until a side is warm, and that of each turn;
-    `on_side` is called with the label of each as it is built.
-
-    Raises UserError for a step that cannot be measured at all, or on another device than the others.
-    """
-    refuse_torchrun("measure in turns")
-    if len(specs) < 2:
-        raise UserError("measuring in turns takes two or more steps")
+    specs = [asked_step("ab", None, {"steps": STEPS, **fields, **side}) for side in differing]
     steps, devices = {spec.steps for spec in specs}, {spec.device for spec in specs}
     if len(steps) > 1 or len(devices) > 1:
         what = "--steps" if len(steps) > 1 else "--device"
@@ -204,7 +145,7 @@ def measure_in_turns(
     with (
         checked_out(against) if against else nullcontext(HERE) as first,
         open_store(store, write=True) as opened,
-        StoredSession(session(timeout_s=timeout_s, on_progress=on_progress), opened, name) as taking,
+        StoredSession(Session(timeout_s=timeout_s, on_progress=on_progress), opened, name) as taking,
     ):
         present = []
         for number, spec in enumerate(specs):

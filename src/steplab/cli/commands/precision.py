@@ -7,7 +7,7 @@ show every rule of autocast. All results are stored.
 For example: steplab precision --model toy --only audit --precision bf16
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from cyclopts import Parameter
 
@@ -31,18 +31,19 @@ def precision(
     from steplab.cli.output import chosen_format, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
-    from steplab.lab.precision import PARTS, compare_precisions
+    from steplab.lab.precision import PARTS
+    from steplab.lab.precision import precision as compare
     from steplab.report.precision.document import precision_document
     from steplab.units import counted, parse_duration
 
+    fields: dict[str, Any] = step.fields(without=("precision",))
     precisions = tuple(map(str, step.grid().get("precision", ())))
     chosen = chosen_format(out.format, out)
     if chosen == "csv" and only is None:
         raise UserError("--format csv holds one table; choose it with --only audit, accumulation or timings")
     with ProgressLine() as line:
         try:
-            result = compare_precisions(
-                step.fields(without=("precision",)),
+            result = compare(
                 precisions=precisions,
                 parts=(only,) if only else PARTS,
                 name=name,
@@ -50,6 +51,7 @@ def precision(
                 timeout_s=parse_duration(timeout),
                 on_progress=line.within,
                 on_sweep=line.sweep,
+                **fields,
             )
         except KeyboardInterrupt as error:
             raise KeyboardInterrupt("finished parts are stored") from error
