@@ -77,7 +77,7 @@ def steps(runs: list[dict[str, Any]]) -> Table:
         step_s = median(run["step_s"])
         rows.append(
             (
-                *(run["created_utc"][:16].replace("T", " "), run["what"], str(len(run["step_s"]))),
+                *(run["created_utc"][:16].replace("T", " "), _named(run["what"]), str(len(run["step_s"]))),
                 *(f"{step_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
                 f"{needed / MATMUL_FLOPS_PER_S / step_s:.0%}",
                 *(f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved")),
@@ -105,12 +105,16 @@ def parts(found: dict[str, Run]) -> Table:
     shared = [f"{sum(lasted[name].values()) - _busy_s(run):.2f}" for name, run in found.items()]
     rows.append(("at once, counted twice above", "–", "–", *shared))
     rows.append(("no kernel", "–", "–", *(f"{_idle_s(run):.3f}" for run in found.values())))
-    headers = ("part", "FLOPs", "at 790", *(NAMES.get(name, name) for name in found))
+    headers = ("part", "FLOPs", "at 790", *map(_named, found))
     caption = (
         "Seconds of the first rank in a profiled step, and TFLOP/s; FLOPs as they are needed, and their seconds at 790 "
         f"TFLOP/s. Records: {', '.join(run.id for run in found.values())}."
     )
     return table_of_texts("parts", headers, rows, numeric=[False, *[True] * (len(headers) - 1)], caption=caption)
+
+
+def _named(what: str) -> str:
+    return NAMES.get(what, what)
 
 
 _WORDS = {"matmul": "products", "attention": "attention", COLLECTIVES: "collectives"}
