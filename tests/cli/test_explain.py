@@ -11,7 +11,6 @@ from tests.runs import make_run, out_of_memory
 from tests.unit.explaining import foreign, op, own, profile, timing
 
 from steplab.explain.api import explain
-from steplab.lab.explaining import shares_when_compiled
 from steplab.records.codec import encode
 from steplab.records.finding import Findings
 
@@ -47,7 +46,7 @@ def test_without_an_id_the_newest_run_with_a_profile_is_explained(stored: Progra
     found = said(stored("explain", "--format", "json"))
     assert found.run_id == "aaaa00000000"
     assert [f.kind for f in found.findings] == ["fusable_elementwise"]
-    [finding] = explain(PROFILED, compiled=shares_when_compiled(PROFILED))
+    [finding] = explain(PROFILED)
     assert found.findings[0].saves_s == pytest.approx(finding.saves_s)
     assert digests(stored.store.parent) == before
 

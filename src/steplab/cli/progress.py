@@ -33,6 +33,7 @@ _STAGES = {
     "memory": "watching the memory of a step",
     "snapshot": "writing the snapshot",
     "read": "reading the trace",
+    "dry run": "predicting what compiling would save",
     "traces": "reading the traces",
     "read snapshot": "reading the snapshot",
     "sums": "adding up",

@@ -24,7 +24,6 @@ from steplab.explain.weight_casts import weight_casts
 from steplab.records.ceilings import Ceilings
 from steplab.records.finding import Finding
 from steplab.records.run import Run
-from steplab.records.step_time import CompiledShares
 from steplab.specs.command import command
 from steplab.units import format_time
 
@@ -51,15 +50,14 @@ _NOTABLE = 1.005
 """Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
 
-def explain(run: Run, ceilings: Ceilings | None = None, compiled: CompiledShares | None = None) -> list[Finding]:
+def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
     """The findings about a run, largest predicted gain first.
 
     `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks it.
-    `compiled` is what a plan says that compiling leaves of the step; None: no plan is possible.
     """
     if run.failure is not None:
         return []
-    case = case_of(run, ceilings, compiled)
+    case = case_of(run, ceilings)
     found = []
     for diagnose in DIAGNOSES:
         finding = diagnose(case)

@@ -12,7 +12,6 @@ from steplab.costs.roofline import Roofline
 from steplab.records.ceilings import Ceilings
 from steplab.records.profile import OpStats, PhaseTime, Profile
 from steplab.records.run import Run
-from steplab.records.step_time import CompiledShares
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
@@ -32,8 +31,6 @@ class Case:
 
     run: Run
     rates: Roofline
-    compiled: CompiledShares | None = None
-    """What compiling the model would leave of the step, by a plan of it; None: no plan is possible."""
 
     @property
     def spec(self) -> StepSpec | None:
@@ -127,6 +124,6 @@ def rates_of(run: Run, ceilings: Ceilings | None) -> Roofline:
     )
 
 
-def case_of(run: Run, ceilings: Ceilings | None, compiled: CompiledShares | None = None) -> Case:
+def case_of(run: Run, ceilings: Ceilings | None) -> Case:
     """The case of a run; `ceilings` are used where the catalogue does not know the run's device."""
-    return Case(run=run, rates=rates_of(run, ceilings), compiled=compiled)
+    return Case(run=run, rates=rates_of(run, ceilings))

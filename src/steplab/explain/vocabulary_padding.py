@@ -14,6 +14,7 @@ SUITS = 64
 ALIGNED = 8
 """Elements of bf16 in 16 bytes: rows whose length is no multiple of it cannot be loaded 16 bytes at a time, and the
 fastest kernels do not take them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
+_HALF = {"bf16", "fp16"}
 
 
 def vocabulary_padding(case: Case) -> Finding | None:
@@ -22,7 +23,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
     size = vocabulary_size(case, case.profile)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
-    padded = math.ceil(size / SUITS) * SUITS
+    padded = _padded(size, SUITS)
     part = vocabulary_part(case, case.profile) if case.profile else None
     rates = _rates(case.profile, part) if case.profile and part else None
     saves_s = None
@@ -34,7 +35,7 @@ def vocabulary_padding(case: Case) -> Finding | None:
     if case.profile and part and rates:
         head, others = rates
         now_s = case.per_step(case.profile, part.matmul_s)
-        saves_s = max(0.0, now_s * (1 - padded / size * head / others))
+        saves_s = _saves_s(case, case.profile, part, rates, padded)
         saw += (
             f" Its products take {format_time(now_s)} per step, at {format_rate(head, 'FLOP/s')}; the step's other "
             f"products in that dtype run at {format_rate(others, 'FLOP/s')}."
@@ -69,6 +70,25 @@ def vocabulary_padding(case: Case) -> Finding | None:
         prediction=prediction,
         fields=fields,
     )
+
+
+def padding_saves_s(case: Case, profile: Profile) -> float:
+    """Device time per step that the vocabulary's products save where a compiler pads them, as Inductor does in half
+    precision if their rows are not aligned; 0 for others, and where their rates are not known."""
+    part = vocabulary_part(case, profile)
+    if part is None or not case.is_gpu or part.size % ALIGNED == 0 or not {op.dtype for op in part.matmuls} <= _HALF:
+        return 0.0
+    rates = _rates(profile, part)
+    return _saves_s(case, profile, part, rates, _padded(part.size, ALIGNED)) if rates else 0.0
+
+
+def _saves_s(case: Case, profile: Profile, part: VocabularyPart, rates: tuple[float, float], padded: int) -> float:
+    head, others = rates
+    return max(0.0, case.per_step(profile, part.matmul_s) * (1 - padded / part.size * head / others))
+
+
+def _padded(size: int, multiple: int) -> int:
+    return math.ceil(size / multiple) * multiple
 
 
 def _rates(profile: Profile, part: VocabularyPart) -> tuple[float, float] | None:

@@ -1,7 +1,6 @@
 """Explain a stored run, and measure the changes that the findings propose."""
 
 import dataclasses
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,13 @@ from steplab.errors import SteplabError, UserError
 from steplab.explain.api import explain as diagnose
 from steplab.explain.api import not_looked_at
 from steplab.lab.keeping import open_store
-from steplab.lab.planning import DEFAULT_GPU
 from steplab.lab.turns import STEPS, StoredSession
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
-from steplab.plan.rates import gpu_named
-from steplab.plan.time import compiled_shares
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
-from steplab.records.step_time import CompiledShares
-from steplab.specs.hardware import find_hardware
-from steplab.specs.layout import SINGLE
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 
@@ -45,28 +38,9 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
         created_utc=now_utc(),
         steplab_version=__version__,
         step_s=found.median_s,
-        findings=tuple(diagnose(found, ceilings, shares_when_compiled(found))),
+        findings=tuple(diagnose(found, ceilings)),
         not_looked_at=not_looked_at(found, ceilings),
     )
-
-
-def shares_when_compiled(run: Run) -> CompiledShares | None:
-    """What compiling would leave of the run's step, by a plan; None where none is possible."""
-    spec = run.spec
-    if spec is None or spec.compile != "off" or run.profile is None or run.profile.device != "cuda":
-        return None
-    known = find_hardware(run.device_name or "")
-    alone = dataclasses.replace(spec, device="auto", layout=SINGLE, warmup=5, steps=10, seed=0)
-    try:
-        return _shares_of(alone, known.name if known else DEFAULT_GPU)
-    except SteplabError:
-        return None
-
-
-@functools.lru_cache(maxsize=128)
-def _shares_of(spec: StepSpec, gpu: str) -> CompiledShares:
-    """A page needs those of equal steps several times."""
-    return compiled_shares(spec, gpu_named(gpu))
 
 
 def findings_of(runs: Sequence[Run], store: Path | str | None = None) -> dict[str, Findings]:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -70,6 +71,7 @@ def profile(
             if written.exists():
                 kept = target.take(written) if target else written
                 run = with_profile(run, read_profile(kept, None if nsys else "torch.profiler", on_progress))
+                run = with_compiled_shares(run, on_progress)
         except Exception as error:
             where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error

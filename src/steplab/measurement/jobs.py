@@ -19,6 +19,7 @@ from steplab.records.ceilings import Ceilings
 from steplab.records.comm import CommCell, CommFacts
 from steplab.records.ddp import DdpCell, DdpFacts
 from steplab.records.numerics import Numerics
+from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
 from steplab.specs.attention_tuning import TuningStudy
@@ -66,6 +67,15 @@ class AuditTask(msgspec.Struct, kw_only=True):
     """The step to audit; None for the accumulation study alone."""
     device: str
     """The device of the accumulation study if there is no step."""
+
+
+class SharesTask(msgspec.Struct, kw_only=True):
+    """Predict what compiling leaves of an eager step."""
+
+    spec: StepSpec
+    """The step."""
+    gpu: str
+    """The GPU that it runs on, by its name in the catalogue."""
 
 
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):
@@ -119,6 +129,7 @@ JOBS = {
     "turns": Job(work=_HERE + "step_job:measure_in_turns", task=TurnsTask, result=Run),
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
     "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
+    "shares": Job(work="steplab.fake_step.shares:predict_shares", task=SharesTask, result=CompiledShares),
     "tuning": Job(work=_HERE + "attention.tuning:tune_attention", task=TuningStudy, result=AttentionTuning),
     "attention": Job(
         work=_HERE + "attention.session:measure_attention", task=CellsTask[AttentionStudy], cell=AttentionCell

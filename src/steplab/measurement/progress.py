@@ -10,8 +10,8 @@ class Progress:
 
     stage: str
     """The stage: starting, joining (of several processes), build, compile, warmup, measure, phases, profile, trace,
-    memory or snapshot; of an audit sums, build, reference, audit and scaling; after the process read and read
-    snapshot; of a report predict and draw."""
+    memory or snapshot; of an audit sums, build, reference, audit and scaling; after the process read, dry run and
+    read snapshot; of a report predict and draw."""
     done: int
     """Completed steps of this stage; while reading, bytes; while predicting, runs."""
     total: int

@@ -4,24 +4,31 @@ A compiler runs the same matrix products and fused attention. It joins the opera
 bounds, into one kernel where one feeds the other, where two read the same tensor, and where the result of one has no
 reader but the other. A joined kernel reads what comes from outside of it and writes what is read outside of it.
 
+Where the host reads a value off a tensor (`.item()`), the compiled graph ends, and another begins behind it: no kernel
+is of both. A product of half precision whose rows would begin at no multiple of 16 bytes is computed with padded sizes,
+as Inductor does; the kernels that make its operands write the padding.
+
 What forward keeps for backward is chosen as by torch's min-cut partitioner: tensors that exist anyway are read again,
 the others are computed again from the inputs of the kernel that made them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from steplab.plan.dry_run.events import Operand, Operator
+from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
 """Parts of the names of operators that sum over a dimension."""
 _OF_WEIGHTS_TOO = "norm_backward"
 """End of the names of operators whose gradient of a weight is a sum over rows, beside one that is made row by row."""
 _ALONE = (
-    *("_fused_adamw_", "adamw_kernel", "_foreach_", "embedding_dense_backward", "cross_entropy_softmax"),
-    *("add_rms_norm", "rotary_heads", "swiglu"),
+    *("embedding_dense_backward", "cross_entropy_softmax"),
+    *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
 """Beginnings of the names of operators that are not joined with others."""
+_HALF, _ALIGNED = ("bf16", "fp16"), 8
+"""Number formats of two bytes, and the multiple to which Inductor pads the sizes of their products
+(torch/_inductor/fx_passes/pad_mm.py, get_alignment_size)."""
 
 Version = tuple[int, int]
 """A memory, and how often it was written before: what an operator in place makes is not what it took."""
@@ -64,7 +71,7 @@ class _Group:
 
     pass_name: str
     unit: str
-    """What is compiled together: a block, or nothing for the whole model."""
+    """What is compiled together: a block, or the part of the whole model between two values that the host reads."""
     level: int
     """Number of products on the longest way to it."""
     operators: list[Operator] = field(default_factory=list)
@@ -97,6 +104,8 @@ class _Fuser:
         self._made: dict[Version, _Made] = {}
         self._needed: set[Version] = set()
         """What operators by themselves read."""
+        self._num_values = 0
+        """Values that the host has read."""
         self._readers: dict[Version, list[_Group]] = {}
         self._casts: dict[tuple[Version, int, str, str], Version] = {}
         self._same: dict[Version, Version] = {}
@@ -110,7 +119,8 @@ class _Fuser:
         if op.kind != "streaming" or op.name.startswith(_ALONE) or unit is None:
             self._needed.update(version for version, _ in read)
             self._write(op.writes, None, level + 1)
-            self._order.append(op)
+            self._order.append(op if unit is None else _padded(op))
+            self._num_values += op.name == READS_A_VALUE
             return
         cast_of = read[0][0] if op.name == "copy" and not op.strided and read else None
         if cast_of is not None:
@@ -131,9 +141,11 @@ class _Fuser:
                     self._made[cast_of].casts.append(version)
 
     def _unit(self, op: Operator) -> str | None:
-        """What an operator is compiled with; None: it is not compiled."""
+        """What an operator is compiled with; None: it is not compiled, as an optimizer's is not with the model."""
+        if op.phase == "optimizer":
+            return None
         if not self._blocks_alone:
-            return ""
+            return str(self._num_values)
         return op.where if op.where.startswith("block ") else None
 
     def _now(self, memory: int) -> Version:
@@ -245,6 +257,13 @@ class _Fuser:
             return True
         inside = any(operand.memory == version[0] for op in group.operators for operand in op.reads)
         return group.pass_name == "backward" and not readers and not inside
+
+
+def _padded(op: Operator) -> Operator:
+    """The operator with a product that Inductor pads."""
+    if op.kind != "matmul" or op.product is None or op.dtype not in _HALF:
+        return op
+    return replace(op, product=op.product.padded(_ALIGNED))
 
 
 def _merged(a: dict[Version, Spans], b: dict[Version, Spans]) -> dict[Version, Spans]:

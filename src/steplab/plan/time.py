@@ -20,8 +20,9 @@ from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s, streaming_name
 from steplab.plan.rates import Gpu, StepRates
+from steplab.records.profile import CompiledShares
 from steplab.records.run import Utilization
-from steplab.records.step_time import Bound, CompiledShares, PhaseTimes, StepTimePrediction, TimePart
+from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import chosen_by_auto, refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
 from steplab.specs.hf_shape import shape_of
@@ -41,14 +42,8 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
     known by other means than the dry run (fake_step). A configuration of transformers without them is predicted as
     steplab's Transformer with the same parts.
     """
-    asked = spec
-    if operators is None and spec.model.kind == "hf":
-        shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
-        spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
-    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
-    after = dataclasses.replace(spec, update=AFTER)
-    parts = parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu, spec))
-    parts = throttled(parts, gpu)
+    asked, spec = spec, _known_step(spec, gpu, operators)
+    parts = throttled(_parts(spec, gpu, operators), gpu)
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
         parts = [_in_backward(part, hidden) for part in parts]
@@ -90,15 +85,44 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
     return dataclasses.replace(part, phase="backward", seconds=part.seconds * left, moved_bytes=part.moved_bytes * left)
 
 
-def compiled_shares(spec: StepSpec, gpu: Gpu) -> CompiledShares:
-    """What compiling leaves of the eager step of `spec`. Raises Unsupported as `predict_step_time` does."""
-    after = dataclasses.replace(spec, update=AFTER)  # an overlapped update is not compiled with a whole model
-    eager, compiled = (predict_step_time(dataclasses.replace(after, compile=mode), gpu) for mode in ("off", "default"))
-    memory_bound = [
-        sum(part.seconds for part in each.parts if part.kind == "streaming" and part.phase != "optimizer")
-        for each in (eager, compiled)
-    ]
-    return CompiledShares(memory_bound=memory_bound[1] / memory_bound[0], host=compiled.step.host_s / eager.step.host_s)
+def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
+    """The step that is predicted in place of `spec`. Raises Unsupported as `predict_step_time` does."""
+    if operators is None and spec.model.kind == "hf":
+        shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
+        spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
+    refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
+    return spec
+
+
+def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
+    """The device's time at the full clock, of a step whose update is not overlapped."""
+    after = dataclasses.replace(spec, update=AFTER)
+    return parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu, spec))
+
+
+def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
+    """What compiling the model leaves of the eager step of `spec`; arguments and errors as of `predict_step_time`."""
+    known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # overlapped is not compiled whole
+    eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
+    host, updates = gpu.rates.host, _num_kernels([part for part in eager if part.phase == "optimizer"])
+    before, after = (_num_kernels(parts) - updates for parts in (eager, compiled))
+    eager_s = _memory_bound_s(eager, gpu)
+    return CompiledShares(
+        memory_bound=_memory_bound_s(compiled, gpu) / eager_s if eager_s else 1.0,
+        products=_throttling_of(compiled, gpu) / _throttling_of(eager, gpu),
+        kernels=after / before,
+        host=(host.compiled_s * after + host.eager_s * updates) / (host.eager_s * (before + updates)),
+    )
+
+
+def _num_kernels(parts: Sequence[TimePart]) -> int:
+    return sum(part.kernels for part in parts)
+
+
+def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
+    """Time of the model's kernels that bandwidth bounds, without the gaps between them."""
+    model = [part for part in parts if part.kind == "streaming" and part.phase != "optimizer"]
+    return sum(part.seconds for part in model) - _num_kernels(model) * gpu.rates.step.gap(replayed=False)
 
 
 def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:
@@ -149,12 +173,16 @@ def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
 
     The more of the tensor cores' peak a step reaches, the more power it takes; beyond a share, the clock falls.
     """
-    tensor = [part for part in parts if on_tensor_cores(part)]
-    reached = sum(part.flops / gpu.peaks[part.dtype] for part in tensor) / sum(part.seconds for part in parts)
-    slower = throttling(reached, gpu.rates.step)
+    slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
     ]
+
+
+def _throttling_of(parts: Sequence[TimePart], gpu: Gpu) -> float:
+    tensor = [part for part in parts if on_tensor_cores(part)]
+    reached = sum(part.flops / gpu.peaks[part.dtype] for part in tensor) / sum(part.seconds for part in parts)
+    return throttling(reached, gpu.rates.step)
 
 
 def throttling(reached: float, rates: StepRates) -> float:

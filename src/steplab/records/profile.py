@@ -183,6 +183,20 @@ class Timeline:
                     yield f".{field}[{index}]", f"ends at {end} ns, before it starts at {start} ns"
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CompiledShares:
+    """What `torch.compile` of the model leaves of an eager step, as shares of it, from a dry run of its operators."""
+
+    memory_bound: float
+    """Share of the time of the model's kernels that memory bandwidth bounds, the gaps between them excluded."""
+    products: float
+    """Share of the time of matrix products; above 1 where a GPU that pauses less lowers its clock for them."""
+    kernels: float
+    """Share of the model's kernels."""
+    host: float
+    """Share of the time that Python takes to launch the step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class Profile:
     """The profile of some steps."""
@@ -209,6 +223,9 @@ class Profile:
     """Timeline of the last step; None: not stored."""
     num_launches: int = 0
     """Number of host calls that launched the window's kernels."""
+    compiled: CompiledShares | None = None
+    """What compiling the model is predicted to leave of a profiled step; None: not predicted, because the step is not
+    an eager one on CUDA, or no dry run of it was possible (the notes say why)."""
     file: str | None = None
     """Name of the imported file; None: the profile was made here."""
     device_name: str | None = None

@@ -55,16 +55,6 @@ class PhaseTimes:
     """What most of the central value goes to: products at the peak, memory, or waiting for the host."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class CompiledShares:
-    """What compiling a model leaves of an eager step, as shares of it, from plans of both."""
-
-    memory_bound: float
-    """Share of the time of kernels that memory bandwidth bounds, those of the optimizer excluded."""
-    host: float
-    """Share of the time that Python takes to launch the step."""
-
-
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class StepTimePrediction:
     """The time of one step of one process, from a dry run of its operators and rates of kernels.

@@ -1,7 +1,7 @@
 """What happens in a dry run, in order: the stream that memory, FLOPs and bytes are each read from."""
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from steplab.plan.dry_run.tensors import Piece
@@ -48,6 +48,11 @@ class Product:
     def row_lengths(self) -> tuple[int, int]:
         """Elements of a row of the first matrix and of the result in memory; the second's is one of them."""
         return self.m if self.transposed else self.k, self.n
+
+    def padded(self, multiple: int) -> "Product":
+        """The product with every size rounded up to a multiple."""
+        m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
+        return replace(self, m=m, n=n, k=k)
 
     @property
     def flops(self) -> int:
