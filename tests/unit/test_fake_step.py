@@ -5,21 +5,33 @@ from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
+from tests.unit.explaining import op, own, profile, timing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from steplab.errors import Unsupported
+from steplab.explain.api import explain
 from steplab.fake_step import step
 from steplab.fake_step.step import fake_step, operators_of_fake
+from steplab.lab import compiling
+from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.planning import plan_memory, plan_steps, plan_time
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.observer import Observer
+from steplab.measurement.processes.launch import Answer
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.plan.dry_run.events import Event, Operator
 from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.step import dry_step, memory_of, operators_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
+from steplab.plan.rates import gpu_named
+from steplab.plan.time import predict_step_time
+from steplab.records.codec import decode, encode
+from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.units import MIB
@@ -293,6 +305,57 @@ def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
     )
     peaks = [plan_memory(f"{__name__}:{each}", context=64).peak_bytes for each in ("logging", "foreign")]
     assert peaks[0] == peaks[1]
+
+
+MODES = ("off", "default")
+
+
+def profiled(factory: str) -> Run:
+    """A record of a step of a model in this file, profiled on an H200."""
+    seen = profile([op("aten::mul", "elementwise", 3.0, where="blocks.*")])
+    spec = resolve_step({"model": f"{__name__}:{factory}", "context": 64, "precision": "bf16"})
+    return dataclasses.replace(own({"model": "small"}, seen, timing(4.0)), spec=spec)
+
+
+def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(compiling, "ask", asked_here)
+    run = with_compiled_shares(profiled("foreign"))
+    assert run.profile is not None
+    assert run.profile.compiled is not None
+    assert run.spec is not None
+    operators, steps = operators_of_fake(run.spec), [dataclasses.replace(run.spec, compile=mode) for mode in MODES]
+    eager, compiled = (predict_step_time(step, gpu_named("H200 SXM"), operators) for step in steps)
+    kernels = [sum(part.kernels for part in each.parts if part.phase != "optimizer") for each in (eager, compiled)]
+    assert run.profile.compiled.kernels == kernels[1] / kernels[0]
+    assert run.profile.compiled.host == pytest.approx(compiled.step.host_s / eager.step.host_s)
+    assert 0 < run.profile.compiled.memory_bound < 1
+    assert decode(encode(run)) == run
+    [finding] = explain(run)
+    assert finding.saves_s == pytest.approx(3.0e-3 * (1 - run.profile.compiled.memory_bound))
+
+
+def test_a_model_that_cannot_be_run_dry_has_a_record_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compiling, "ask", asked_here)
+    run = with_compiled_shares(profiled("reading"))
+    assert run.profile is not None
+    assert run.profile.compiled is None
+    [note] = run.profile.notes
+    assert "compiled: what compiling would save is not predicted" in note
+    assert "it computes with values of tensors" in note
+
+
+@pytest.mark.parametrize("changed", [{"device": "cpu"}, {"compile": "block"}])
+def test_nothing_is_predicted_of_another_device_and_of_what_is_compiled(changed: dict[str, str]) -> None:
+    run = own({"model": "small"} | changed, profile([], device=changed.get("device", "cuda")), None)
+    assert with_compiled_shares(run) is run
+
+
+def asked_here(job: str, task: object, **options: object) -> Answer:
+    """The answer of a measuring process, without the process."""
+    result = JOBS[job].do(msgspec.Raw(encode(task)), Observer(), None)
+    return Answer(result=msgspec.json.decode(encode(result), type=JOBS[job].result), environment=None, measured=None)
 
 
 @pytest.fixture

@@ -18,7 +18,7 @@ from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flop
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_steps
-from steplab.plan.dry_run.events import Product
+from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator, Product
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import fused_kernels
 from steplab.plan.kernel_time import product_s, streaming_name, streaming_s
@@ -36,6 +36,7 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import catalogue
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
+from steplab.units import MIB
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 RESULTS = GOLDEN.parents[1] / "benchmarks" / "results"
@@ -245,6 +246,20 @@ def test_fusing_leaves_the_products_and_moves_no_more(fields: dict[str, Any]) ->
     assert len(kernels) <= len(operators)
     eager = sum(op.read_bytes + op.written_bytes for op in operators)
     assert sum(kernel.moved_bytes for kernel in kernels) <= eager
+
+
+def streaming(name: str, read: int, written: int) -> Operator:
+    """From one memory to another, of a MiB each."""
+    return Operator(name=name, kind="streaming", dtype="fp32", flops=0.0, read_bytes=MIB, written_bytes=MIB,
+                    reads=(Operand(read, MIB),), writes=(Operand(written, MIB),), strided=False, product=None,
+                    phase="backward", where="", what="", recomputed=False)  # fmt: skip
+
+
+def test_no_kernel_is_of_what_comes_before_and_after_a_value_that_the_host_reads() -> None:
+    before, value, after = streaming("mul", 1, 2), streaming(READS_A_VALUE, 2, 3), streaming("add", 2, 4)
+    assert [kernel.moved_bytes for kernel in fused_kernels([before, after])] == [2 * MIB]
+    parts = fused_kernels([before, value, after])
+    assert [kernel.moved_bytes for kernel in parts if kernel.fused] == [2 * MIB, 2 * MIB]
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 5000), st.sampled_from(["fp32", "bf16"]))
