@@ -307,14 +307,14 @@ def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
     assert peaks[0] == peaks[1]
 
 
-MODES = ("off", "default")
+def asked(factory: str, **fields: object) -> StepSpec:
+    return resolve_step({"model": f"{__name__}:{factory}", "context": 64, "precision": "bf16", **fields})
 
 
 def profiled(factory: str) -> Run:
     """A record of a step of a model in this file, profiled on an H200."""
     seen = profile([op("aten::mul", "elementwise", 3.0, where="blocks.*")])
-    spec = resolve_step({"model": f"{__name__}:{factory}", "context": 64, "precision": "bf16"})
-    return dataclasses.replace(own({"model": "small"}, seen, timing(4.0)), spec=spec)
+    return dataclasses.replace(own({"model": "small"}, seen, timing(4.0)), spec=asked(factory))
 
 
 def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record(
@@ -324,8 +324,8 @@ def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record
     run = with_compiled_shares(profiled("foreign"))
     assert run.profile is not None
     assert run.profile.compiled is not None
-    assert run.spec is not None
-    operators, steps = operators_of_fake(run.spec), [dataclasses.replace(run.spec, compile=mode) for mode in MODES]
+    steps = [asked("foreign", compile=mode) for mode in ("off", "default")]
+    operators = operators_of_fake(steps[0])
     eager, compiled = (predict_step_time(step, gpu_named("H200 SXM"), operators) for step in steps)
     kernels = [sum(part.kernels for part in each.parts if part.phase != "optimizer") for each in (eager, compiled)]
     assert run.profile.compiled.kernels == kernels[1] / kernels[0]
