@@ -34,7 +34,7 @@ ARROWS = {
     "traces": {"costs", "records", "stats", "limits", "unpacking", "units", "errors"},
     "snapshots": {"records", "limits", "unpacking", "units", "errors"},
     "plan": {"costs", "records", "specs", "stats", "units", "errors"},
-    "fake_step": {"costs", "measurement", "model", "plan", "specs", "errors"},
+    "fake_step": {"costs", "measurement", "model", "plan", "records", "specs", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "comparison": {"records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
