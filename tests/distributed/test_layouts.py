@@ -1,5 +1,7 @@
 """A Transformer laid out by torch's engine, against one process that has the whole batch; bytes, calls, refusals."""
 
+from typing import Any, cast
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,9 +11,10 @@ from tests.shapes import GPT_2
 from torch import nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel.layout import Unit, refuse_shared
+from steplab.parallel.layout import Sharding, Unit, refuse_shared, shard_parameters
 from steplab.parallel.mesh import open_mesh
 from steplab.parallel.pipeline import SCHEDULES
+from steplab.parallel.sparse import refuse_sparse
 from steplab.specs.layout import blocks_of_stage
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import CHOICES
@@ -103,6 +106,16 @@ def test_parameters_that_would_be_gathered_apart_are_refused_by_name() -> None:
         with pytest.raises(Unsupported, match=r"sharding blocks.0.0.weight and (blocks.1.1|head).weight .* use .* dp"):
             refuse_shared(model, units)
         module.weight = own
+
+
+@pytest.mark.parametrize("kind", [nn.Embedding, nn.EmbeddingBag])
+def test_sparse_gradients_are_refused_by_the_name_of_what_makes_them(
+    kind: type[nn.Embedding | nn.EmbeddingBag],
+) -> None:
+    refuse_sparse(nn.ModuleDict({"words": kind(4, 2)}), "sharding", "shards")
+    model = nn.ModuleDict({"words": kind(4, 2, sparse=True)})
+    with pytest.raises(Unsupported, match=r"sharding of words with sparse gradients .* build .* sparse=False"):
+        shard_parameters(model, cast("Any", None), [], Sharding())  # refused before the mesh is used
 
 
 @given(st.integers(1, 12), st.integers(0, 60))

@@ -219,6 +219,8 @@ def test_the_answer_has_the_utilization_of_the_fastest() -> None:
 def test_every_format_tells_of_it(format: str) -> None:
     text = render(layouts_document(planned()), format)
     assert "fsdp=16" in text
+    # 16 GPUs are two nodes, of whose network there is no measurement.
+    assert ("between_nodes" if format == "csv" else "No measurement stands behind the times") in text
 
 
 def test_a_page_shows_memory_and_time_of_the_best() -> None:

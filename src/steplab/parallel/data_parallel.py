@@ -31,7 +31,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import UserError
 from steplab.parallel.agreement import check_alike
 from steplab.parallel.buckets import Bucket
 from steplab.parallel.collectives import Collectives, collectives_of
@@ -39,6 +39,7 @@ from steplab.parallel.launch_order import launch_order_of
 from steplab.parallel.ownership import owners_in
 from steplab.parallel.peer_memory import PeerMemory
 from steplab.parallel.reduction import GradientReducer
+from steplab.parallel.sparse import refuse_sparse
 from steplab.parallel.strategies import strategy_of
 from steplab.parallel.transports import bucket_maker, check_transport
 
@@ -107,7 +108,7 @@ class DataParallel(nn.Module):
             "to_owners": to_owners,
         }  # fmt: skip
         check_alike(collectives, settings, _forms(module))
-        _refuse_sparse(module)
+        refuse_sparse(module, "data parallelism", "buckets")
         _broadcast_from_first(module, collectives)
         trained = [(name, parameter) for name, parameter in module.named_parameters() if parameter.requires_grad]
         trained.reverse()  # backward reaches last what forward used first
@@ -258,16 +259,6 @@ def _forms(module: nn.Module) -> dict[str, str]:
         return f"{tuple(tensor.shape)} {dtype} on {tensor.device.type} strides {tensor.stride()} {gradient}"
 
     return {name: form(tensor) for name, tensor in [*module.named_parameters(), *module.named_buffers()]}
-
-
-def _refuse_sparse(module: nn.Module) -> None:
-    for name, inner in module.named_modules():
-        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
-            raise Unsupported(
-                f"data parallelism of {name or 'a module'} with sparse gradients",
-                "buckets hold gradients with all their elements",
-                "build the embedding with sparse=False",
-            )
 
 
 @torch.no_grad()

@@ -19,6 +19,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
 from steplab.errors import Unsupported
+from steplab.parallel.sparse import refuse_sparse
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,9 +81,10 @@ def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Paral
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
     """Shard along fsdp and, where dp is larger than 1, replicate along that (hybrid sharding).
 
-    Raises Unsupported where two units, or one and the rest of the module, share a parameter.
+    Raises Unsupported where two units, or one and the rest of the module, share a parameter, and for sparse gradients.
     """
     refuse_shared(module, units)
+    refuse_sparse(module, "sharding", "shards")
     data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
     as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
     # Inputs are left alone: whether a product is computed in low precision is autocast's affair, as it is on one rank.

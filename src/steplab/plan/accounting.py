@@ -18,6 +18,7 @@ from steplab.records.accounting import Accounting, Figure, Means, Notation, Ques
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
+from steplab.specs.network import network_of
 from steplab.units import GIB, counted, format_message, three_digits
 
 BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"
@@ -26,6 +27,7 @@ _ZERO = "Rajbhandari et al. 2020, “ZeRO”, sections 3.1 and 5, arXiv:1910.020
 _SAVED = "Korthikanti et al. 2022, “Reducing Activation Recomputation”, section 4.1, arXiv:2205.05198"
 _PIPELINE = "Narayanan et al. 2021, “Efficient Large-Scale Language Model Training”, section 2.2, arXiv:2104.04473"
 _GB = 1e9
+_OF_A_TORUS = "over both links of an axis of its torus"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,6 +44,10 @@ class Device:
     """What it receives in a second along one axis of the network."""
     own_links: bool
     """Whether each axis of the mesh has links of its own, so that communication along two of them overlaps."""
+    link: str
+    """How it receives that, in words."""
+    gpus_per_node: int | None = None
+    """How many are joined by that link; None: all of a mesh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -96,12 +102,16 @@ def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_byte
     peak = card.peak_flops("bf16")
     if peak is None and flops_per_s is None:
         raise UserError(f"{card.name} has no stated bf16 peak; give one with --flops")
+    own_links, given = card.axis_bytes_per_s is not None, axis_bytes_per_s is not None
+    network = network_of(card.name)
     return Device(
         name=card.name,
         memory_bytes=card.memory_bytes / GIB * _GB,
         flops_per_s=flops_per_s or (peak.flops_per_s if peak else 0.0),
         axis_bytes_per_s=axis_bytes_per_s or card.axis_bytes_per_s or card.interconnect_bytes_per_s / 2,
-        own_links=card.axis_bytes_per_s is not None,
+        own_links=own_links,
+        link="as given" if given else _OF_A_TORUS if own_links else "in one direction of its link",
+        gpus_per_node=None if own_links or given else network.gpus_per_node if network else 8,
     )
 
 
@@ -171,8 +181,14 @@ class _Facts:
         yield _given(self.MX, "", "axes of the network for X")
         yield _given(self.MY, "", "axes of the network for Y")
         yield _given(self.C, "FLOP/s", f"peak of {device.name} in bf16")
-        links = "over both links of an axis of its torus" if device.own_links else "in one direction of its link"
-        yield _given(self.W, "bytes/s", f"that {device.name} receives, {links}")
+        yield _given(self.W, "bytes/s", f"that {device.name} receives, {self._link()}")
+
+    def _link(self) -> str:
+        """How a device receives messages, and up to how many devices that holds."""
+        node, asked = self.device.gpus_per_node, self.mesh.fsdp * self.mesh.tp
+        if node is None or asked <= node:
+            return self.device.link
+        return f"{self.device.link}, within a node of {node}; {asked} span several: give their network's by --bandwidth"
 
     def questions(self) -> Iterator[Question]:
         yield self._state()

@@ -123,6 +123,11 @@ class LayoutPlan:
     schema: str = "steplab.layout_plan/1"
     """Format of this record."""
 
+    @property
+    def between_nodes(self) -> bool:
+        """Whether messages cross a network between nodes, of whose times there is no measurement."""
+        return self.gpus > self.gpus_per_node
+
     def __repr__(self) -> str:
         fastest = next((each for each in self.candidates if each.time), None)
         told = f"the fastest {fastest.layout}" if fastest else "none fits"

@@ -16,6 +16,7 @@ from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel import DataParallel, ShardedOptimizer
+from steplab.parallel.sparse import refuse_sparse
 from steplab.records.ddp import Messages
 from steplab.specs.ddp import COLLECTIVES, OWN, Variant
 from steplab.specs.step import StepSpec
@@ -31,6 +32,7 @@ class VariantStep(ModelStep):
         workload = build_workload(spec, device)
         if workload.module is None or workload.make_batch is None:
             raise Unsupported(f"comparing strategies on {spec.model.label}", "it gives a whole step", "give a module")
+        refuse_sparse(workload.module, "comparing strategies", "messages")
         self._spec, self._variant, self._world_size = spec, variant, world.size
         self._recording: RecordingCollectives | None = None
         if variant.transport in (None, COLLECTIVES):  # any other transport reaches the ranks of its group by itself

@@ -83,7 +83,8 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
         )
     elif job.gpus > job.machine.gpus_per_node:
         notes.append(
-            "between nodes no measurement stands behind the times: adapters are taken to reach what NVLink does"
+            "between nodes no measurement stands behind the times: adapters are taken to reach as much of their stated "
+            "bandwidth as NVLink does, or what --link network gives"
         )
     return LayoutPlan(
         spec=job.spec,

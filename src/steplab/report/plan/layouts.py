@@ -75,6 +75,8 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
             "none of them is known to be faster."
         )
+    if plan.between_nodes:
+        yield "No measurement stands behind the times of messages between nodes; the notes say what is assumed."
     if _may_recompute(plan):
         yield "--checkpointing auto also tries what recomputation lets fit."
 
@@ -154,6 +156,7 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
         "tokens_per_s": round(tokens / time.seconds),
         **row_of(time, *(name for name, _, _ in _PARTS)),
         "as_fast": number <= plan.num_as_fast,
+        "between_nodes": plan.between_nodes,
     }
 
 
