@@ -4,6 +4,7 @@ import gc
 import pickle
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from steplab.lab.memory import memory
-from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.records.memory_marks import Marks
@@ -102,7 +103,7 @@ def test_parameters_and_gradients_are_as_large_as_the_model(measured: Measured, 
 @pytest.mark.parametrize("fields", CELLS, ids=str)
 def test_the_history_and_the_profiler_saw_the_same_blocks(tmp_path: Path, fields: dict[str, object]) -> None:
     """Replayed from the raw files, block by block, up to the allocator's own high-water mark."""
-    watch = MemoryWatch(snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
+    watch = partial(MemoryRecorder, snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
     given = {("pass" if name == "pass_name" else name): value for name, value in fields.items()}
     gc.collect()  # what earlier cases left in cycles would otherwise be freed during the recorded step
     run = measure_here(resolve_step({"warmup": 2, "steps": 2} | given), Observer(), watch)
@@ -168,7 +169,7 @@ def from_a_thread(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]
 
 
 def test_where_the_two_accounts_differ_nobody_is_named(tmp_path: Path) -> None:
-    watch = MemoryWatch(snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
+    watch = partial(MemoryRecorder, snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
     measure_here(resolve_step({"model": f"{__name__}:from_a_thread", "warmup": 1, "steps": 2}), Observer(), watch)
     marks = msgspec.json.decode((tmp_path / "marks.json").read_bytes(), type=Marks)
     assert (marks.owned, marks.phases, marks.block_bytes) == ((), (), ())

@@ -1,6 +1,7 @@
 """What only a GPU can show of a profile: kernels found by their launch, and device time that events agree with."""
 
 import json
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from steplab.lab.measuring import measure
 from steplab.lab.profiling import profile
 from steplab.measurement.observer import Observer
-from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step.session import measure_here
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
@@ -26,7 +27,7 @@ STEPS = 2
 
 def recorded(trace: Path | None, **fields: object) -> Run:
     spec = resolve_step({"model": "tiny", "context": 128, "warmup": 2, "steps": 3} | fields)
-    return measure_here(spec, Observer(), Profiling(num_steps=STEPS, trace=trace))
+    return measure_here(spec, Observer(), partial(StepProfiler, num_steps=STEPS, trace=trace))
 
 
 def events(trace: Path, *kinds: str) -> list[dict[str, Any]]:

@@ -3,6 +3,7 @@
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +19,7 @@ from steplab.costs.flops import executed_flops_per_token
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.observer import Observer
-from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step.session import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, call, loss_of
@@ -283,7 +284,7 @@ def test_in_a_trace_recomputation_is_backward_work_of_the_ranges_it_repeats(tmp_
     def profile_of(checkpointing: str) -> Profile:
         trace = tmp_path / f"{checkpointing}.json"
         spec = resolve_step(TINY | {"checkpointing": checkpointing})
-        measure_here(spec, Observer(), Profiling(num_steps=1, trace=trace))
+        measure_here(spec, Observer(), partial(StepProfiler, num_steps=1, trace=trace))
         return digest(read_trace(trace))
 
     def calls(profile: Profile, phase: str, name: str) -> Counter[str]:

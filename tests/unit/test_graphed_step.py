@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported
 from steplab.measurement.machine.device import open_device
-from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.step import ModelStep, WholeStep
 from steplab.model.workload import Workload
@@ -170,8 +171,8 @@ def test_the_memory_of_a_replayed_step_is_watched_as_that_of_the_launched_one(tm
     (replayed := GraphedStep(step_of(Squares(), batches(2)), device, "mine", CallsAgain())).record()
     steps: tuple[Step, ...] = (plain, replayed)
     for step in steps:
-        watch = MemoryWatch(snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
-        watch.open(spec, device).record(step, lambda number: None)
+        watch = partial(MemoryRecorder, snapshot=tmp_path / "step.pickle", marks=tmp_path / "marks.json")
+        watch(spec, device).record(step, lambda number: None)
         found.append(msgspec.json.decode((tmp_path / "marks.json").read_bytes(), type=Marks))
     assert found[0].block_bytes
     assert found[0].block_bytes == found[1].block_bytes

@@ -6,6 +6,7 @@ import gzip
 import hashlib
 import itertools
 import pickle
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
 from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
 from steplab.lab.memory_references import memory_references
-from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.records.codec import encode
@@ -238,7 +239,7 @@ def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
         spec = resolve_step(step | more)
         snapshot = tmp_path / "step.pickle"
         gc.collect()  # what an earlier step left would be found alive before this one
-        measure_here(spec, Observer(), MemoryWatch(snapshot=snapshot, marks=marks_beside(snapshot)))
+        measure_here(spec, Observer(), partial(MemoryRecorder, snapshot=snapshot, marks=marks_beside(snapshot)))
         profile = read_memory(snapshot, lambda progress: None)
         return {name: size for name, size in profile.at_peak.items() if size}, predicted_memory(spec).at_peak
 

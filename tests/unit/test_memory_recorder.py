@@ -8,6 +8,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.memory import recorder as under_test
 from steplab.measurement.memory.cpu_history import storages_in_sight
 from steplab.measurement.memory.marks import StepMarks
-from steplab.measurement.memory.recorder import MemoryRecorder, MemoryWatch
+from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep, make_step
@@ -57,7 +58,7 @@ def spec_of(pass_name: str = "train", **fields: object) -> StepSpec:
 
 
 def watch(folder: Path, spec: StepSpec, observer: Observer | None = None) -> Run:
-    watch = MemoryWatch(snapshot=folder / "step.pickle", marks=folder / "marks.json")
+    watch = partial(MemoryRecorder, snapshot=folder / "step.pickle", marks=folder / "marks.json")
     return measure_here(spec, observer or Observer(), watch)
 
 
@@ -525,13 +526,13 @@ def witnessed(folder: Path, monkeypatch: pytest.MonkeyPatch, history: Callable[[
     monkeypatch.setattr(compat, "memory_snapshot", lambda: snapshot)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (10_000, 50_000))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 2500)
-    files = MemoryWatch(snapshot=folder / "step.pickle", marks=folder / "marks.json")
-    recorder = MemoryRecorder(files, spec_of(), CountingDevice(torch.device("cpu")))
+    files = {"snapshot": folder / "step.pickle", "marks": folder / "marks.json"}
+    recorder = MemoryRecorder(spec_of(), CountingDevice(torch.device("cpu")), **files)
     monkeypatch.setattr(recorder, "_on_cuda", True)
     step = make_step(build_workload(spec_of(), torch.device("cpu")), spec_of(), torch.device("cpu"))
     recorder.record(step, lambda iteration: None)
-    assert pickle.loads(files.snapshot.read_bytes()) == snapshot, "the history is kept as it is"
-    return msgspec.json.decode(files.marks.read_bytes(), type=Marks)
+    assert pickle.loads(files["snapshot"].read_bytes()) == snapshot, "the history is kept as it is"
+    return msgspec.json.decode(files["marks"].read_bytes(), type=Marks)
 
 
 def test_the_allocators_own_figures_are_beside_its_history(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -706,4 +707,4 @@ def test_a_snapshot_that_cannot_be_written_is_a_note_beside_the_timing(tmp_path:
 def test_a_device_whose_allocator_tells_nobody_is_refused(tmp_path: Path) -> None:
     device: Any = SimpleNamespace(torch_device=torch.device("mps"))
     with pytest.raises(Unsupported, match=r"mps.*--device cpu"):
-        MemoryRecorder(MemoryWatch(snapshot=tmp_path, marks=tmp_path), spec_of(), device)
+        MemoryRecorder(spec_of(), device, snapshot=tmp_path, marks=tmp_path)

@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,7 +17,7 @@ from steplab.errors import Unsupported
 from steplab.lab.profiling import is_recorded_elsewhere
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile import profiler as under_test
-from steplab.measurement.profile.profiler import Profiling, StepProfiler
+from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step import session
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.session import measure_here
@@ -40,13 +41,13 @@ pytestmark = pytest.mark.usefixtures("torch_settings_put_back")
 
 def profiled(trace: Path, *, num_steps: int = 2, pass_name: str = "train", **fields: object) -> Run:
     spec = resolve_step(TINY | {"pass": pass_name} | fields)
-    return measure_here(spec, Observer(), Profiling(num_steps=num_steps, trace=trace))
+    return measure_here(spec, Observer(), partial(StepProfiler, num_steps=num_steps, trace=trace))
 
 
 def of_this_file(factory: Callable[[], object], trace: Path, observer: Observer | None = None, **fields: object) -> Run:
     name = f"{factory.__module__}:{factory.__name__}"
     spec = resolve_step({"model": name, "device": "cpu", "warmup": 1, "steps": 2} | fields)
-    return measure_here(spec, observer or Observer(), Profiling(num_steps=3, trace=trace))
+    return measure_here(spec, observer or Observer(), partial(StepProfiler, num_steps=3, trace=trace))
 
 
 def attention(layer: str, parts: tuple[str, ...]) -> dict[str, Any]:
@@ -269,7 +270,7 @@ def test_the_example_is_marked_too(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     sys.modules.pop("examples.my_model", None)
     profiled_example = resolve_step({"model": "examples.my_model:build", "device": "cpu", "warmup": 0, "steps": 1})
     trace = tmp_path / "trace.json"
-    measure_here(profiled_example, Observer(), Profiling(num_steps=1, trace=trace))
+    measure_here(profiled_example, Observer(), partial(StepProfiler, num_steps=1, trace=trace))
     (step,) = top_ranges(trace, "step")
     forward = step.ranges()["forward"]
     assert list(forward) == ["tokens", "blocks.0", "blocks.1", "norm", "head"]
@@ -379,7 +380,7 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
 
 def recorded(log: Log, trace: Path | None, phases: list[Phase], kind: str = "cpu") -> tuple[str, ...]:
     spec = resolve_step({"model": "tiny"})
-    profiler = StepProfiler(Profiling(num_steps=2, trace=trace), spec, log.device(kind))
+    profiler = StepProfiler(spec, log.device(kind), num_steps=2, trace=trace)
     return profiler.record(WholeStep(phases=phases), lambda iteration: log.append(f"step {iteration}"))
 
 
@@ -444,9 +445,9 @@ def test_nsys_on_a_device_it_cannot_see_is_refused(log: Log, kind: str) -> None:
 
 
 def test_the_ranges_of_a_step_to_be_compiled_are_none(log: Log, tmp_path: Path) -> None:
-    profiling = Profiling(num_steps=1, trace=tmp_path / "trace.json")
+    profiling = partial(StepProfiler, num_steps=1, trace=tmp_path / "trace.json")
     eager, compiled = (
-        StepProfiler(profiling, resolve_step({"model": "tiny", "compile": mode}), log.device("cpu")).span
+        profiling(resolve_step({"model": "tiny", "compile": mode}), log.device("cpu")).span
         for mode in ("off", "default")
     )
     assert compiled is no_span

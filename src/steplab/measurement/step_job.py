@@ -1,12 +1,13 @@
 """The jobs of a measuring process that times a step: at once, with further steps that are recorded, or in turns."""
 
+from functools import partial
 from pathlib import Path
 
 from steplab.measurement.jobs import StepTask, TurnsTask
 from steplab.measurement.machine.world import World
-from steplab.measurement.memory.recorder import MemoryWatch
+from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
-from steplab.measurement.profile.profiler import Profiling
+from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.watcher import Watch
 from steplab.records.run import Run
@@ -33,7 +34,7 @@ def _watch(task: StepTask, world: World | None) -> Watch | None:
         return world.folder / f"{world.rank}.{Path(path).name}"
 
     if task.snapshot and task.marks:
-        return MemoryWatch(snapshot=place(task.snapshot), marks=place(task.marks))
+        return partial(MemoryRecorder, snapshot=place(task.snapshot), marks=place(task.marks))
     if not task.profiled_steps:
         return None
-    return Profiling(num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)
+    return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)

@@ -41,20 +41,6 @@ from steplab.specs.step import AUTOCAST, StepSpec
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MemoryWatch:
-    """The files for the recorded memory of a step."""
-
-    snapshot: Path
-    """The history, in the format of torch's CUDA memory snapshots."""
-    marks: Path
-    """The facts that the history does not contain (records.memory_marks), as JSON."""
-
-    def open(self, spec: StepSpec, device: Device) -> "MemoryRecorder":
-        """Make the recorder. Raises Unsupported for a device whose allocator reports nothing."""
-        return MemoryRecorder(self, spec, device)
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
 class _Testimony:
     """What is known when the step is over, apart from the profiler's record."""
 
@@ -72,9 +58,13 @@ class MemoryRecorder:
     stage, export_stage = "memory", "snapshot"
     num_steps = 1
 
-    def __init__(self, watch: MemoryWatch, spec: StepSpec, device: Device) -> None:
-        """Raises Unsupported for a device whose allocator reports nothing."""
-        self._watch, self._spec, self._device = watch, spec, device
+    def __init__(self, spec: StepSpec, device: Device, *, snapshot: Path, marks: Path) -> None:
+        """`snapshot` is the file for the history, in the format of torch's CUDA memory snapshots, and `marks` that for
+        the facts that the history does not contain (records.memory_marks), as JSON.
+
+        Raises Unsupported for a device whose allocator reports nothing.
+        """
+        self._spec, self._device, self._snapshot, self._marks = spec, device, snapshot, marks
         self._on_cuda = device.torch_device.type == "cuda"
         self._compiled = spec.compile != "off"
         if device.torch_device.type not in ("cpu", "cuda"):
@@ -213,11 +203,11 @@ class MemoryRecorder:
     def _write(self, marks: Marks, snapshot: dict[str, Any]) -> None:
         """Write both files, or neither; the marks name the history that they belong to."""
         marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
-        unfinished = self._watch.snapshot.with_name(f"unfinished-{self._watch.snapshot.name}")
+        unfinished = self._snapshot.with_name(f"unfinished-{self._snapshot.name}")
         with unfinished.open("wb") as file:
             pickle.dump(snapshot, file)
-        self._watch.marks.write_bytes(encode(marks))
-        unfinished.replace(self._watch.snapshot)
+        self._marks.write_bytes(encode(marks))
+        unfinished.replace(self._snapshot)
 
 
 def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> None:

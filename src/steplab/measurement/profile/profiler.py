@@ -7,7 +7,6 @@ profiler's first step differs from the others; its name is `warmup step`, by whi
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -23,35 +22,22 @@ from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Profiling:
-    """What to record of a step after it was timed."""
-
-    num_steps: int
-    """The number of recorded steps, without the warm-up step."""
-    trace: Path | None
-    """The file for torch.profiler's trace, compressed if it ends in .gz; None if nsys records from outside."""
-
-    def open(self, spec: StepSpec, device: Device) -> "StepProfiler":
-        """Make the profiler. Raises Unsupported for nsys on a device that it cannot see."""
-        return StepProfiler(self, spec, device)
-
-
 class StepProfiler:
     """Records the steps of one cell; it is made before the cell's model is built, so that the model has its ranges."""
 
     stage, export_stage = "profile", "trace"
 
-    def __init__(self, profiling: Profiling, spec: StepSpec, device: Device) -> None:
-        """Raises Unsupported for nsys on a device that it cannot see."""
+    def __init__(self, spec: StepSpec, device: Device, *, num_steps: int, trace: Path | None) -> None:
+        """`trace` is the file for torch.profiler's trace, compressed if it ends in .gz; None if nsys records from
+        outside. Raises Unsupported for nsys on a device that it cannot see."""
         self._device = device
         self._on_cuda = device.torch_device.type == "cuda"
-        if profiling.trace is None and not self._on_cuda:
+        if trace is None and not self._on_cuda:
             why = f"nsys records what runs on a CUDA GPU, and this step runs on {device.torch_device.type}"
             raise Unsupported("--nsys", why, "leave it out: torch.profiler records this device")
-        self.num_steps = profiling.num_steps
-        """The number of recorded steps."""
-        self._trace = profiling.trace
+        self.num_steps = num_steps
+        """The number of recorded steps, without the warm-up step."""
+        self._trace = trace
         self._spans = Spans(nvtx=self._on_cuda)
         self._compiled, self._replayed = spec.compile != "off", spec.cuda_graph == "step"
 

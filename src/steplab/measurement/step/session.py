@@ -61,7 +61,7 @@ def measure_here(
         refuse_unserved_graph(device.torch_device.type)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
-    watcher = watch.open(spec, device) if watch else None
+    watcher = watch(spec, device) if watch else None
     cell = _Cell(spec, device, environment, observer, world)
     if device.torch_device.type != "cuda" and (lack := lack_of_host_memory(_least_state_bytes(spec))):
         return cell.record(failure=lack)

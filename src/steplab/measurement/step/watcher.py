@@ -37,8 +37,5 @@ class Watcher(Protocol):
         """
 
 
-class Watch(Protocol):
-    """A request to watch some steps."""
-
-    def open(self, spec: StepSpec, device: Device) -> Watcher:
-        """Make the watcher. Raises Unsupported if it does not work on this device."""
+Watch = Callable[[StepSpec, Device], Watcher]
+"""Makes the watcher of a step. Raises Unsupported if it does not work on this device."""
