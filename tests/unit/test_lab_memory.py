@@ -113,9 +113,9 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
     [
         (b"{", "holds no marks of a memory snapshot"),
         (b'{"schema": "steplab.memory_marks/2"}', "this version reads steplab.memory_marks/1"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(100, -30))), "a block's size is -30"),
-        (encode(MARKS).replace(b":4096", b":9223372036854775808"), "an address is 9223372036854775808"),
-        (encode(dataclasses.replace(MARKS, phases=(Stretch(name="step", start=-1, end=2),))), "a start is -1"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, -30))), "Expected `int` >= 0 - at `$.block_bytes[1]`"),
+        (encode(MARKS).replace(b":4096", b":9223372036854775808"), "at `$.owned[0].address`"),
+        (encode(dataclasses.replace(MARKS, phases=(Stretch(name="step", start=-1, end=2),))), "at `$.phases[0].start`"),
         (encode(MARKS).replace(b"parameters", b"mine"), "a category is 'mine'"),
         (encode(dataclasses.replace(MARKS, block_bytes=(100, 30, 8))), "to another snapshot: it counts 3 allocations"),
         (b"{}", "missing required field `schema`"),

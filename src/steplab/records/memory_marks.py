@@ -7,10 +7,16 @@ can be matched exactly, without clocks.
 
 import hashlib
 from dataclasses import dataclass, field
+from typing import Annotated
+
+import msgspec
 
 MARKS_SCHEMA = "steplab.memory_marks/1"
 BLOCK_ACTIONS = ("alloc", "free_requested", "free_completed")
 """Events that allocate or release memory, by torch's names; `history_digest` encodes each by its index here."""
+
+Natural = Annotated[int, msgspec.Meta(ge=0, le=2**63 - 1)]
+"""A number of 64 bits that is not negative, which readers of the file hold it to."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -19,9 +25,9 @@ class Stretch:
 
     name: str
     """Name of the phase, dotted name of the module, or name of the operator (aten::mm)."""
-    start: int
+    start: Natural
     """Position at which it began."""
-    end: int
+    end: Natural
     """Position at which it ended."""
     in_backward: bool = False
     """For a module: whether this forward call ran inside the backward pass (activation checkpointing)."""
@@ -31,9 +37,9 @@ class Stretch:
 class Owned:
     """A piece of memory whose owner is known."""
 
-    address: int
+    address: Natural
     """Address of the tensor's storage."""
-    position: int
+    position: Natural
     """Position at which the tensor was at that address, which identifies the allocation."""
     category: str
     """Owner: parameters, gradients, optimizer_state, inputs or autocast_copies."""
@@ -45,13 +51,13 @@ class Owned:
 class Made:
     """A tensor that an operator returned in newly allocated memory."""
 
-    address: int
+    address: Natural
     """Address of its storage."""
-    position: int
+    position: Natural
     """Position right after its allocation."""
     op: str
     """Name of the operator, such as aten::mm."""
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     """Shape of the tensor."""
     dtype: str
     """Data type of the tensor, such as float32."""
@@ -61,9 +67,9 @@ class Made:
 class Saved:
     """A tensor that autograd saved for the backward pass."""
 
-    address: int
+    address: Natural
     """Address of its storage."""
-    position: int
+    position: Natural
     """Position at which it was saved."""
     module: str
     """Innermost module that was running, '' for none; for a tensor that no node of autograd's graph saves, the block
@@ -71,11 +77,11 @@ class Saved:
     op: str
     """Name of the backward node that saved it, such as MmBackward0; '' if checkpointing or the model itself holds
     it."""
-    shape: tuple[int, ...]
+    shape: tuple[Natural, ...]
     """Shape of the tensor."""
     dtype: str
     """Data type of the tensor, such as float32."""
-    storage_bytes: int
+    storage_bytes: Natural
     """Size in bytes of the whole storage, of which the tensor may be a view."""
 
 
@@ -83,7 +89,7 @@ class Saved:
 class Marks:
     """Everything that the recorder noted about one watched step."""
 
-    device_index: int = 0
+    device_index: Natural = 0
     """Index into the snapshot's device_traces."""
     source: str = "cuda allocator"
     """Source of the history, as in MemoryProfile.source."""
@@ -99,14 +105,14 @@ class Marks:
     """Outputs of operators that allocated; empty for a compiled step."""
     saved: tuple[Saved, ...] = ()
     """Saved tensors, in the order they were saved."""
-    block_bytes: tuple[int, ...] = ()
+    block_bytes: tuple[Natural, ...] = ()
     """Bytes that the allocator reserved for each `alloc` event of the history, in order. Its high-water mark counts
     these, and the history does not contain them. Empty if they are not known."""
-    block_inputs: dict[str, tuple[tuple[int, ...], str]] = field(default_factory=dict)
+    block_inputs: dict[str, tuple[tuple[Natural, ...], str]] = field(default_factory=dict)
     """Shape and dtype of the first argument of each module that is an item of a ModuleList, by dotted name."""
-    counted_peak_bytes: int | None = None
+    counted_peak_bytes: Natural | None = None
     """The allocator's own high-water mark, as MemoryProfile.counted_peak_bytes."""
-    reserved_bytes: int | None = None
+    reserved_bytes: Natural | None = None
     """Most bytes that the allocator reserved, as MemoryProfile.reserved_bytes."""
     outside_bytes: int | None = None
     """Memory in use outside of the allocator, as MemoryProfile.outside_bytes."""

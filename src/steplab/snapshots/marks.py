@@ -1,18 +1,15 @@
 """Reads the marks beside a snapshot, of any writer, and accepts only what a recorder can have written."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
 from steplab.errors import UserError
-from steplab.records.memory_marks import MARKS_SCHEMA, Made, Marks, Owned, Saved, history_digest
+from steplab.records.memory_marks import MARKS_SCHEMA, Marks, history_digest
 from steplab.records.memory_profile import MEASURED_CATEGORIES
 from steplab.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
 from steplab.unpacking import small_file
-
-_BELOW = 2**63
 
 
 class _Head(msgspec.Struct):
@@ -31,9 +28,6 @@ def read_marks(path: Path) -> Marks:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise UserError(f"{path}: it holds no marks of a memory snapshot: {error}") from error
-    for what, number in _numbers(marks):
-        if not 0 <= number < _BELOW:
-            raise UserError(f"{path}: it holds no marks of a memory snapshot: {what} is {number}")
     for owner in marks.owned:
         if owner.category not in MEASURED_CATEGORIES:
             raise UserError(f"{path}: it holds no marks of a memory snapshot: a category is {owner.category!r}")
@@ -85,24 +79,3 @@ def _digest(events: Events, of_blocks: Flags) -> str:
         events.address[of_blocks].astype("<i8").tobytes(),
         events.size_bytes[of_blocks].astype("<i8").tobytes(),
     )
-
-
-def _numbers(marks: Marks) -> Iterator[tuple[str, int]]:
-    yield "device_index", marks.device_index
-    for name in ("counted_peak_bytes", "reserved_bytes"):
-        value = getattr(marks, name)
-        if value is not None:
-            yield name, value
-    for stretch in (*marks.phases, *marks.modules, *marks.operators):
-        yield "a start", stretch.start
-        yield "an end", stretch.end
-    pieces: tuple[Owned | Made | Saved, ...] = (*marks.owned, *marks.made, *marks.saved)
-    for piece in pieces:
-        yield "an address", piece.address
-        yield "a position", piece.position
-    for saved in marks.saved:
-        yield "storage_bytes", saved.storage_bytes
-    shapes = [*(made.shape for made in marks.made), *(saved.shape for saved in marks.saved)]
-    for shape in (*shapes, *(shape for shape, _ in marks.block_inputs.values())):
-        yield from (("a length of a shape", length) for length in shape)
-    yield from (("a block's size", size) for size in marks.block_bytes)
