@@ -18,8 +18,9 @@ _JSON = ("json", "jsonl", "perfetto")
 STEERING = re.compile(f"[\n{_STEERING}]")
 """Characters that no text of one line has."""
 _CONTROL = re.compile(f"[{_STEERING}]")
-_SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\\\|\x9c)")
-"""Escape sequences that terminals obey: control sequences (colours, the cursor) and commands (setting the title)."""
+_SEQUENCE = re.compile("(?:\x1b\\[|\x9b)[0-?]*[ -/]*[@-~]|(?:\x1b\\]|\x9d)[^\x07\x1b\x9c\x9d]*(?:\x07|\x1b\\\\|\x9c)")
+"""Escape sequences that terminals obey: control sequences (colours, the cursor) and commands (setting the title). None
+holds the beginning of another, so that a text of beginnings alone is read once and not once for each."""
 _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTROL.pattern}")
 
 

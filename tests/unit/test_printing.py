@@ -38,6 +38,13 @@ def test_the_functions() -> None:
         assert steering(clean(HOSTILE)) is None
 
 
+def test_a_text_of_beginnings_alone_is_read_once() -> None:
+    """Each was followed to the end of the text: a trace of 60 kB, whose kernel had such a name, took a minute."""
+    assert plain("\x9da\x9db\x07") == r"\x9da"
+    for beginning in ("\x9d", "\x1b]", "\x9b", "\x1b["):
+        assert "\x1b" not in plain(beginning * 100_000)
+
+
 def hostile(value: Any, key: str = "") -> Any:
     """Plain data whose free texts hold everything that steers."""
     if isinstance(value, dict):
