@@ -174,6 +174,10 @@ def test_lines_do_not_break_between_a_figure_and_its_unit() -> None:
     assert flowed("12.3 ms 59.0 %", 14) == ["12.3 ms 59.0 %"]
     assert flowed(ABSENT, 4) == [ABSENT]
     assert flowed("abcdefghij", 4) == ["abcd", "efgh", "ij"]
+    assert flowed("漢字a漢", 4) == ["漢字", "a漢"]
+    assert flowed("漢字", 1) == ["漢", "字"]
+    assert flowed("a\u0301" * 5, 4) == ["a\u0301" * 4, "a\u0301"]  # an accent takes no column
+    assert set(map(columns, flowed("漢" * 100_000, 80))) == {80}  # each character is looked at once
 
 
 def test_an_unknown_format_is_refused() -> None:

@@ -1,5 +1,6 @@
 """Texts of reports: what stands for an absent value, why a cell failed, and lines that break in the right places."""
 
+import itertools
 import re
 import unicodedata
 from collections.abc import Iterable
@@ -24,12 +25,11 @@ def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
 
 def columns(text: str) -> int:
     """Columns of a terminal that a text takes: two for each wide (East Asian) character, none for a combining one."""
-    if text.isascii():
-        return len(text)
-    return sum(
-        0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
-        for letter in text
-    )
+    return len(text) if text.isascii() else sum(map(_columns_of, text))
+
+
+def _columns_of(letter: str) -> int:
+    return 0 if unicodedata.combining(letter) else 2 if unicodedata.east_asian_width(letter) in "WF" else 1
 
 
 def unbroken(text: str) -> str:
@@ -58,11 +58,23 @@ def _flowed(pieces: Iterable[str], width: int) -> list[str]:
     for piece in pieces:
         if lines[-1] and columns(lines[-1]) + 1 + columns(piece) > width:
             lines.append("")
-        while columns(piece) > width:
-            cut = width
-            while cut > 1 and columns(piece[:cut]) > width:
-                cut -= 1
-            lines[-1:] = [piece[:cut], ""]
-            piece = piece[cut:]
-        lines[-1] = f"{lines[-1]} {piece}".strip(" ")
+        *full, last = _cut(piece, width)
+        if full:
+            lines[-1:] = [*full, ""]
+        lines[-1] = f"{lines[-1]} {last}".strip(" ")
     return lines
+
+
+def _cut(word: str, width: int) -> list[str]:
+    """A word in pieces of at most `width` columns, of one character at least; a text from outside may be one word of a
+    megabyte, so each character is looked at once."""
+    if columns(word) <= width:
+        return [word]
+    begins, taken = [0], 0
+    for place, letter in enumerate(word):
+        own = _columns_of(letter)
+        taken += own
+        if taken > width and place > begins[-1]:
+            begins.append(place)
+            taken = own
+    return [word[begin:end] for begin, end in itertools.pairwise([*begins, len(word)])]
