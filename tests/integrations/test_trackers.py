@@ -1,5 +1,6 @@
 """Records in MLflow, W&B and TensorBoard, read back from what those wrote."""
 
+import dataclasses
 import json
 import os
 import socket
@@ -48,6 +49,12 @@ def test_a_loops_own_phases_are_metrics_under_names_that_all_trackers_take() -> 
     phase = loop.timing.phase("load batch")
     assert phase is not None
     assert min(phase.best_s) < tracked(loop).metrics["load_batch_s"] < max(phase.best_s)
+
+
+def test_an_id_leads_out_of_no_folder() -> None:
+    """Imports refuse such an id; the store of somebody else may hold it, and a tracker's folder is named by it."""
+    assert tracked(RUN).id == RUN.id
+    assert tracked(dataclasses.replace(RUN, id="../../home/.config")).id == ".._.._home_.config"
 
 
 def test_a_failure_has_no_figures() -> None:

@@ -29,7 +29,7 @@ class Tracked:
     """What is tracked of one record."""
 
     id: str
-    """Id of the record."""
+    """Id of the record, which names folders and runs: of a store from elsewhere, without what would lead out of one."""
     name: str
     """Name that the user gave, or else the kind of the record and its id."""
     created: datetime
@@ -57,7 +57,7 @@ def tracked(record: Record, page: str = "") -> Tracked:
     if page:
         files["report.html"] = page.encode()
     return Tracked(
-        id=record.id,
+        id=_plain(record.id),
         name=record.name or f"{row['kind']} {record.id}",
         created=datetime.fromisoformat(record.created_utc),
         is_ok=record.failure is None,
@@ -72,5 +72,5 @@ def _is_figure(key: str, value: Scalar) -> bool:
 
 
 def _plain(key: str) -> str:
-    """The name with the characters alone that every tracker takes."""
+    """The name with the characters alone that every tracker, and a file's name, takes."""
     return _UNUSUAL.sub("_", key)
