@@ -14,7 +14,7 @@ from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import UserError
 from steplab.lab.accounting import plan_accounting
-from steplab.plan.formulas import Root, Symbol
+from steplab.plan.formulas import root, symbol
 from steplab.records.accounting import Accounting, Figure
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import FORMATS, render
@@ -51,8 +51,8 @@ def test_every_figure_of_the_derivation_by_hand_agrees_to_three_digits() -> None
     own = figures(accounting())
     times_and_results = {"T_math", "T_FSDP", "T_TP", "M"}
     assert set(by_hand) == set(own) - times_and_results
-    for symbol, figure in by_hand.items():
-        assert float(f"{own[symbol]:.3g}") == float(f"{float(figure):.3g}"), symbol
+    for name, figure in by_hand.items():
+        assert float(f"{own[name]:.3g}") == float(f"{float(figure):.3g}"), name
 
 
 def times(batch: float, fsdp: float, tp: float) -> tuple[float, float, float]:
@@ -223,7 +223,7 @@ def test_the_figures_that_are_put_in_give_the_figure_that_comes_out() -> None:
 
 
 def test_formulas_are_written_with_the_brackets_they_need() -> None:
-    a, b, c = Symbol("a", 2), Symbol("b", 3), Symbol("M_X", 5)
+    a, b, c = symbol("a", 2), symbol("b", 3), symbol("M_X", 5)
     assert (a * (b + c)).text() == "a (b + M_X)"
     assert (a / (b * c)).text() == "a / (b M_X)"
     assert ((a / b) * c).text() == "(a / b) M_X"
@@ -231,7 +231,7 @@ def test_formulas_are_written_with_the_brackets_they_need() -> None:
     assert (1 - a / b).text() == "1 - a / b"
     assert (a - (b + c)).value == -6
     assert (a - (b - c)).text() == "a - (b - M_X)"
-    assert Root(a * b / c).latex() == r"\sqrt{\frac{a b}{M_{X}}}"
+    assert root(a * b / c).latex() == r"\sqrt{\frac{a b}{M_{X}}}"
     assert (4 * a * (b + c)).latex(figures=True) == r"4 \cdot 2 \cdot \left(3 + 5\right)"
     assert (format_figure(4.6e14), format_figure(20444.4), format_figure(319.44)) == ("4.6e14", "20,444", "319.4")
     assert figure_in_latex(1.8e11) == r"1.8 \cdot 10^{11}"

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
 from steplab.errors import UserError
-from steplab.plan.formulas import Formula, Root, Symbol
+from steplab.plan.formulas import Formula, root, symbol
 from steplab.plan.rates import LEAST_PER_S
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
 from steplab.specs.hardware import HardwareSpec
@@ -68,7 +68,7 @@ class Mesh:
 class Line:
     """One line of a derivation: a symbol, its formula and what comes out."""
 
-    symbol: Symbol
+    symbol: Formula
     formula: Formula
     unit: str
     """bytes, tokens, devices, s, or '' for a ratio."""
@@ -154,18 +154,18 @@ class _Facts:
         self.shape, self.mesh, self.device, self.counted = shape, mesh, device, counted
         self.num_parts = 2 if shape.num_heads else 1
         matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
-        self.D, self.F = Symbol("D", shape.d_model), Symbol("F", shape.d_ff)
-        self.L, self.P = Symbol("L", shape.num_layers), Symbol("P", num_parameters(shape))
-        self.E = Symbol("E", matrices)
-        self.tokens = Symbol("B", tokens)
-        self.X, self.Y = Symbol("X", mesh.fsdp), Symbol("Y", mesh.tp)
-        self.MX, self.MY = Symbol("M_X", mesh.fsdp_axes), Symbol("M_Y", mesh.tp_axes)
-        self.N = Symbol("N", mesh.fsdp * mesh.tp)
-        self.C, self.W = Symbol("C", device.flops_per_s), Symbol("W", device.axis_bytes_per_s)
-        self.alpha = Symbol("α", device.flops_per_s / device.axis_bytes_per_s)
+        self.D, self.F = symbol("D", shape.d_model), symbol("F", shape.d_ff)
+        self.L, self.P = symbol("L", shape.num_layers), symbol("P", num_parameters(shape))
+        self.E = symbol("E", matrices)
+        self.tokens = symbol("B", tokens)
+        self.X, self.Y = symbol("X", mesh.fsdp), symbol("Y", mesh.tp)
+        self.MX, self.MY = symbol("M_X", mesh.fsdp_axes), symbol("M_Y", mesh.tp_axes)
+        self.N = symbol("N", mesh.fsdp * mesh.tp)
+        self.C, self.W = symbol("C", device.flops_per_s), symbol("W", device.axis_bytes_per_s)
+        self.alpha = symbol("α", device.flops_per_s / device.axis_bytes_per_s)
         # The book's F, for blocks of other matrices than two of D x F.
         self.is_plain = matrices == 2 * self.num_parts * shape.d_model * shape.d_ff
-        self.Fe = self.F if self.is_plain else Symbol("F_e", matrices / (2 * self.num_parts * shape.d_model))
+        self.Fe = self.F if self.is_plain else symbol("F_e", matrices / (2 * self.num_parts * shape.d_model))
 
     def given(self) -> Iterator[Figure]:
         device, shape = self.device, self.shape
@@ -210,7 +210,7 @@ class _Facts:
         moments = _line("S_o", 8 * P, "bytes", "both moments of AdamW, fp32")
         total = weights.symbol + gradients.symbol + moments.symbol
         whole = _line("S", total, "bytes", "all three")
-        capacity = Symbol("G", self.counted.memory_bytes)
+        capacity = symbol("G", self.counted.memory_bytes)
         count = _line("n", whole.symbol / capacity, "devices", f"in memories of {format_message(capacity.value)}")
         number, size = math.ceil(count.symbol.value), format_message(capacity.value)
         return Question(
@@ -226,7 +226,7 @@ class _Facts:
         """For a token and for the batch: what a matrix product or fused attention takes, once, in bf16."""
         per_block: Formula = self.D + self.F
         if self.shape.num_heads:
-            per_block = 4 * self.D + 2 * Symbol("K", self.shape.kv_width) + self.F
+            per_block = 4 * self.D + 2 * symbol("K", self.shape.kv_width) + self.F
         per_token = _line("a", 2 * self.L * per_block, "bytes", "saved for a token")
         return per_token, _line("A", self.tokens * per_token.symbol, "bytes", "saved for the batch")
 
@@ -248,8 +248,8 @@ class _Facts:
         )
 
     def _sharded(self) -> Question:
-        state, activations = Symbol("S", 16 * self.P.value), self._saved()[-1].symbol
-        capacity = Symbol("H", self.device.memory_bytes)
+        state, activations = symbol("S", 16 * self.P.value), self._saved()[-1].symbol
+        capacity = symbol("H", self.device.memory_bytes)
         room, shared = capacity.value - activations.value / 2, state.value + activations.value / 2
         title = "How many shards until a device has room?"
         expression = "M(N) = (S + A / 2) / N + A / 2"
@@ -263,7 +263,7 @@ class _Facts:
                 source=_ZERO,
             )
         least = math.floor(shared / room) + 1
-        N = Symbol("N", least)
+        N = symbol("N", least)
         bound = _line("N_min", (state + activations / 2) / (capacity - activations / 2), "devices", "by M(N) < H")
         memory = _line("M", (state + activations / 2) / N + activations / 2, "bytes", f"on each of {least:,} devices")
         without = math.floor(state.value / capacity.value) + 1
@@ -350,7 +350,7 @@ class _Facts:
     def _best_split(self) -> Question:
         MX, MY, Fe, N = self.MX, self.MY, self.Fe, self.N
         batch = self._least_tokens()[-1].symbol if self._tp_fits else self.tokens
-        X = _line("X_opt", Root(batch * MX * N / (Fe * MY)), "devices", "where T_FSDP = T_TP, which is least")
+        X = _line("X_opt", root(batch * MX * N / (Fe * MY)), "devices", "where T_FSDP = T_TP, which is least")
         Y = _line("Y_opt", N / X.symbol, "devices", "the others")
         squared: Formula = self.alpha**2
         if not self.device.own_links:  # the sum of two equal times is twice each, and enters squared
@@ -443,7 +443,7 @@ def _figures(*lines: Line) -> tuple[Figure, ...]:
     return tuple(line.figure() for line in lines)
 
 
-def _given(symbol: Symbol, unit: str, what: str) -> Figure:
+def _given(symbol: Formula, unit: str, what: str) -> Figure:
     return Figure(symbol=_notation(symbol), value=symbol.value, unit=unit, what=what)
 
 
@@ -452,4 +452,4 @@ def _tokens(count: float) -> str:
 
 
 def _line(name: str, formula: Formula, unit: str, what: str) -> Line:
-    return Line(symbol=Symbol(name, formula.value), formula=formula, unit=unit, what=what)
+    return Line(symbol=symbol(name, formula.value), formula=formula, unit=unit, what=what)

@@ -2,11 +2,12 @@
 
 A formula is written once, with Python's operators, and what is shown is what was computed:
 
-    P = Symbol("P", 10)
+    P = symbol("P", 10)
     (16 * P).value, (16 * P).text(), (16 * P).text(figures=True)     # 160, '16 P', '16 × 10'
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Union
 
@@ -15,209 +16,110 @@ from steplab.units import figure_in_latex, format_figure
 Operand = Union["Formula", float, int]
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
 """How tightly a formula holds together: what is looser than its surroundings is put in brackets."""
+_FORMS = _TEXT, _FIGURES, _LATEX, _LATEX_FIGURES = range(4)
+"""The ways in which a formula is written."""
+_TIMES = (" ", " × ", " ", r" \cdot ")
 
 
+@dataclass(frozen=True, slots=True)
 class Formula:
-    """Something that has a value; see the classes below."""
+    """Something that has a value, with all that can be shown of it."""
 
-    binding = _ATOM
-
-    @property
-    def value(self) -> float:
-        """The figure."""
-        raise NotImplementedError
+    value: float
+    """The figure."""
+    forms: tuple[str, ...]
+    """As it is written in each of _FORMS."""
+    binding: int = _ATOM
+    is_quotient: bool = False
 
     def text(self, *, figures: bool = False) -> str:
         """In plain text: in symbols, or with the figures put in."""
-        raise NotImplementedError
+        return self.forms[_FIGURES if figures else _TEXT]
 
     def latex(self, *, figures: bool = False) -> str:
         """In LaTeX's mathematics, without the delimiters."""
-        raise NotImplementedError
+        return self.forms[_LATEX_FIGURES if figures else _LATEX]
 
     def __add__(self, other: Operand) -> "Formula":
-        return Sum((self, formula(other)))
+        after = formula(other)
+        return _written(self.value + after.value, _SUM, lambda form: f"{self.forms[form]} + {after.held(_SUM, form)}")
 
     def __sub__(self, other: Operand) -> "Formula":
-        return Sum((self, formula(other)), minus=True)
+        after = formula(other)
+
+        def write(form: int) -> str:
+            return f"{self.forms[form]} - {after.held(_PRODUCT, form, among_factors=False)}"
+
+        return _written(self.value - after.value, _SUM, write)
 
     def __rsub__(self, other: Operand) -> "Formula":
-        return Sum((formula(other), self), minus=True)
+        return formula(other) - self
 
     def __mul__(self, other: Operand) -> "Formula":
-        return Product((*_factors(self), *_factors(formula(other))))
+        after = formula(other)
+        return _written(
+            self.value * after.value,
+            _PRODUCT,
+            lambda form: _TIMES[form].join((self.held(_PRODUCT, form), after.held(_PRODUCT, form))),
+        )
 
     def __rmul__(self, other: Operand) -> "Formula":
-        return Product((*_factors(formula(other)), *_factors(self)))
+        return formula(other) * self
 
     def __truediv__(self, other: Operand) -> "Formula":
-        return Quotient(self, formula(other))
+        below = formula(other)
+
+        def write(form: int) -> str:
+            under = below.forms[form]
+            if form in (_LATEX, _LATEX_FIGURES):
+                return rf"\frac{{{self.forms[form]}}}{{{under}}}"
+            return f"{self.held(_PRODUCT, form)} / {under if below.binding >= _POWER else f'({under})'}"
+
+        return _written(self.value / below.value, _PRODUCT, write, is_quotient=True)
 
     def __rtruediv__(self, other: Operand) -> "Formula":
-        return Quotient(formula(other), self)
+        return formula(other) / self
 
     def __pow__(self, exponent: int) -> "Formula":
-        return Power(self, exponent)
+        raised = {2: "²", 3: "³"}.get(exponent, f"^{exponent}")
+
+        def write(form: int) -> str:
+            return self.held(_ATOM, form) + (f"^{{{exponent}}}" if form in (_LATEX, _LATEX_FIGURES) else raised)
+
+        return _written(float(self.value**exponent), _POWER, write)
+
+    def held(self, binding: int, form: int, *, among_factors: bool = True) -> str:
+        """In brackets where it is looser than its surroundings, or, in text, a quotient among other factors."""
+        written, is_looser = self.forms[form], self.binding < binding
+        if form in (_LATEX, _LATEX_FIGURES):
+            return rf"\left({written}\right)" if is_looser and not self.is_quotient else written
+        return f"({written})" if is_looser or (among_factors and self.is_quotient and binding == _PRODUCT) else written
 
 
-@dataclass(frozen=True, slots=True)
-class Number(Formula):
-    """A constant."""
-
-    figure: float
-
-    @property
-    def value(self) -> float:
-        return self.figure
-
-    def text(self, *, figures: bool = False) -> str:
-        return format_figure(self.figure)
-
-    def latex(self, *, figures: bool = False) -> str:
-        return figure_in_latex(self.figure)
+def _written(value: float, binding: int, write: Callable[[int], str], *, is_quotient: bool = False) -> Formula:
+    return Formula(value, tuple(map(write, _FORMS)), binding, is_quotient)
 
 
-@dataclass(frozen=True, slots=True)
-class Symbol(Formula):
+def symbol(name: str, figure: float) -> Formula:
     """A name with a figure. An underscore begins what is set below: M_X."""
-
-    name: str
-    figure: float
-
-    @property
-    def value(self) -> float:
-        return self.figure
-
-    def text(self, *, figures: bool = False) -> str:
-        return format_figure(self.figure) if figures else self.name
-
-    def latex(self, *, figures: bool = False) -> str:
-        if figures:
-            return figure_in_latex(self.figure)
-        head, _, below = self.name.replace("α", r"\alpha").partition("_")
-        if len(below) > 1:
-            below = rf"\mathrm{{{below}}}"
-        return f"{head}_{{{below}}}" if below else head
+    head, _, below = name.replace("α", r"\alpha").partition("_")
+    if len(below) > 1:
+        below = rf"\mathrm{{{below}}}"
+    latex = f"{head}_{{{below}}}" if below else head
+    return Formula(figure, (name, format_figure(figure), latex, figure_in_latex(figure)))
 
 
-@dataclass(frozen=True, slots=True)
-class Sum(Formula):
-    """A sum, or a difference of two."""
-
-    parts: tuple[Formula, ...]
-    minus: bool = False
-    binding = _SUM
-
-    @property
-    def value(self) -> float:
-        first, *rest = (part.value for part in self.parts)
-        return first - sum(rest) if self.minus else first + sum(rest)
-
-    def text(self, *, figures: bool = False) -> str:
-        first, *rest = self.parts
-        held = _PRODUCT if self.minus else _SUM
-        others = [_held(part, held, figures, quotients=False) for part in rest]
-        return (" - " if self.minus else " + ").join([first.text(figures=figures), *others])
-
-    def latex(self, *, figures: bool = False) -> str:
-        first, *rest = self.parts
-        held = _PRODUCT if self.minus else _SUM
-        others = [_held_latex(part, held, figures) for part in rest]
-        return (" - " if self.minus else " + ").join([first.latex(figures=figures), *others])
-
-
-@dataclass(frozen=True, slots=True)
-class Product(Formula):
-    """A product of several."""
-
-    factors: tuple[Formula, ...]
-    binding = _PRODUCT
-
-    @property
-    def value(self) -> float:
-        return math.prod(factor.value for factor in self.factors)
-
-    def text(self, *, figures: bool = False) -> str:
-        return (" × " if figures else " ").join(_held(factor, _PRODUCT, figures) for factor in self.factors)
-
-    def latex(self, *, figures: bool = False) -> str:
-        return (r" \cdot " if figures else " ").join(_held_latex(factor, _PRODUCT, figures) for factor in self.factors)
-
-
-@dataclass(frozen=True, slots=True)
-class Quotient(Formula):
-    """One formula over another."""
-
-    above: Formula
-    below: Formula
-    binding = _PRODUCT
-
-    @property
-    def value(self) -> float:
-        return self.above.value / self.below.value
-
-    def text(self, *, figures: bool = False) -> str:
-        below = self.below.text(figures=figures)
-        return f"{_held(self.above, _PRODUCT, figures)} / {below if self.below.binding >= _POWER else f'({below})'}"
-
-    def latex(self, *, figures: bool = False) -> str:
-        return rf"\frac{{{self.above.latex(figures=figures)}}}{{{self.below.latex(figures=figures)}}}"
-
-
-@dataclass(frozen=True, slots=True)
-class Power(Formula):
-    """A formula to a whole power."""
-
-    base: Formula
-    exponent: int
-    binding = _POWER
-
-    @property
-    def value(self) -> float:
-        return float(self.base.value**self.exponent)
-
-    def text(self, *, figures: bool = False) -> str:
-        raised = {2: "²", 3: "³"}.get(self.exponent, f"^{self.exponent}")
-        return f"{_held(self.base, _ATOM, figures)}{raised}"
-
-    def latex(self, *, figures: bool = False) -> str:
-        return f"{_held_latex(self.base, _ATOM, figures)}^{{{self.exponent}}}"
-
-
-@dataclass(frozen=True, slots=True)
-class Root(Formula):
+def root(inner: Formula) -> Formula:
     """A square root."""
-
-    inner: Formula
-
-    @property
-    def value(self) -> float:
-        return math.sqrt(self.inner.value)
-
-    def text(self, *, figures: bool = False) -> str:
-        return f"√({self.inner.text(figures=figures)})"
-
-    def latex(self, *, figures: bool = False) -> str:
-        return rf"\sqrt{{{self.inner.latex(figures=figures)}}}"
+    text, figures, latex, latex_figures = inner.forms
+    return Formula(
+        math.sqrt(inner.value), (f"√({text})", f"√({figures})", rf"\sqrt{{{latex}}}", rf"\sqrt{{{latex_figures}}}")
+    )
 
 
 def formula(value: Operand) -> Formula:
     """A number as a formula."""
-    return value if isinstance(value, Formula) else Number(value)
-
-
-def _factors(part: Formula) -> tuple[Formula, ...]:
-    return part.factors if isinstance(part, Product) else (part,)
-
-
-def _held(part: Formula, binding: int, figures: bool, *, quotients: bool = True) -> str:
-    """In brackets where it is looser than its surroundings, or (quotients) a quotient among other factors."""
-    text = part.text(figures=figures)
-    loose = part.binding < binding or (quotients and isinstance(part, Quotient) and binding == _PRODUCT)
-    return f"({text})" if loose else text
-
-
-def _held_latex(part: Formula, binding: int, figures: bool) -> str:
-    text = part.latex(figures=figures)
-    loose = part.binding < binding and not isinstance(part, Quotient)
-    return rf"\left({text}\right)" if loose else text
+    if isinstance(value, Formula):
+        return value
+    text, latex = format_figure(value), figure_in_latex(value)
+    return Formula(value, (text, text, latex, latex))
