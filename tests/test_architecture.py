@@ -183,8 +183,8 @@ def test_few_files_know_a_study_by_its_name(study: str) -> None:
     own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
     others = {path for path in FILES for _, name in imports(path) if name.startswith(parts)} - own
     shared = {"measurement/jobs.py", "records/registry.py", "report/sections.py", "lab/study_parts.py", "__init__.py"}
-    reads_its_traces = {"traces/communication.py"} if study == "ddp" else set()
-    assert {str(path.relative_to(SOURCE)) for path in others} == shared | reads_its_traces
+    read_its_records = {"ddp": {"traces/communication.py"}, "comm": {"plan/layout/links.py", "lab/layout_planning.py"}}
+    assert {str(path.relative_to(SOURCE)) for path in others} == shared | read_its_records[study]
 
 
 def test_the_arrows_within_measurement_make_no_circle() -> None:

@@ -7,11 +7,12 @@ from pathlib import Path
 from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
-from steplab.plan.layout.links import Cluster, Fit, machine_of, with_profile
+from steplab.plan.layout.links import Cluster, machine_of, with_profile
 from steplab.plan.layout.search import LayoutJob, check_job, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
 from steplab.plan.rates import gpu_named
 from steplab.plan.time import refuse_unknown_step
+from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan
 from steplab.specs.command import options
 from steplab.specs.hardware import HardwareSpec, hardware_named
@@ -20,8 +21,6 @@ from steplab.specs.layout import Layout
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.update import AFTER
-
-_WITH_PROFILE = "steplab.comm/"
 
 
 def plan_layout(
@@ -97,10 +96,9 @@ def _machine(
         return machine
     with open_store(store, write=False) as opened:
         record = opened.get(profile)
-    fits: Sequence[Fit] = getattr(record, "profile", ()) if record.schema.startswith(_WITH_PROFILE) else ()
-    if not fits:
+    if not isinstance(record, CommRun) or not record.profile:
         raise UserError(f"record {profile} has no communication profile; measure one with `steplab comm`")
-    return with_profile(machine, fits, f"the communication profile of record {record.id}")
+    return with_profile(machine, record.profile, f"the communication profile of record {record.id}")
 
 
 def _bandwidths(links: Sequence[str]) -> dict[str, float]:

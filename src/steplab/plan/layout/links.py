@@ -9,10 +9,10 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 from steplab.costs.communication import bus_factor
 from steplab.errors import UserError
+from steplab.records.comm import CommFit
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.network import NetworkSpec, network_of
 
@@ -88,32 +88,12 @@ def _name(network: NetworkSpec | None, given: Mapping[str, float]) -> str:
     return network.name if network else "network" if "network" in given else ""
 
 
-class Fit(Protocol):
-    """A line through measured times of one collective, as a communication profile has it."""
-
-    @property
-    def collective(self) -> str:
-        """The collective."""
-
-    @property
-    def world_size(self) -> int | None:
-        """Number of ranks; None: all world sizes."""
-
-    @property
-    def alpha_s(self) -> float:
-        """Fixed time of a call."""
-
-    @property
-    def beta_s_per_byte(self) -> float:
-        """Seconds for each byte on the wire."""
-
-
-def with_profile(machine: Cluster, fits: Sequence[Fit], source: str) -> Cluster:
+def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
     """The machine with a stored communication profile in place of stated figures, within a node.
 
     Of each collective the line over all world sizes is taken, else that of most ranks.
     """
-    chosen: dict[str, Fit] = {}
+    chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
         if fit.beta_s_per_byte > 0:
             chosen[fit.collective] = fit
