@@ -236,10 +236,10 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
             for timed in cell.passes:
                 if timed.phase in ("forward", "backward") and timed.device_s:
                     op = _attention_operator(spec.implementation, timed.phase, spec.batch * spec.heads, spec.queries)
-                    op = dataclasses.replace(
+                    op = msgspec.structs.replace(
                         op,
                         flops=op.flops * spec.dim,
-                        product=dataclasses.replace(op.product, k=spec.dim) if op.product else None,
+                        product=msgspec.structs.replace(op.product, k=spec.dim) if op.product else None,
                     )
                     times[spec.implementation, timed.phase].append((op, median(timed.device_s)))
     found: dict[str, dict[str, AttentionRates]] = {}

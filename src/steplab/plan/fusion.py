@@ -13,7 +13,9 @@ the others are computed again from the inputs of the kernel that made them.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+
+import msgspec
 
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
@@ -263,7 +265,7 @@ def _padded(op: Operator) -> Operator:
     """The operator with a product that Inductor pads."""
     if op.kind != "matmul" or op.product is None or op.dtype not in _HALF:
         return op
-    return replace(op, product=op.product.padded(_ALIGNED))
+    return msgspec.structs.replace(op, product=op.product.padded(_ALIGNED))
 
 
 def _merged(a: dict[Version, Spans], b: dict[Version, Spans]) -> dict[Version, Spans]:

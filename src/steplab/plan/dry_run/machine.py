@@ -215,7 +215,7 @@ class Machine:
         elif product is not None:
             kind, flops = "matmul", float(product.flops)
         else:
-            elements = max(tensor.count.value for tensor in (*reads, *writes))
+            elements = max([tensor.count.value for tensor in (*reads, *writes)])
             kind, flops = "streaming", float(flops_of_elements(name, elements))
         self._listen(
             Operator(
@@ -223,8 +223,8 @@ class Machine:
                 kind=kind,
                 dtype=self._fp32_products if product is not None and first.dtype is FP32 else first.dtype.name,
                 flops=flops,
-                read_bytes=sum(tensor.num_bytes for tensor in reads) + also_read_bytes,
-                written_bytes=sum(tensor.num_bytes for tensor in writes),
+                read_bytes=sum([tensor.num_bytes for tensor in reads]) + also_read_bytes,
+                written_bytes=sum([tensor.num_bytes for tensor in writes]),
                 reads=_operands(reads),
                 writes=_operands(writes),
                 strided=strided,
@@ -309,4 +309,4 @@ class Machine:
 
 
 def _operands(tensors: tuple[Tensor, ...]) -> tuple[Operand, ...]:
-    return tuple(Operand(tensor.storage.number, tensor.num_bytes, tensor.start) for tensor in tensors)
+    return tuple([Operand(tensor.storage.number, tensor.num_bytes, tensor.start) for tensor in tensors])

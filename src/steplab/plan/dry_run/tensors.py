@@ -43,12 +43,14 @@ class Storage:
 class Tensor:
     """A size, a number format, and the memory behind them."""
 
-    __slots__ = ("count", "dtype", "heads_together", "is_view", "slot", "start", "storage")
+    __slots__ = ("count", "dtype", "heads_together", "is_view", "num_bytes", "slot", "start", "storage")
 
     def __init__(self, count: Count, dtype: Dtype, storage: Storage, start: int = 0) -> None:
         """start: bytes of the memory that belong to other parts of it; of interleaved parts, as if one lay after the
         other."""
         self.count, self.dtype, self.storage, self.start = count, dtype, storage, start
+        self.num_bytes = count.value * dtype.num_bytes
+        """Bytes of its elements."""
         self.slot: Slot | None = None
         """Where its gradient is gathered; None: it has none."""
         self.is_view = False
@@ -60,11 +62,6 @@ class Tensor:
     def what(self) -> str:
         """What it is, in words."""
         return self.storage.piece.what
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of its elements."""
-        return self.count.value * self.dtype.num_bytes
 
     def parts(self, *counts: Count) -> "tuple[Tensor, ...]":
         """Views of it that lie beside each other."""
