@@ -8,7 +8,7 @@ export STEPLAB_STORE := steplab-run/store.db
 export PYTHONDONTWRITEBYTECODE :=
 
 .DEFAULT_GOAL := help
-.PHONY: help run test test-integrations check fuzz format docs release clean
+.PHONY: help run test tests test-integrations check fuzz format docs release clean
 
 help: ## List the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-17s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -17,15 +17,17 @@ run: .venv/installed ## Measure a tiny model on this machine, end to end, in a f
 	@mkdir -p $(dir $(PAGE))
 	$(BIN)/steplab study quick --output $(PAGE)
 
-test: .venv/tested ## Lint, type-check and run the tests
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	@$(BIN)/mypy & types=$$!; $(BIN)/pytest -n 2 --dist worksteal; tests=$$?; wait $$types && exit $$tests
+# Side by side: linting and types need less than the tests, the rest of which is installed meanwhile.
+test: .venv/checked ## Lint, type-check and run the tests
+	@$(MAKE) --no-print-directory --jobs 2 check tests
+
+tests: .venv/tested
+	$(BIN)/pytest -n 2 --dist worksteal
 
 test-integrations: .venv/integrated ## Run the tests of trainers and trackers, with libraries that take long to install
 	$(BIN)/pytest tests/integrations
 
-check: .venv/tested ## Lint and type-check
+check: .venv/checked ## Lint and type-check
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
@@ -33,7 +35,7 @@ check: .venv/tested ## Lint and type-check
 fuzz: .venv/tested ## Attack every reader with new tries for an hour; MINUTES=5 SEED=7 for other figures
 	$(BIN)/python -m tests.fuzz.attack --times 1000 --minutes $(or $(MINUTES),60) --seed $(or $(SEED),1) --keep steplab-run/fuzz
 
-format: .venv/tested ## Format the code
+format: .venv/checked ## Format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
@@ -58,9 +60,13 @@ clean: ## Remove the environment and what `make run` and `make docs` made
 	$(INSTALL) --editable . --constraint constraints.txt
 	touch $@
 
-.venv/tested: .venv/made pyproject.toml constraints.txt
-	$(INSTALL) --editable '.[dev]' --constraint constraints.txt
+.venv/checked: .venv/made pyproject.toml constraints.txt
+	$(INSTALL) --editable '.[check]' --constraint constraints.txt
 	touch .venv/installed $@
+
+.venv/tested: .venv/checked
+	$(INSTALL) 'steplab[dev]' --constraint constraints.txt
+	touch $@
 
 .venv/documented: .venv/installed
 	$(INSTALL) --editable '.[docs]' --constraint constraints.txt
