@@ -5,9 +5,11 @@ To look for new ones: pytest --hypothesis-profile=search
 
 import gc
 import os
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
+import pytest
 import torch
 from hypothesis import settings
 
@@ -18,6 +20,18 @@ if not torch.cuda.is_available():
 settings.register_profile("repeatable", derandomize=True, deadline=None)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Of the parallel test processes, each of which imports all tests, the second begins with the last file: what one
+    has compiled the other finds."""
+    if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
+        config.args = sorted(map(str, Path(__file__).parent.rglob("test_*.py")), reverse=True)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """They agree on the order of what they collected."""
+    items.sort(key=lambda item: item.path)
 
 
 def pytest_collection_finish() -> None:
