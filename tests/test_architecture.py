@@ -2,10 +2,12 @@
 
 import ast
 import importlib
+import json
 import pkgutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -105,10 +107,19 @@ def part_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def imports(path: Path) -> Iterator[tuple[int, str]]:
+def parsed(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@cache
+def imports(path: Path) -> list[tuple[int, str]]:
     """Line and full dotted name of everything of steplab's that a file imports, wherever in the file."""
+    return list(_imports(path))
+
+
+def _imports(path: Path) -> Iterator[tuple[int, str]]:
     package = ["steplab", *path.relative_to(SOURCE).parts[:-1]]
-    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+    for node in ast.walk(parsed(path)):
         names: list[str] = []
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
@@ -273,36 +284,48 @@ def test_what_needs_no_torch_is_imported_without_it() -> None:
     in_a_fresh_process(f"{BLOCKED}\nfrom importlib import import_module\nfor name in {modules!r}: import_module(name)")
 
 
-MAIN = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
+COMMANDS = f"""{BLOCKED}
+import contextlib, io, json
+from steplab.cli.app import main
+
+said = []
+for words in json.loads(sys.argv[1]):
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        assert main(words) == 0, words
+    said.append(out.getvalue())
+print(json.dumps(said))
+"""
 
 
-@pytest.fixture(scope="module")
-def imported(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """A store into which measurements made elsewhere were imported without torch, and listed."""
-    folder = tmp_path_factory.mktemp("elsewhere")
+def said_without_torch(*commands: list[str]) -> list[str]:
+    """What each of the commands prints in one process that cannot import torch; each must end well."""
+    said: list[str] = json.loads(in_a_fresh_process(COMMANDS, json.dumps(commands)))
+    return said
+
+
+def test_measurements_made_elsewhere_are_reported_without_torch(tmp_path: Path) -> None:
     runs = [make_run({"context": 128}), make_run({"context": 256}), out_of_memory({"model": "xl"}), recorder_run()]
-    (folder / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
-    store = str(folder / "store.db")
-    in_a_fresh_process(MAIN, "import", str(folder / "runs.jsonl"), "--store", store)
-    listed = in_a_fresh_process(MAIN, "list", "--format", "json", "--store", store)
-    for run in runs:
-        assert run.id in listed
-    return store
+    (tmp_path / "runs.jsonl").write_bytes(b"\n".join(map(encode, runs)))
+    formats = ("table", "json", "csv", "md", "latex", "html")
+    commands = [
+        ["import", str(tmp_path / "runs.jsonl")],
+        ["list", "--format", "json"],
+        *(["report", "--format", name] for name in formats),
+    ]
+    store = ["--store", str(tmp_path / "store.db")]
+    _, listed, *reports = said_without_torch(*(command + store for command in commands))
+    assert [run.id for run in runs if run.id not in listed] == []
+    for name, reported in zip(formats, reports, strict=True):
+        assert "small" in reported, name
+        assert "my finetuning" in reported, name
+        assert reported.lower().startswith("<!doctype html>") == (name == "html")
 
 
-@pytest.mark.parametrize("format", ["table", "json", "csv", "md", "latex", "html"])
-def test_measurements_made_elsewhere_are_reported_without_torch(imported: str, format: str) -> None:
-    reported = in_a_fresh_process(MAIN, "report", "--format", format, "--store", imported)
-    assert "small" in reported
-    assert "my finetuning" in reported
-    assert reported.lower().startswith("<!doctype html>") == (format == "html")
-
-
-@pytest.mark.parametrize(
-    "arguments", [["--help"], ["--version"], ["run", "--help"], ["sweep", "--help"], ["report", "--help"]], ids=" ".join
-)
-def test_help_is_given_without_torch(arguments: list[str]) -> None:
-    assert in_a_fresh_process(MAIN, *arguments).strip()
+def test_help_is_given_and_steps_are_planned_without_torch() -> None:
+    step = ["--model", "2.7b", "--context", "512", "--precision", "bf16"]
+    helps = [["--help"], ["--version"], ["run", "--help"], ["sweep", "--help"], ["report", "--help"]]
+    plans = [["plan", "memory", *step], ["plan", "time", *step], ["plan", "accounting", "--model", "xxl"]]
+    assert all(text.strip() for text in said_without_torch(*helps, *plans))
 
 
 def test_importing_the_package_imports_nothing_heavy() -> None:
@@ -331,22 +354,26 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 # --- order ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_a_program_begins_when_all_of_its_file_is_defined(path: Path) -> None:
-    statements = ast.parse(path.read_text(encoding="utf-8")).body
-    begins = [isinstance(each, ast.If) and "__name__" in ast.unparse(each.test) for each in statements]
-    assert not any(begins[:-1])
+def test_a_program_begins_when_all_of_its_file_is_defined() -> None:
+    def begins(statement: ast.stmt) -> bool:
+        return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+
+    assert [path for path in FILES if any(begins(each) for each in parsed(path).body[:-1])] == []
 
 
 # --- length -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", FILES, ids=lambda path: str(path.relative_to(SOURCE)))
-def test_files_and_functions_can_be_read_in_one_sitting(path: Path) -> None:
-    text = path.read_text(encoding="utf-8")
-    assert len(text.splitlines()) <= LONGEST_FILE
-    functions = (
-        node for node in ast.walk(ast.parse(text)) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    )
-    lengths = {node.name: (node.end_lineno or node.lineno) - node.lineno + 1 for node in functions}
-    assert {name: lines for name, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+def test_files_can_be_read_in_one_sitting() -> None:
+    lengths = {path: len(path.read_text(encoding="utf-8").splitlines()) for path in FILES}
+    assert {path: lines for path, lines in lengths.items() if lines > LONGEST_FILE} == {}
+
+
+def test_functions_can_be_read_in_one_sitting() -> None:
+    lengths = {
+        (path, node.name): (node.end_lineno or node.lineno) - node.lineno + 1
+        for path in FILES
+        for node in ast.walk(parsed(path))
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
+    }
+    assert {function: lines for function, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}

@@ -22,17 +22,17 @@ BOXES = [16, 32, 64, 128, 256]
 # --- columns -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("head_dim", range(1, 257))
-def test_columns_hold_the_head_dimension_in_powers_of_two(head_dim: int) -> None:
-    parts = columns(head_dim)
-    assert all(bin(size).count("1") == 1 for size in (parts.main, parts.box))
-    assert parts.box in BOXES
-    assert parts.box // 2 < max(head_dim, 9) <= parts.box
-    assert head_dim <= parts.main + parts.rest <= parts.box
-    if parts.rest:
-        assert parts.rest in BOXES
-        assert parts.rest < parts.main == parts.box // 2 < head_dim
-        assert parts.rest // 2 < max(head_dim - parts.main, 9)  # no smaller one would do
+def test_columns_hold_the_head_dimension_in_powers_of_two() -> None:
+    for head_dim in range(1, 257):
+        parts = columns(head_dim)
+        assert all(bin(size).count("1") == 1 for size in (parts.main, parts.box)), head_dim
+        assert parts.box in BOXES, head_dim
+        assert parts.box // 2 < max(head_dim, 9) <= parts.box, head_dim
+        assert head_dim <= parts.main + parts.rest <= parts.box, head_dim
+        if parts.rest:
+            assert parts.rest in BOXES, head_dim
+            assert parts.rest < parts.main == parts.box // 2 < head_dim
+            assert parts.rest // 2 < max(head_dim - parts.main, 9), head_dim  # no smaller one would do
 
 
 @pytest.mark.parametrize(

@@ -269,20 +269,21 @@ FOREIGN: dict[str, tuple[str, Callable[[Path], object]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("name", "make"), FOREIGN.values(), ids=FOREIGN.keys())
 def test_what_steplab_did_not_write_is_replaced_by_force_alone(
-    tmp_path: Path, name: str, make: Callable[[Path], object], kind: str
+    tmp_path: Path, name: str, make: Callable[[Path], object]
 ) -> None:
     path = tmp_path / name
-    make(path)
-    before = path.read_bytes()
-    with pytest.raises(UserError, match=rf"{name} exists.*; name another file, or add --force to replace this one"):
-        Destination(path=path, kind=kind, store=tmp_path / "store.db").write(b"new")
-    assert path.read_bytes() == before
-    Destination(path=path, kind=kind, store=tmp_path / "store.db", force=True).write(b"new")
-    assert path.read_bytes() == b"new"
-    assert os.listdir(tmp_path) == [name]
+    for kind in KINDS:
+        make(path)
+        before = path.read_bytes()
+        with pytest.raises(UserError, match=rf"{name} exists.*; name another file, or add --force to replace this one"):
+            Destination(path=path, kind=kind, store=tmp_path / "store.db").write(b"new")
+        assert path.read_bytes() == before, kind
+        Destination(path=path, kind=kind, store=tmp_path / "store.db", force=True).write(b"new")
+        assert path.read_bytes() == b"new", kind
+        assert os.listdir(tmp_path) == [name], kind
+        path.unlink()
 
 
 def test_one_output_is_not_replaced_by_another_kind_of_output(tmp_path: Path) -> None:

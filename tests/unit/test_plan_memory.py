@@ -17,7 +17,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tests.shapes import GPT_2, VARIANTS, draw_parts, named
-from tests.test_architecture import BLOCKED, in_a_fresh_process
 
 from steplab import units
 from steplab.cli.app import main
@@ -631,9 +630,9 @@ def test_what_is_assumed_is_said(fields: dict[str, object], kind: str, said: str
 # --- the command ------------------------------------------------------------------------------------------
 
 
-def test_the_command_needs_no_torch() -> None:
-    code = f"{BLOCKED}\nfrom steplab.cli.app import main\nsys.exit(main(sys.argv[1:]))"
-    told = in_a_fresh_process(code, "plan", "memory", "--model", "2.7b", "--context", "512", "--precision", "bf16")
+def test_the_command_says_the_peak_and_its_formulas(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "memory", "--model", "2.7b", "--context", "512", "--precision", "bf16"]) == 0
+    told = capsys.readouterr().out
     assert "The peak is 60.0 GiB (64,388,067,840 bytes) allocated, in backward" in told
     assert "4 B h T²" in told
 
