@@ -21,6 +21,9 @@ _SMALLEST, _LARGEST = 256, 8192
 """Smallest and largest n of an n x n x n matmul."""
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
+_FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
+"""Nor is it doubled once a product takes the first and computes less than so many times as fast as that of half its n:
+the device is full by then, and a product eight times as long would say no more."""
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
 _DTYPES = (
     ("fp32", torch.float32),
@@ -74,15 +77,16 @@ def _matmul(device: Device, dtype: torch.dtype) -> tuple[int, tuple[float, ...]]
     A layout that is far slower at one size is not tried at the next: without bf16 instructions a CPU is twenty times
     slower in one layout than in another. At the largest size those close to the fastest are timed at length.
     """
-    n, layouts = _SMALLEST, _LAYOUTS
+    n, layouts, smaller_s = _SMALLEST, _LAYOUTS, 0.0
     while True:
         tried = {layout: min(_matmul_s(device, n, dtype, layout, repeats=2)) for layout in layouts}
         fastest_s = min(tried.values())
-        if n >= _LARGEST or fastest_s >= _LONG_ENOUGH_S:
+        full = fastest_s >= _FULL_AFTER_S and 8 * smaller_s < _FULL_BELOW * fastest_s
+        if n >= _LARGEST or fastest_s >= _LONG_ENOUGH_S or full:
             close = (layout for layout, seconds in tried.items() if seconds <= _CLOSE * fastest_s)
             return n, min((_matmul_s(device, n, dtype, layout, _REPEATS) for layout in close), key=min)
         layouts = tuple(layout for layout, seconds in tried.items() if seconds <= _FAR_BEHIND * fastest_s)
-        n *= 2
+        n, smaller_s = 2 * n, fastest_s
 
 
 def _matmul_s(device: Device, n: int, dtype: torch.dtype, layout: str, repeats: int) -> tuple[float, ...]:
