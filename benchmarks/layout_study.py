@@ -25,7 +25,7 @@ from steplab.specs.hardware import find_hardware
 LAYOUTS = {
     2: ["fsdp=2", "tp=2", "pp=2", "dp=2", "fsdp=2 reshard_after_forward=never", "fsdp=2 checkpointing=full"],
     4: ["dp=4", "fsdp=4", "dp=2,fsdp=2", "tp=4", "tp=2,fsdp=2", "pp=4", "pp=2,fsdp=2", "pp=2,tp=2"],
-    8: ["dp=8", "fsdp=8", "dp=2,fsdp=4", "tp=8", "tp=2,fsdp=4", "pp=8", "pp=4,fsdp=2", "pp=2,tp=2,fsdp=2"],
+    8: ["dp=8", "fsdp=8", "dp=2,fsdp=4", "tp=8", "tp=2,fsdp=4", "pp=8 batch=8", "pp=4,fsdp=2", "pp=2,tp=2,fsdp=2"],
 }
 """By the number of GPUs."""
 DEFAULTS = {
@@ -61,9 +61,17 @@ def main() -> None:
     }
     print(COLUMNS, flush=True)
     for layout in map(str.strip, options.layouts or LAYOUTS[options.gpus]):
-        name, *more = layout.split()
-        run = steplab.measure(store=options.store, layout=name, **fields, **dict(one.split("=") for one in more))
-        print(f"{layout:40} {shown(run)}", flush=True)
+        try:
+            told = shown(steplab.measure(store=options.store, **fields | fields_of(layout)))
+        except SteplabError as refusal:
+            told = str(refusal)
+        print(f"{layout:40} {told}", flush=True)
+
+
+def fields_of(layout: str) -> dict[str, str]:
+    """The fields of a layout and what follows it."""
+    name, *more = layout.split()
+    return {"layout": name} | dict(one.split("=") for one in more)
 
 
 def shown(run: Run) -> str:
