@@ -55,7 +55,8 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
 def _of_rank(prediction: MemoryPrediction) -> str:
     if len(prediction.ranks) < 2:
         return " of every rank" if prediction.ranks else ""
-    return f" of {prediction.rank}, which need most,"
+    one = str(prediction.rank).startswith("rank ")
+    return f" of {prediction.rank}, which {'needs' if one else 'need'} most,"
 
 
 def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
