@@ -13,6 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,11 @@ def _attention(head: Head) -> bool:
     )
 
 
+def _on_four(head: Head) -> bool:
+    """The layouts of four GPUs."""
+    return prod(head["spec"]["layout"].values()) == 4
+
+
 PAGES = {
     "full": Page(
         title="A full study on H200s",
@@ -92,9 +98,9 @@ PAGES = {
             MEMORY: _every,
             PRECISION: _every,
             ATTENTION: _attention,
-            COLLECTIVES: _every,
+            COLLECTIVES: _named("comm 4 GPUs", "comm 2 GPUs"),
             DATA_PARALLEL: _ids("1c486669f006", "4325a1ec5501", "9a19004587b5"),
-            LAYOUTS: _every,
+            LAYOUTS: _on_four,
         },
     ),
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
