@@ -27,8 +27,10 @@ def wait_for(turn, turn_ptr):
     now = _now(turn_ptr)
     while now < turn:
         now = _now(turn_ptr)
-    # The copy engine's additions come after what has been read.
-    gl.inline_asm_elementwise("fence.proxy.async; mov.b32 $0, 0;", "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
+    # The copy engine's additions come after what has been read. For shared memory too, the fence would be one of all
+    # memory of the GPU, and take as long as a way there and back.
+    asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, 0;"
+    gl.inline_asm_elementwise(asm, "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
