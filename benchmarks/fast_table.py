@@ -150,7 +150,8 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         walked = max((w for w in walks if _size(w) == size), key=lambda walk: walk.created_utc, default=None)
         ours = [run for run in runs if _size(run) == size and _is_the_recipe(run)]
         pairs = [(run, peer) for run in ours for peer in runs if _peer(peer) == size and _in_one_run(run, peer)]
-        pair = max(pairs, key=lambda pair: pair[1].created_utc, default=None)
+        last = max((run.created_utc for run, _ in pairs), default=None)
+        pair = min((two for two in pairs if two[0].created_utc == last), key=lambda two: two[1].median_s, default=None)
         recipe, peer = pair or (min(ours, key=lambda run: run.median_s, default=None), None)
         if recipe is None:
             continue
@@ -168,9 +169,10 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
     caption = (
         "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`, whose weights "
         "are bf16 with fp32 masters (`--precision bf16_master`). By advise: the walk from the plain step. "
-        "Transformers: its Llama of the same sizes, bf16 autocast, compiled layer by layer, cuDNN's attention, torch's "
-        "fused AdamW, on the GPU of the recipe's step and within ten minutes of it. With fp32 weights: the recipe with "
-        "`--precision bf16`, which is autocast over fp32 weights."
+        "Transformers: its Llama of the same sizes, bf16 autocast, compiled, cuDNN's attention, torch's fused AdamW, "
+        "on the GPU of the recipe's step and within ten minutes of it; the faster of compiled layer by layer and as a "
+        "whole, where both were measured. With fp32 weights: the recipe with `--precision bf16`, which is autocast "
+        "over fp32 weights."
     )
     return table_of_texts(
         "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
