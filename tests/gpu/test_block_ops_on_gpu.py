@@ -6,8 +6,12 @@ from typing import Any
 import pytest
 import torch
 from tests.unit.test_block_ops import check_heads, check_model, check_norms, check_swiglu
+from torch import Tensor
 
 from steplab.lab.memory import memory
+from steplab.model.build import build_workload
+from steplab.model.compiling import compile_blocks
+from steplab.model.workload import call, loss_of
 from steplab.ops.rms_norm.api import add_rms_norm
 from steplab.ops.rms_norm.reference import plain_add_rms_norm
 from steplab.ops.rotary_heads.api import rotary_heads
@@ -15,6 +19,7 @@ from steplab.ops.rotary_heads.reference import plain_rotary_heads
 from steplab.ops.swiglu.api import swiglu
 from steplab.ops.swiglu.reference import plain_swiglu
 from steplab.plan.memory import predict_memory
+from steplab.specs.resolve import resolve_step
 
 pytestmark = [
     pytest.mark.gpu,
@@ -63,6 +68,34 @@ def test_norms_are_as_near_to_float64_as_the_format_allows(
 def test_a_model_of_fused_blocks_is_the_plain_model(variant: dict[str, object]) -> None:
     sizes = {"context": 96, "model.d_model": 256, "model.d_ff": 344, "precision": "bf16"}  # heads of 64 columns
     check_model(variant | sizes, "cuda")
+
+
+def test_compiled_blocks_make_gradients_of_fp32_weights_in_their_products() -> None:
+    """They are those of the eager block but for its rounding to bf16, which the head's still has."""
+    found = [made_by(compiled=compiled) for compiled in (False, True)]
+    for name, eager in found[0].items():
+        rounded, whole = eager.bfloat16().float(), found[1][name]
+        torch.testing.assert_close(whole, eager, rtol=2**-7, atol=2**-7 * float(eager.abs().max()))
+        if name == "head.weight" or name.endswith(("gate_up.weight", "down.weight", "output.weight", "value.weight")):
+            assert torch.equal(eager, rounded), name
+            assert torch.equal(whole, whole.bfloat16().float()) == (name == "head.weight"), name
+
+
+def made_by(*, compiled: bool) -> dict[str, Tensor]:
+    """The gradients of a small model of fused blocks under bf16 autocast, by name."""
+    spec = resolve_step(
+        {"model": "small", "model.projections": "merged", "model.num_layers": 2, "context": 256, "batch": 2,
+         "precision": "bf16", "block_ops": "triton", "attention": "sdpa_flash", "device": "cuda"}
+    )  # fmt: skip
+    torch.manual_seed(0)
+    built = build_workload(spec, torch.device("cuda"))
+    assert built.module is not None
+    assert built.make_batch is not None
+    if compiled:
+        compile_blocks(built.module)
+    with torch.autocast("cuda", BF16):
+        loss_of(call(built.module, built.make_batch())).backward()
+    return {name: parameter.grad for name, parameter in built.module.named_parameters() if parameter.grad is not None}
 
 
 def test_tensors_of_more_than_two_to_the_31_elements() -> None:

@@ -247,6 +247,18 @@ def test_fusing_leaves_the_products_and_moves_no_more(fields: dict[str, Any]) ->
     assert sum(kernel.moved_bytes for kernel in kernels) <= eager
 
 
+def test_blocks_compiled_one_by_one_with_block_ops_cast_no_gradients_of_weights() -> None:
+    fields = {"model": "small", "model.projections": "merged", "context": 512, "precision": "bf16", "device": "cuda"}
+    casts = {}
+    for ops in ("plain", "triton"):
+        kernels = kernels_of(resolve_step(fields | {"block_ops": ops, "compile": "block", "model.num_layers": 2}))
+        made = [kernel.operator for kernel in kernels if kernel.operator.where.startswith("block ")]
+        casts[ops] = sum(
+            op.name == "copy" and op.phase == "backward" and op.what.endswith(".weight, in fp32") for op in made
+        )
+    assert casts == {"plain": 2 * 4, "triton": 0}  # of two blocks, four products each
+
+
 def streaming(name: str, read: int, written: int) -> Operator:
     """From one memory to another, of a MiB each."""
     return Operator(name=name, kind="streaming", dtype="fp32", flops=0.0, read_bytes=MIB, written_bytes=MIB,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from steplab.model.compiling import compiled
+from steplab.model.compiling import compiled_forward
 from steplab.model.transformer import BlockCaller, call_plainly
 from steplab.ops.attention.operators import REFERENCE, TRITON
 from steplab.ops.rotary_heads import api as rotary_heads
@@ -80,7 +80,7 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     if recomputed and not outside:
         forward = _recomputed(forward, checkpointing, is_compiled=compile_mode != "off")
     if compile_mode != "off":
-        forward = compiled(forward, compile_mode)
+        forward = compiled_forward(block, forward, compile_mode)
         block.compiled_within = True  # type: ignore[assignment]
     if recomputed and outside:
         forward = _recomputed(forward, checkpointing, is_compiled=False)

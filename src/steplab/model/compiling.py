@@ -16,13 +16,23 @@ def compiled(function: Callable[..., Any], mode: str) -> Any:
     return torch.compile(function, mode=None if mode in ("default", "block") else mode)
 
 
+def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -> Any:
+    """The forward pass of one repeated block, compiled in a way that suits its kind."""
+    if mode != "block" or not getattr(block, "fp32_gradients_of_products", False):
+        return compiled(forward, mode)
+    from steplab.model.gradient_products import gradients_of_products
+
+    lower_join()
+    return torch.compile(forward, options={"post_grad_custom_post_pass": gradients_of_products()})
+
+
 def compile_blocks(module: nn.Module) -> None:
     """Compile the forward pass of each repeated block in place, so that gradients appear as backward proceeds.
 
     Hooks on a block stay outside of its compiled code. Raises Unsupported as repeated_blocks does.
     """
     for block in repeated_blocks(module):
-        block.forward = compiled(block.forward, "block")
+        block.forward = compiled_forward(block, block.forward, "block")
         block.compiled_within = True  # type: ignore[assignment]
 
 

@@ -61,6 +61,9 @@ class FusedSwiGLU(MergedSwiGLU):
 class FusedBlock(Block):
     """Attention, then feed-forward, each on the norm of the stream with the branch before it."""
 
+    fp32_gradients_of_products = True
+    """Compiled by itself it makes gradients of fp32 weights in fp32, in their product (model/gradient_products)."""
+
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         nn.Module.__init__(self)
         self.attention_norm = AddRMSNorm(shape.d_model)

@@ -300,7 +300,19 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
 
 def kernels_of(spec: StepSpec) -> list[Kernel]:
     """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
-    return _kernels(operators_of(spec), spec.compile, blocks_alone=spec.compile == "block")
+    operators = operators_of(spec)
+    kernels = _kernels(operators, spec.compile, blocks_alone=spec.compile == "block")
+    if spec.block_ops == "triton" and spec.compile == "block":
+        read = {operand.memory for op in operators if op.phase != "optimizer" for operand in op.reads}
+        return [kernel for kernel in kernels if not _casts_gradient(kernel.operator, read)]
+    return kernels
+
+
+def _casts_gradient(op: Operator, read: set[int]) -> bool:
+    """Whether it casts the gradient of a weight, which such blocks make in fp32 (model/gradient_products); `read`:
+    what the passes read."""
+    widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
+    return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
 
 
 def _kernels(operators: Sequence[Operator], compile: str, *, blocks_alone: bool = False) -> list[Kernel]:
