@@ -14,7 +14,7 @@ from torch.nn.functional import cross_entropy
 
 from steplab.errors import Unsupported
 from steplab.explain.api import explain
-from steplab.fake_step import step
+from steplab.fake_step import shares, step
 from steplab.fake_step.step import fake_step, operators_of_fake
 from steplab.lab import compiling
 from steplab.lab.compiling import with_compiled_shares
@@ -308,11 +308,11 @@ def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
 
 
 def asked(factory: str, **fields: object) -> StepSpec:
-    return resolve_step({"model": f"{__name__}:{factory}", "context": 64, "precision": "bf16", **fields})
+    return resolve_step({"model": factory, "context": 64, "precision": "bf16", **fields})
 
 
 def profiled(factory: str) -> Run:
-    """A record of a step of a model in this file, profiled on an H200."""
+    """A record of a step of a model of one's own, profiled on an H200."""
     seen = profile([op("aten::mul", "elementwise", 3.0, where="blocks.*")])
     return dataclasses.replace(own({"model": "small"}, seen, timing(4.0)), spec=asked(factory))
 
@@ -320,13 +320,21 @@ def profiled(factory: str) -> Run:
 def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    operators: list[Operator] = []
+
+    def seen(spec: StepSpec) -> tuple[Operator, ...]:
+        operators.extend(operators_of_fake(spec))
+        return tuple(operators)
+
     monkeypatch.setattr(compiling, "ask", asked_here)
-    run = with_compiled_shares(profiled("foreign"))
+    monkeypatch.setattr(shares, "operators_of_fake", seen)
+    run = with_compiled_shares(profiled(f"{__name__}:foreign"))
     assert run.profile is not None
     assert run.profile.compiled is not None
-    steps = [asked("foreign", compile=mode) for mode in ("off", "default")]
-    operators = operators_of_fake(steps[0])
-    eager, compiled = (predict_step_time(step, gpu_named("H200 SXM"), operators) for step in steps)
+    eager, compiled = (
+        predict_step_time(asked(f"{__name__}:foreign", compile=mode), gpu_named("H200 SXM"), operators)
+        for mode in ("off", "default")
+    )
     kernels = [sum(part.kernels for part in each.parts if part.phase != "optimizer") for each in (eager, compiled)]
     assert run.profile.compiled.kernels == kernels[1] / kernels[0]
     assert run.profile.compiled.host == pytest.approx(compiled.step.host_s / eager.step.host_s)
@@ -338,12 +346,11 @@ def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record
 
 def test_a_model_that_cannot_be_run_dry_has_a_record_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compiling, "ask", asked_here)
-    run = with_compiled_shares(profiled("reading"))
+    run = with_compiled_shares(profiled("missing_module:build"))
     assert run.profile is not None
     assert run.profile.compiled is None
     [note] = run.profile.notes
-    assert "compiled: what compiling would save is not predicted" in note
-    assert "it computes with values of tensors" in note
+    assert "compiled: what compiling would save is not predicted: cannot import missing_module" in note
 
 
 @pytest.mark.parametrize("changed", [{"device": "cpu"}, {"compile": "block"}])
