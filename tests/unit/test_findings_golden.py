@@ -121,6 +121,18 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
     assert max(abs(ratio - 1) for ratio in ratios) <= 0.1
 
 
+def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
+    """benchmarks/mygpt_gpu.py, whose eager profile has the shares of its dry run."""
+    lines = gzip.decompress((GOLDEN / "own_model_h200_202611.jsonl.gz").read_bytes()).splitlines()
+    eager, compiled = (run for run in map(decode, lines) if isinstance(run, Run))
+    saved_s = step_s(eager) - step_s(compiled)
+    assert found_in(eager)["fusable_elementwise"].saves_s == pytest.approx(saved_s, rel=0.05)
+    assert eager.profile is not None
+    low_s = left_s(compiled, FUSABLE) / left_s(eager, FUSABLE)
+    assert eager.profile.compiled is not None
+    assert eager.profile.compiled.memory_bound == pytest.approx(low_s, abs=0.05)
+
+
 def test_of_a_profile_without_a_dry_run_the_least_is_predicted_that_compiling_saved(runs: dict[str, Run]) -> None:
     both = recorded_both_ways(runs)
     left = [
