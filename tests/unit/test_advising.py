@@ -368,7 +368,7 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     )
     assert first in text
     assert "precision bf16 changes the numbers: matrix products take bf16." in text
-    assert "Tried and not kept: compile block, loss fused." in text
+    assert "Tried and not kept: compile block (slower), loss fused (failed)." in text
     assert "Not tried, because time was over: compile default." in text
     assert "steplab run --model small --context 512 --precision bf16" in text
     assert "torch.autocast(device.type, dtype=torch.bfloat16)" in text
@@ -393,7 +393,7 @@ def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_k
     )
     advice = dataclasses.replace(some_advice(), tried=(*some_advice().tried, alone, joined))
     sentences = advice_verdict(advice).sentences
-    assert "Tried and not kept: compile block, loss fused." in sentences
+    assert "Tried and not kept: compile block (slower), loss fused (failed)." in sentences
     why = "slower because the host launches it too late"
     assert f"block_ops triton with projections merged by itself: {why}; kept with cuda_graph step." in sentences
 
@@ -421,7 +421,10 @@ def test_whatever_was_decided_is_said(decision: Decision, walked: str, in_turns:
 def test_a_walk_without_a_gain_says_so() -> None:
     advice = some_advice()
     slower = dataclasses.replace(advice, tried=advice.tried[1:], best=advice.spec, best_s=advice.start_s, overall=None)
-    assert "No change that was tried pays: the step as given takes 40.0 ms." in advice_verdict(slower).sentences
+    assert (
+        "None of the changes tried was shown to pay: the step as given takes 40.0 ms."
+        in advice_verdict(slower).sentences
+    )
     untried = dataclasses.replace(slower, tried=())
     assert advice_verdict(untried).sentences[0] == "No change was tried: the step as given takes 40.0 ms."
     assert advice_verdict(untried).cautions == ()

@@ -269,6 +269,32 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
     assert compared(a, a).kernels == ()
 
 
+def test_a_phase_and_a_category_of_kernels_of_one_name_are_two_figures() -> None:
+    run = profiled("profile_h200_202611.jsonl.gz")
+    assert run.timing is not None
+    cells = {(f.group, f.name): f for cell in run_cells(run) for f in cell.figures}
+    found = {(f.group, f.name): f for f in compared(run, slower(run, 1.1)).figures}
+    phase, kernels = found["phase", "optimizer"], found["kernels", "optimizer"]
+    assert phase.ratio is not None
+    assert phase.ratio.num_a == len(run.timing.phase("optimizer").best_s)
+    assert phase.b == pytest.approx(1.1 * phase.a)
+    assert kernels.a == kernels.b == cells["kernels", "optimizer"].samples[0]
+    assert kernels.ratio is None
+
+
+def test_the_answer_names_where_time_changed_and_leaves_the_kernels_to_their_section() -> None:
+    run = profiled("profile_h200_202611.jsonl.gz")
+    assert run.profile is not None
+    planted = replace(run.profile.kernels[0], name="planted_kernel", total_s=0.1 * run.profile.num_steps)
+    without_ranges = [replace(kernel, range="") for kernel in (*run.profile.kernels, planted)]
+    other = replace(run, id="b" * 12, profile=replace(run.profile, kernels=tuple(without_ranges)))
+    document = compare_document(compared(run, other))
+    answer = " ".join(document.verdict.sentences)
+    assert f"+100 ms per step in {planted.phase}, category {planted.category}" in answer
+    assert "planted_kernel" not in answer
+    assert "planted_kernel" in render(document, "md").replace("\\_", "_")
+
+
 def test_an_allocation_that_is_planted_is_named_with_its_shape_and_format() -> None:
     lines = lzma.decompress((GOLDEN / "memory_h200_202611.jsonl.xz").read_bytes()).splitlines()
     run = decode(lines[0])

@@ -140,6 +140,20 @@ def test_ratios_decided_together_need_more_turns_and_say_how_many() -> None:
     assert compare_samples(a, b, in_turns=True, num_decided=4).decision == "higher"
 
 
+def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> None:
+    """A session of `steplab ab` on an overloaded machine, 10 turns of one step."""
+    a = [0.515, 1.661, 0.700, 3.054, 0.690, 0.583, 0.510, 0.650, 0.997, 1.224]
+    b = [0.807, 1.047, 0.709, 0.952, 0.926, 0.336, 0.782, 1.643, 0.419, 2.161]
+    found = compare_samples([[x] for x in a], [[x] for x in b], in_turns=True)
+    assert found.low is not None
+    assert found.low > 1 + found.threshold
+    assert found.decision == "undecided"
+    assert found.why == ("the interval is beyond the threshold, but p is 0.68, and only less than 0.05 decides")
+    far = compare_samples([[1.0] * 10], [[1.0] * 7 + [3.0] * 3], in_turns=False)
+    assert far.why == "a quarter of a side's steps take more than twice its median"
+    assert compare_samples([[1.0] * 10], [[2.0] * 10], in_turns=False).why == ""
+
+
 def test_processes_are_the_units_where_there_are_enough() -> None:
     """Within a process samples are alike, and between processes they are not: more samples add no knowledge."""
     random = np.random.default_rng(5)

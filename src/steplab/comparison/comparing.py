@@ -42,9 +42,10 @@ class _Cell:
         """The records that are runs, the newest last."""
         return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
 
-    def figure(self, name: str) -> list[MeasuredFigure]:
-        """A figure of each measurement that has it."""
-        return [figure for cell in self.good for figure in cell.figures if figure.name == name]
+    def like(self, first: MeasuredFigure) -> list[MeasuredFigure]:
+        """The same figure of each measurement that has it; a phase and a category of kernels may have one name."""
+        told = (first.group, first.name)
+        return [figure for cell in self.good for figure in cell.figures if (figure.group, figure.name) == told]
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
@@ -173,8 +174,8 @@ def _figures(
 ) -> Iterator[ComparedFigure]:
     """The figures that both cells have."""
     for first in _first_figures(before):
-        blocks_a = [figure.samples for figure in before.figure(first.name)]
-        blocks_b = [figure.samples for figure in after.figure(first.name)]
+        blocks_a = [figure.samples for figure in before.like(first)]
+        blocks_b = [figure.samples for figure in after.like(first)]
         if not blocks_b:
             continue
         together = num_decided if _may_alarm(first) else 1

@@ -15,6 +15,8 @@ _NOTICEABLE_BYTES = 0.001
 """Share of the peak from which a difference is told."""
 
 _Group = tuple[str, str, tuple[int, ...] | None]
+_Part = tuple[str, str, str]
+"""Phase, range and category of kernels; of the latter two one is empty."""
 
 
 def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelChange, ...]:
@@ -26,18 +28,26 @@ def kernel_changes(a: Profile, b: Profile, *, cell: str = "") -> tuple[KernelCha
     before, after = _parts(a, by_range=by_range), _parts(b, by_range=by_range)
     least_s = _NOTICEABLE_TIME * a.busy_s / a.num_steps
     found = [
-        KernelChange(cell=cell, phase=part[0], range=part[1], a=before.get(part, ()), b=after.get(part, ()))
-        for part in dict.fromkeys((*before, *after))
+        KernelChange(
+            cell=cell,
+            phase=phase,
+            range=range_,
+            category=category,
+            a=before.get((phase, range_, category), ()),
+            b=after.get((phase, range_, category), ()),
+        )
+        for phase, range_, category in dict.fromkeys((*before, *after))
     ]
     changed = [change for change in found if abs(change.b_s - change.a_s) >= least_s]
     return tuple(sorted(changed, key=lambda change: -abs(change.b_s - change.a_s))[:_MOST])
 
 
-def _parts(profile: Profile, *, by_range: bool) -> dict[tuple[str, str], tuple[KernelCount, ...]]:
+def _parts(profile: Profile, *, by_range: bool) -> dict[_Part, tuple[KernelCount, ...]]:
     """The kernels of each part, per step."""
-    calls: dict[tuple[str, str], dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
+    calls: dict[_Part, dict[str, list[float]]] = defaultdict(lambda: defaultdict(lambda: [0.0, 0.0]))
     for kernel in profile.kernels:
-        counted = calls[kernel.phase, kernel.range if by_range else kernel.category][kernel.name]
+        part = (kernel.phase, kernel.range, "") if by_range else (kernel.phase, "", kernel.category)
+        counted = calls[part][kernel.name]
         counted[0] += kernel.calls / profile.num_steps
         counted[1] += kernel.total_s / profile.num_steps
     return {

@@ -102,6 +102,7 @@ def compare_samples(
         more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
         if decision == "undecided" and not restless
         else None,
+        why=_why(interval, p, threshold, alpha, restless=restless),
     )
 
 
@@ -181,6 +182,18 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
     if found in ("higher", "lower") and p >= alpha:
         return "not higher" if found == "lower" else "undecided"
     return found
+
+
+def _why(
+    interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float, *, restless: bool
+) -> str:
+    """Why the decision says less than the interval does; empty: it says as much."""
+    if restless:
+        return "a quarter of a side's steps take more than twice its median"
+    beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
+    if beyond and p is not None and p >= alpha:
+        return f"the interval is beyond the threshold, but p is {p:.2g}, and only less than {alpha:.2g} decides"
+    return ""
 
 
 def by_interval(low: float | None, high: float | None, threshold: float) -> Decision:

@@ -38,6 +38,8 @@ class Ratio:
     more: int | None = None
     """If undecided: about how many further samples, or turns, of each side would decide; None: too many to be worth
     taking, or the ratio is about the threshold itself, which no number decides."""
+    why: str = ""
+    """Why the decision says less than the interval does, in words; empty: it says as much."""
 
     @property
     def exceeds(self) -> bool | None:
@@ -101,6 +103,8 @@ class KernelChange:
     """Phase of the step."""
     range: str
     """Part of the model; empty if the profiles do not tell."""
+    category: str = ""
+    """Category of the kernels, where the profiles do not tell the part of the model."""
     a: tuple[KernelCount, ...]
     """Kernels of A, the longest first."""
     b: tuple[KernelCount, ...]

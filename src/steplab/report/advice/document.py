@@ -77,7 +77,7 @@ def _answer(advice: Advice) -> Iterator[str]:
     if not advice.tried:
         yield f"No change was tried: the step as given takes {best}."
     elif not advice.kept:
-        yield f"No change that was tried pays: the step as given takes {best}."
+        yield f"None of the changes tried was shown to pay: the step as given takes {best}."
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {best}."
     else:
@@ -85,7 +85,7 @@ def _answer(advice: Advice) -> Iterator[str]:
         told = f"{advice.best_s / advice.start_s:.3f} times as long (medians of different turns)"
         yield f"{times}: {ratio_words(advice.overall) if advice.overall else told}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
-    if alone := [tried.words for tried, others in missed if not others]:
+    if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
     for tried, others in missed:
         if others:
@@ -167,7 +167,8 @@ def _table(advice: Advice) -> Table:
         ),
         rows=tuple(_row(tried) for tried in advice.tried),
         caption="Each change was measured in turns with the fastest step before it. Saved is the difference to the "
-        "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays. Peak memory "
+        "median of that step, from and to its 95 % interval; a change is kept if all of the interval pays and the test "
+        "of `steplab ab` agrees. Peak memory "
         f"is that {of_what}. Took is the time of the trial, from building the step until it was decided.",
         empty="no change was tried",
     )
@@ -206,9 +207,18 @@ def predicted_s(tried: Tried) -> float | None:
 def _result(tried: Tried) -> str:
     if tried.failure:
         return tried.failure
-    if tried.kept:
-        return "kept"
-    decision: Decision = tried.ratio.decision if tried.ratio else "undecided"
-    late = " because the host launches it too late" if tried.waits_for_host and (tried.predicted_share or 0) > 0 else ""
-    words: dict[Decision, str] = {"higher": f"slower{late}", "same": "no gain", "lower": "kept"}
+    decision = _decision(tried)
+    if decision == "slower" and tried.waits_for_host and (tried.predicted_share or 0) > 0:
+        return f"{decision} because the host launches it too late"
+    if decision == "not decided" and tried.ratio and tried.ratio.why:
+        return f"{decision}: {tried.ratio.why}"
+    return decision
+
+
+def _decision(tried: Tried) -> str:
+    """What came of a change, in a word or two."""
+    if tried.failure:
+        return "failed"
+    decision: Decision = "lower" if tried.kept else tried.ratio.decision if tried.ratio else "undecided"
+    words: dict[Decision, str] = {"higher": "slower", "same": "no gain", "lower": "kept"}
     return words.get(decision, "not decided")

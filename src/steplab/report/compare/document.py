@@ -178,6 +178,7 @@ def _row(comparison: Comparison, figure: ComparedFigure) -> Row:
         "p": ratio.p if ratio else None,
         "threshold": ratio.threshold if ratio else None,
         "decision": ratio.decision if ratio else None,
+        "why": (ratio.why or None) if ratio else None,
         "more_samples": ratio.more if ratio else None,
         "samples_a": ratio.num_a if ratio else 1,
         "samples_b": ratio.num_b if ratio else 1,

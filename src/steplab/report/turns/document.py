@@ -62,14 +62,20 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
         return f"{b} takes as long as {a}, within {within}: {ratio_words(ratio)}, {times}."
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
-        return f"Not decided whether {b} differs from {a} by more than {within}: {ratio_words(ratio)}, {times}.{more}"
+        told = f"{ratio_words(ratio)}, {times}{_but(ratio)}"
+        return f"Not decided whether {b} differs from {a} by more than {within}: {told}.{more}"
     if ratio.decision == "not higher":
         return (
             f"{b} is not slower than {a} by more than {within}, and whether it is faster is not decided: "
-            f"{ratio_words(ratio)}, {times}."
+            f"{ratio_words(ratio)}, {times}{_but(ratio)}."
         )
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {ratio_words(ratio)}, {times}."
+
+
+def _but(ratio: Ratio) -> str:
+    """Why the decision says less than the interval."""
+    return f"; {ratio.why}" if ratio.why else ""
 
 
 def alternating_caution(why: str) -> str:
@@ -123,6 +129,7 @@ def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
         "p": ratio.p if ratio else None,
         "threshold": ratio.threshold if ratio else None,
         "decision": ratio.decision if ratio else None,
+        "why": (ratio.why or None) if ratio else None,
         "peak_bytes": run.peak.peak_allocated_bytes if run.peak else None,
         "git_commit": run.environment.git_commit if run.environment else None,
         "id": run.id,
