@@ -57,7 +57,7 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
     assert "--compile default saves about 3.00 ms of 30.0 ms per step, 10.0 %." in " ".join(
         text.split("1. ")[0].split()
     )
-    assert "The change saves about 3.00 ms of 30.0 ms per step (10.0 %)." in text
+    assert "The change saves about 3.00 ms of 30.0 ms per step, 10.0 %." in text
     assert "\n  steplab run --model small --precision bf16 --compile default\n" in text
     assert "In a chain of kernels every intermediate is written and read again" in " ".join(text.split())
     prose = [line for line in text.splitlines() if "  steplab run" not in line]
@@ -70,10 +70,18 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
 def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: str) -> None:
     bound = dataclasses.replace(tried(found), findings=(dataclasses.replace(tried(found).findings[0], at_most=True),))
     text = render_findings(run, bound, format, width=120)
-    assert "saves at most 3.00 ms of 30.0 ms per step (10.0 %)" in text
+    assert "saves at most 3.00 ms of 30.0 ms per step, 10.0 %" in text
     assert "where at most 3.00 ms were predicted" in text
     assert "saves about" not in text
     assert msgspec.json.decode(render_findings(run, bound, "json"))[0]["at_most"] is True
+
+
+def test_a_larger_batch_saves_time_for_the_same_tokens_and_none_per_step(run: Run, found: Findings) -> None:
+    larger = dataclasses.replace(found.findings[0], fields={"batch": "8"}, tokens_ratio=2)
+    text = " ".join(render_findings(run, dataclasses.replace(found, findings=(larger,)), "table", width=300).split())
+    assert "--batch 8 saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
+    assert "The change saves about 3.00 ms for the same tokens, 10.0 % of 30.0 ms." in text
+    assert "30.0 ms per step" not in text
 
 
 def test_trials_end_in_a_table(run: Run, found: Findings) -> None:

@@ -68,6 +68,7 @@ def batch_too_small(case: Case) -> Finding | None:
         note="a larger batch changes the training; adjust the learning rate",
         evidence=(Evidence(what="step, unprofiled", value=step_s, unit="s"), *parts),
         saves_s=saves_s,
+        tokens_ratio=factor,
         prediction=(
             f"With {factor} times the batch, the tokens of one present step take {format_time(step_s - saves_s)} "
             f"instead of {format_time(step_s)}: {step_s / (step_s - saves_s):.2f} times the tokens per second. "

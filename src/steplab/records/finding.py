@@ -65,6 +65,9 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds that the change saves per step (for a change of batch: per tokens of a present step); None if
     there is no prediction."""
+    tokens_ratio: float = 1.0
+    """Tokens per step with the change divided by those without it; above 1 the step itself gets longer, and `saves_s`
+    is what its tokens take less."""
     at_most: bool = False
     """Whether `saves_s` is an upper bound rather than an estimate."""
     prediction: str = ""

@@ -19,7 +19,7 @@ from steplab.report.kit.document import (
     row_of,
 )
 from steplab.report.kit.quantities import TIME, Quantity
-from steplab.report.profile.verdict import finding_sentences
+from steplab.report.profile.verdict import finding_sentences, saving_words
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import run_title
 
@@ -75,12 +75,7 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         return "What the change saves cannot be predicted from this record."
-    about = "at most" if finding.at_most else "about"
-    if step_s is None:
-        return f"The change saves {about} {units.format_time(finding.saves_s)} per step."
-    share = units.format_percent(finding.saves_s / step_s)
-    saved = f"{units.format_time(finding.saves_s)} of {units.format_time(step_s)}"
-    return f"The change saves {about} {saved} per step ({share})."
+    return f"The change saves {saving_words(finding, step_s)}."
 
 
 def _figure(evidence: Evidence) -> str:

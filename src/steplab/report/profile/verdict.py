@@ -37,18 +37,27 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
 def _saving(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
         return "its saving cannot be predicted from this record"
-    of_step = ""
-    if step_s:
-        of_step = f" of {units.format_time(step_s)} per step, {units.format_percent(finding.saves_s / step_s)}"
     change = " ".join(f"{option_name(name)} {value}" for name, value in finding.fields.items()) or "changing that"
-    return f"{change} saves {saved_words(finding)}{of_step}"
+    return f"{change} saves {saving_words(finding, step_s)}"
+
+
+def saving_words(finding: Finding, step_s: float | None) -> str:
+    """'about 3.00 ms of 30.0 ms per step, 10.0 %'; of a larger batch, whose step is longer, 'about 3.00 ms for the same
+    tokens, 10.0 % of 30.0 ms'. The finding predicts a saving."""
+    saved = saved_words(finding)
+    if step_s is None or finding.saves_s is None:
+        return f"{saved} per step" if finding.tokens_ratio == 1 else saved
+    step, share = units.format_time(step_s), units.format_percent(finding.saves_s / step_s)
+    return f"{saved} of {step} per step, {share}" if finding.tokens_ratio == 1 else f"{saved}, {share} of {step}"
 
 
 def saved_words(finding: Finding) -> str:
-    """'about 12.3 ms', 'at most 4.56 ms'; what stands for a saving that is not predicted."""
+    """'about 12.3 ms', 'at most 4.56 ms', 'about 7.89 ms for the same tokens' of a larger batch; what stands for a
+    saving that is not predicted."""
     if finding.saves_s is None:
         return "not predicted"
-    return f"{'at most' if finding.at_most else 'about'} {units.format_time(finding.saves_s)}"
+    tokens = "" if finding.tokens_ratio == 1 else " for the same tokens"
+    return f"{'at most' if finding.at_most else 'about'} {units.format_time(finding.saves_s)}{tokens}"
 
 
 def findings_section(findings: Findings) -> Section | None:
