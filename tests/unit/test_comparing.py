@@ -68,6 +68,7 @@ def test_a_run_is_no_different_from_itself() -> None:
     found = compared(STEADY, STEADY)
     assert found.outcome == "fine"
     assert verdict(found).sentences[0].startswith("No difference: step time ")
+    assert verdict(found).cautions == ("A and B are the same records, so nothing can differ.",)
 
 
 def test_a_slower_step_is_a_regression_with_its_interval_and_phases() -> None:
@@ -222,7 +223,7 @@ def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
 
 def test_turns_are_advised_only_for_what_can_be_run_again() -> None:
     """`steplab ab` runs steps of specs; a loop that was recorded is the user's to run again."""
-    (of_steps,), (of_loops,) = (verdict(compared(run, run)).cautions for run in (STEADY, recorder_run()))
+    (of_steps,), (of_loops,) = (verdict(compared(run, slower(run, 1))).cautions for run in (STEADY, recorder_run()))
     assert of_steps.endswith("measure A and B in turns, by `steplab ab`.")
     assert of_loops.endswith(
         f"measure each side in {'six' if FEWEST == 6 else FEWEST} processes or more, all under one name."
@@ -272,11 +273,13 @@ def test_a_kernel_that_is_no_longer_fused_is_named_with_its_time_and_its_place()
 def test_a_phase_and_a_category_of_kernels_of_one_name_are_two_figures() -> None:
     run = profiled("profile_h200_202611.jsonl.gz")
     assert run.timing is not None
+    optimizer = run.timing.phase("optimizer")
+    assert optimizer is not None
     cells = {(f.group, f.name): f for cell in run_cells(run) for f in cell.figures}
     found = {(f.group, f.name): f for f in compared(run, slower(run, 1.1)).figures}
     phase, kernels = found["phase", "optimizer"], found["kernels", "optimizer"]
     assert phase.ratio is not None
-    assert phase.ratio.num_a == len(run.timing.phase("optimizer").best_s)
+    assert phase.ratio.num_a == len(optimizer.best_s)
     assert phase.b == pytest.approx(1.1 * phase.a)
     assert kernels.a == kernels.b == cells["kernels", "optimizer"].samples[0]
     assert kernels.ratio is None

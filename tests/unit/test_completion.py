@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from steplab.cli.app import main
+from steplab.store.database import Store
 
 
 def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,6 +28,30 @@ def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pyt
     assert {"run", "report"} <= completed("steplab", "r")
     assert "--precision" in completed("steplab", "run", "--prec")
     assert "markdown" not in completed("steplab", "report", "--format", "")
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_a_script_replaces_an_earlier_one_and_no_other_file(
+    shell: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script, notes = tmp_path / "script", tmp_path / "notes.txt"
+    write = ["completion", "--shell", shell, "--output"]
+    assert main([*write, str(script)]) == main([*write, str(script)]) == 0
+    notes.write_text("mine")
+    assert main([*write, str(notes)]) == 2
+    assert notes.read_text() == "mine"
+    assert "add --force" in capsys.readouterr().err
+    assert main([*write, str(notes), "--force"]) == 0
+    assert notes.read_text() == script.read_text()
+
+
+def test_a_script_never_takes_the_place_of_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = tmp_path / "store.db"
+    monkeypatch.setenv("STEPLAB_STORE", str(store))
+    with Store.open(store, write=True):
+        before = store.read_bytes()
+    assert main(["completion", "--shell", "bash", "--output", str(store), "--force"]) == 2
+    assert store.read_bytes() == before
 
 
 def test_a_shell_that_is_not_known_is_named(

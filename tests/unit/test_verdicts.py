@@ -166,6 +166,24 @@ def test_sizes_whose_intervals_overlap_are_no_trend() -> None:
     assert answer([small, medium]).sentences == ("small takes 11.0 ms; medium takes 11.0 ms.",)
 
 
+def test_of_many_unlike_runs_the_fastest_and_the_slowest_are_told() -> None:
+    noisy = (0.010, 0.014, 0.008, 0.013, 0.009, 0.012, 0.011)
+    times = {"small": 1.0, "medium": 1.02, "large": 0.99, "xl": 1.01}
+    runs = [steps(make_run({"model": model}), *(x * s for s in noisy)) for model, x in times.items()]
+    assert answer(runs).sentences == (
+        "Of 4 runs the fastest, large, takes 10.9 ms; the slowest, medium, takes 11.2 ms.",
+    )
+
+
+def test_a_loop_without_a_timed_step_says_so_first() -> None:
+    loop = replace(recorder_run(timing=None), notes=("step time: the loop ran 3 steps, but 5 are warm-up",))
+    assert answer([loop]).sentences == ("No step was timed: the loop ran 3 steps, but 5 are warm-up.",)
+    nothing = Findings(run_id=loop.id, created_utc="", steplab_version="", step_s=None, findings=())
+    assert tuple(finding_sentences(loop, nothing)) == (
+        "No step was timed and none was profiled, so there is nothing to explain.",
+    )
+
+
 def test_an_impossible_mfu_is_a_warning_and_no_answer() -> None:
     why = "MFU and HFU over 100 %: the ceiling is too low"
     runs = []

@@ -309,9 +309,9 @@ class _Facts:
         other = self._if_not(apart)
         return Question(
             title=title,
-            answer=f"On a mesh of X = {self.mesh.fsdp} (FSDP) × Y = {self.mesh.tp} (TP) the forward pass is "
-            f"compute-bound from {_tokens(per_device.symbol.value)} tokens a device on, an overall batch of "
-            f"{round(batch.value):,} tokens; {other}.",
+            answer=f"On {self.device.name}, on a mesh of X = {self.mesh.fsdp} (FSDP) × Y = {self.mesh.tp} (TP), the "
+            f"forward pass is compute-bound from {_tokens(per_device.symbol.value)} tokens a device on, an overall "
+            f"batch of {round(batch.value):,} tokens; {other}.",
             figures=_figures(*shared, *bounds, overall, *times),
             source=_COMBINED,
             remarks=(

@@ -17,17 +17,25 @@ def completion(
     output: Annotated[
         Path | None, Parameter(help="Write the script to this file, and leave the shell's own files as they are")
     ] = None,
+    force: Annotated[
+        bool, Parameter(help="Replace a file that is not such a script", negative="", show_default=False)
+    ] = False,
 ) -> None:
     from cyclopts.completion.detect import ShellDetectionError
 
     from steplab.cli.app import app
     from steplab.cli.output import say
     from steplab.errors import SteplabError, UserError
+    from steplab.lab.files import Destination
 
     try:
-        path = app.install_completion(shell=shell, output=output, add_to_startup=output is None)
+        if output:
+            script = app.generate_completion(shell=shell)
+            Destination(path=output, kind="completion", force=force).write(script.encode())
+            say(f"wrote {output}; have your shell read it")
+        else:
+            say(f"wrote {app.install_completion(shell=shell)}; begin a new shell to use it")
     except ShellDetectionError as error:
         raise UserError("the shell is not known; name it: --shell bash, zsh or fish") from error
     except OSError as error:
         raise SteplabError(f"cannot write the script: {error}") from error
-    say(f"wrote {path}; begin a new shell to use it")

@@ -69,6 +69,8 @@ def list_(
     else:
         document = list_document(found.rows, keys)
     emit_document(document, chosen, out)
+    if not found.rows and any((kind, where, study, name, since)):
+        say("no record matches; `steplab list` without conditions shows what there is")
     for record_id, unknown_kind in found.unknown:
         say(
             f"record {record_id} is of the kind '{plain(unknown_kind)}', which this version does not know; upgrade "

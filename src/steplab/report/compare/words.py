@@ -97,6 +97,9 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
     remedy = "measure each side in six processes or more, all under one name"
     if comparison.can_run_again:
         remedy = "measure A and B in turns, by `steplab ab`"
+    if set(comparison.a.ids) == set(comparison.b.ids):
+        yield "A and B are the same records, so nothing can differ."
+        return
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
         yield from (f"Warning: {doubt}" for doubt in comparison.doubts)

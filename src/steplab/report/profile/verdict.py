@@ -22,6 +22,8 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
     if findings is None or not findings.findings:
         if run.failure:
             yield "The run failed, so there is no step to explain."
+        elif run.profile is None and run.median_s is None:
+            yield "No step was timed and none was profiled, so there is nothing to explain."
         elif findings is not None:
             yield "No change is predicted to save a considerable share of the step."
         if run.profile:

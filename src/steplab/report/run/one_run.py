@@ -105,9 +105,11 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
     )
     told = [waiting_words(timing.back_to_back)]
     parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
-    if whole and sum(map(median, parts_s)) > _NOTICEABLY * whole:
+    ratio = sum(map(median, parts_s)) / whole if whole else 1.0
+    if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
         told.append(
-            "The steps differ so much that the medians of the phases add up to more than the median of the step."
+            f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
+            "median of the step."
         )
     if found := tuple(filter(None, told)):
         yield Sentences(texts=found)

@@ -21,6 +21,8 @@ _MOST_EFFECTS = 2
 _MOST_NAMED = 3
 _NAMED = ("model", "context", "batch", "pass", "precision", "compile", "attention")
 """Fields by which a series of sizes is named; the table of runs has the others."""
+_UNTIMED = "step time: "
+"""Beginning of the note on why there is no step time."""
 _BY_INTEREST = ("precision", "compile")
 """Fields whose effects are told first."""
 
@@ -38,6 +40,9 @@ def _one(run: Run) -> Iterator[str]:
         yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
     samples = run.samples_s
     if not samples:
+        untimed = (note.removeprefix(_UNTIMED) for note in run.notes if note.startswith(_UNTIMED))
+        if not run.failure and (why := next(untimed, None)):
+            yield f"No step was timed: {why}."
         return
     summary = stats.summarize(samples)
     yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
@@ -72,13 +77,20 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
         yield told
     effects = main_effects(cells)
     yield from map(effect_words, effects)
-    if not told and not effects:
-        timed = [cell for cell in cells if cell.run.median_s]
-        listed = "; ".join(
-            f"{label(cell, fields)} takes {units.format_time(cell.run.median_s or 0)}" for cell in timed[:_MOST_NAMED]
-        )
-        if listed:
-            yield f"{listed}{'; …' if len(timed) > _MOST_NAMED else ''}."
+    if not told and not effects and (taken := _times_words(cells, fields)):
+        yield taken
+
+
+def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
+    """The step times of a few runs, and of many the least and the most; empty without any."""
+    timed = sorted((cell for cell in cells if cell.run.median_s), key=lambda cell: cell.run.median_s or 0)
+    times = [(label(cell, fields), units.format_time(cell.run.median_s or 0)) for cell in timed]
+    if not times:
+        return ""
+    if len(times) <= _MOST_NAMED:
+        return f"{'; '.join(f'{name} takes {taken}' for name, taken in times)}."
+    (fastest, least), (slowest, most) = times[0], times[-1]
+    return f"Of {len(times)} runs the fastest, {fastest}, takes {least}; the slowest, {slowest}, takes {most}."
 
 
 def main_effects(cells: Sequence[RunCell]) -> list[Effect]:
