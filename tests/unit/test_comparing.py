@@ -355,5 +355,8 @@ def test_the_page_begins_with_what_decides_and_explains_its_columns_once() -> No
     (bars,) = (block for section in document.sections for block in section.blocks if isinstance(block, Bars))
     assert [bar.strong for bar in bars.bars] == sorted((bar.strong for bar in bars.bars), reverse=True)
     assert bars.bars[0].label == "step time"
+    colors = {bar.label: bar.segments[0].color for bar in bars.bars}
+    words = {color: text for color, _, text in bars.legend}
+    assert words[colors["step time"]] == words[colors["tokens per second"]] == "B is worse"
     text = render(document, "table", width=120)
     assert text.count("bootstrap interval") == text.count("Mann-Whitney") == 1

@@ -52,7 +52,9 @@ class LayoutTime:
     communication_spread: float
     """Half of the interval as a share of `exposed_s`."""
     compute_s: float
-    """Seconds of forward and backward passes, without communication."""
+    """Seconds of kernels of forward and backward passes, without communication."""
+    waiting_s: float
+    """Seconds in which the device waits in these passes for the host to launch."""
     optimizer_s: float
     """Seconds of the update."""
     copies_s: float

@@ -81,6 +81,7 @@ class LayoutClock:
             compute_spread=spread,
             communication_spread=unsure,
             compute_s=turn.compute_s,
+            waiting_s=turn.waiting_s,
             optimizer_s=turn.optimizer_s,
             copies_s=turn.copies_s,
             exposed_s=turn.exposed_s,
@@ -112,7 +113,8 @@ class LayoutClock:
             found.append(
                 _Turn(
                     group=group,
-                    compute_s=times["forward"] + times["backward"],
+                    compute_s=device["forward"] + device["backward"],
+                    waiting_s=waiting["forward"] + waiting["backward"],
                     optimizer_s=update.seconds,
                     copies_s=copies_s,
                     traffic=tuple(
@@ -251,6 +253,7 @@ class _Turn:
 
     group: RankGroup
     compute_s: float
+    waiting_s: float
     optimizer_s: float
     copies_s: float
     traffic: tuple[AxisTraffic, ...]
@@ -263,11 +266,12 @@ class _Turn:
     @property
     def pass_s(self) -> float:
         """Both passes of all microbatches, with what stage and tensor parallelism send in them."""
-        return self.compute_s + sum(each.exposed_s for each in self.traffic if each.axis in ("pp", "tp"))
+        sent_s = sum(each.exposed_s for each in self.traffic if each.axis in ("pp", "tp"))
+        return self.compute_s + self.waiting_s + sent_s
 
     @property
     def step_s(self) -> float:
-        return self.compute_s + self.optimizer_s + self.copies_s + self.exposed_s
+        return self.compute_s + self.waiting_s + self.optimizer_s + self.copies_s + self.exposed_s
 
 
 _Share = tuple[_Turn, int]

@@ -32,7 +32,7 @@ _GROUPS = {
     "kernels": "Kernels by category, in one profiled step",
     "communication": "Communication",
 }
-_HIGHER, _LOWER, _OPEN = 2, 1, 7
+_WORSE, _BETTER, _OPEN = 2, 1, 7
 _MOST_BARS = 24
 
 
@@ -125,7 +125,11 @@ def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:
     if not largest:
         return ()
     bars = tuple(_bar(change, figure) for change, figure in largest)
-    legend = ((_HIGHER, "■", "B is higher"), (_LOWER, "■", "B is lower"), (_OPEN, "■", "undecided, or single values"))
+    legend = (
+        (_WORSE, "■", "B is worse"),
+        (_BETTER, "■", "B is better"),
+        (_OPEN, "■", "alike, undecided or single values"),
+    )
     note = "Relative change of the medians from A to B: first the figures that decide, then the largest differences."
     return (named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12)),)
 
@@ -135,7 +139,8 @@ def _is_decided(figure: ComparedFigure) -> bool:
 
 
 def _bar(change: float, figure: ComparedFigure) -> Bar:
-    color = {"higher": _HIGHER, "lower": _LOWER}.get(_decision(figure) or "", _OPEN)
+    rises = (_BETTER, _WORSE) if figure.group == "speed" else (_WORSE, _BETTER)
+    color = dict(zip(("higher", "lower"), rises, strict=True)).get(_decision(figure) or "", _OPEN)
     told = f"{'+' if change > 0 else '-'}{units.format_share(abs(change))}"
     values = f"{value_words(figure.a, figure.unit)} to {value_words(figure.b, figure.unit)}"
     return Bar(

@@ -29,6 +29,7 @@ _FIRST = 12
 """Layouts that a terminal shows."""
 _PARTS = (
     ("compute_s", "computation", 1),
+    ("waiting_s", "waiting for the host", 7),
     ("optimizer_s", "optimizer", 6),
     ("copies_s", "copies of messages", 4),
     ("exposed_s", "exposed communication", 2),
@@ -126,6 +127,7 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
             Column(key="high_s", header="at most", quantity=TIME, rank=2),
             Column(key="tokens_per_s", header="tokens/s", quantity=COUNT, rank=1),
             Column(key="compute_s", header="computation", quantity=TIME, rank=4),
+            Column(key="waiting_s", header="waiting", quantity=TIME, rank=3),
             Column(key="exposed_s", header="exposed", quantity=TIME, rank=3),
             Column(key="bubble_s", header="bubble", quantity=TIME, rank=3),
             Column(key="peak_bytes", header="allocated", quantity=BYTES, rank=5),
@@ -133,9 +135,10 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
             Column(key="verdict", header="memory", rank=1),
         ),
         rows=tuple(_row(plan, number, each) for number, each in enumerate(fitting, start=1)),
-        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. Exposed is "
-        "what communication adds, bubble what a pipeline waits to fill and drain. Memory is of the ranks that need "
-        "most. `steplab run` takes the options as they are.",
+        caption="Those that fit first, each by the step time of its slowest ranks, with a 90 % interval. Waiting is "
+        "for the host, where Python launches too slowly: eager steps, and tensors that tp splits. Exposed is what "
+        "communication adds, bubble what a pipeline waits to fill and drain. Memory is of the ranks that need most. "
+        "`steplab run` takes the options as they are.",
         first=_FIRST,
     )
 
