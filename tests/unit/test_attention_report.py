@@ -1,6 +1,7 @@
 """A benchmark of attention stored, and shown: every figure comes from the samples."""
 
 import csv
+import dataclasses
 import io
 import json
 import math
@@ -23,6 +24,7 @@ from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
 from steplab.report.attention.figures import attention_rows, default_peer
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
+from steplab.report.attention.verdict import attention_verdict
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
@@ -180,6 +182,23 @@ def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: 
     assert re.search(r"\d [µm]s +\d", answer)
     head = lines[lines.index("Error against float64") + 1]
     assert all(name in head.split() for name in ("output", "dQ", "dK", "dV"))  # a table, and not a record a cell
+
+
+def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: AttentionRun) -> None:
+    shape = next(cell.spec.shape for cell in peers.cells if cell.samples("both"))
+    even = (1.0e-3, 1.4e-3, 0.8e-3, 1.3e-3, 0.9e-3, 1.2e-3, 1.1e-3)
+
+    def told(factor: float) -> str:
+        cells = []
+        for cell in peers.cells:
+            if cell.spec.shape == shape and cell.spec.implementation in ("flex", "sdpa_flash"):
+                times = factor if cell.spec.implementation == "flex" else 1.0
+                both = PhaseSamples(phase="both", device_s=tuple(times * second for second in even))
+                cells.append(dataclasses.replace(cell, passes=(both,)))
+        return attention_verdict(dataclasses.replace(peers, cells=tuple(cells)), "sdpa_flash").sentences[0]
+
+    assert "so which is faster is not decided" in told(1.05)
+    assert "not decided" not in told(3.0)
 
 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:

@@ -137,6 +137,17 @@ def test_a_difference_within_the_noise_is_undecided() -> None:
     assert "The intervals overlap." in told
 
 
+def test_pairs_of_which_none_is_decided_are_not_counted_as_faster() -> None:
+    noisy = (0.010, 0.014, 0.008, 0.013, 0.009, 0.012, 0.011)
+    pairs = [
+        steps(make_run({"precision": precision, "model": model}), *(factor * sample for sample in noisy))
+        for precision, factor in (("fp32", 1.0), ("bf16", 0.97))
+        for model in ("small", "medium")
+    ]
+    (told,) = answer(pairs).sentences
+    assert told.startswith("bf16 instead of fp32: undecided in both pairs of otherwise equal runs.")
+
+
 def test_nothing_is_decided_on_a_machine_that_was_busy() -> None:
     fast, slow = (0.010, 0.0101, 0.0099) * 3, (0.0125, 0.0126, 0.0124) * 3
     busy = replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9)

@@ -45,12 +45,18 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
     peer = against or default_peer(run.cells)
     made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
     return Document(
-        title=f"Attention: {run.study.description or run.study.name}",
+        title=_title(run),
         subtitle=" · ".join(part for part in (*made, f"'{run.name}'" if run.name else "") if part),
         verdict=attention_verdict(run, peer),
         sections=(*_sections(run, peer), *environment_section(run.environment)),
         data=Table(name="cells", columns=(), rows=tuple(attention_rows(run.cells, peer))),
     )
+
+
+def _title(run: AttentionRun) -> str:
+    """What was benchmarked, in words that begin with attention."""
+    told = run.study.description or run.study.name
+    return f"{told[:1].upper()}{told[1:]}" if told.lower().startswith("attention") else f"Attention: {told}"
 
 
 def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answered: bool = False) -> Section | None:

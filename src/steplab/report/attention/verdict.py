@@ -113,6 +113,8 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 def _with_error(one: _Comparison) -> str:
     off = max(one.high - one.mean, one.mean - one.low, 0.01)
+    if len(one.speeds) == 1 and one.low <= 1 <= one.high:
+        return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)}, so which is faster is not decided)"
     if len(one.speeds) == 1 or off > _WIDE * one.mean:
         return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
     return f"{_times(one.mean)} ± {off:.2f}"

@@ -138,6 +138,8 @@ def _pays(effect: Effect) -> str:
         return f"{effect.choice} is faster in {pairs_words} of otherwise equal runs: {ends}."
     if slower == count:
         return f"{effect.choice} does not pay: it is slower in {pairs_words} of otherwise equal runs, {ends}."
+    if not faster and not slower:
+        return f"{effect.choice}: undecided in {pairs_words} of otherwise equal runs."
     told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
     told += f", up to {times_words(most.ratio)} at {label(most.before, others)}" if faster else ""
     if slower:
