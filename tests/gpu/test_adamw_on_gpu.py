@@ -121,3 +121,35 @@ def test_a_first_step_in_a_capture_and_a_second_capture_are_refused() -> None:
         made.step()
     with pytest.raises(Unsupported, match="take a step before each"), torch.cuda.graph(torch.cuda.CUDAGraph()):
         made.step()
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+def test_a_group_may_have_parameters_of_several_devices() -> None:
+    """Each launch is for one device, whose kernel cannot read the other's memory."""
+    devices = ("cuda:0", "cuda:1", "cuda:0")
+    given, theirs = (
+        [torch.linspace(-1, 1, 700, device=device).requires_grad_() for device in devices] for _ in range(2)
+    )
+    ours, torchs = OneKernelAdamW(given, lr=1e-2), torch.optim.AdamW(theirs, lr=1e-2)
+    for step in range(STEPS):
+        for parameters in (given, theirs):
+            for number, parameter in enumerate(parameters):
+                parameter.grad = torch.full_like(parameter, 0.1 * (number + step + 1))
+        ours.step()
+        torchs.step()
+    for parameter, expected in zip(given, theirs, strict=True):
+        torch.testing.assert_close(parameter, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_capture_of_other_parameters_than_the_step_before_is_refused() -> None:
+    first, large, small = given = [torch.ones(size, device="cuda", requires_grad=True) for size in (8, 6000, 8)]
+    made = OneKernelAdamW(given, lr=1e-2)
+    first.grad, large.grad = torch.ones_like(first), torch.ones_like(large)
+    made.step()
+    large.grad, small.grad = None, torch.ones_like(small)
+    with pytest.raises(Unsupported, match="no moments yet"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made.step()
+    made.step()
+    small.grad, large.grad = None, torch.ones_like(large)
+    with pytest.raises(Unsupported, match="of other parameters"), torch.cuda.graph(torch.cuda.CUDAGraph()):
+        made.step()

@@ -2,6 +2,7 @@
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,12 @@ def test_results_are_as_near_to_float64_as_the_format_allows(
     check(make_case(tokens, width, entries, dtype=dtype, device="cuda"), dtype)
     options: dict[str, Any] = {"bias": True, "ignored": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3}
     check(make_case(tokens, width, entries, dtype=dtype, device="cuda", reduction="sum", **options), dtype)
+
+
+def test_targets_need_not_lie_side_by_side() -> None:
+    case = make_case(200, 64, 10_000, dtype=torch.bfloat16, device="cuda")
+    apart = torch.stack((case.targets, case.targets.flip(0)), 1)[:, 0]
+    check(replace(case, targets=apart), torch.bfloat16)
 
 
 @pytest.mark.parametrize("implementation", ["fused", "chunked"])

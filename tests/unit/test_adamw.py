@@ -179,15 +179,37 @@ def test_tensors_of_other_devices_are_updated_by_themselves(monkeypatch: pytest.
     assert together == [{"cpu"}, {"meta"}]
 
 
+def test_tables_do_not_grow_with_the_number_of_gradients() -> None:
+    """A model that leaves out some blocks in each step has another number of gradients in many of them."""
+    given = [torch.ones(4, requires_grad=True) for _ in range(8)]
+    made = OneKernelAdamW(given, **OPTIONS)
+    for number in range(8, 0, -1):
+        for each in given:
+            each.grad = None
+        for each in given[:number]:
+            each.grad = torch.ones(4)
+        made.step()
+    assert len(made._tables) == 1
+    assert [int(made.state[each]["step"]) for each in given] == [8, 7, 6, 5, 4, 3, 2, 1]
+
+
 def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tables of sizes are of that step: the kernel would read and write past the end of a smaller tensor."""
     first, large, small = given = [torch.ones(size, requires_grad=True) for size in (8, 600, 8)]
     made = OneKernelAdamW(given, **OPTIONS)
-    first.grad, large.grad = torch.ones(8), torch.ones(600)
+    first.grad, small.grad = torch.ones(8), torch.ones(8)
+    made.step()
+    with monkeypatch.context() as patched:
+        patched.setattr("steplab.ops.adamw.optimizer._is_captured", lambda tensor: True)
+        large.grad = torch.ones(600)
+        with pytest.raises(Unsupported, match="a parameter has no moments yet"):
+            made.step()
+        assert large not in made.state or not made.state[large]
+    small.grad = None
     made.step()
     monkeypatch.setattr("steplab.ops.adamw.optimizer._is_captured", lambda tensor: True)
     large.grad, small.grad = None, torch.ones(8)
-    with pytest.raises(Unsupported, match="take a step of the same parameters before it"):
+    with pytest.raises(Unsupported, match="the step before it was of other parameters"):
         made.step()
     small.grad, large.grad = None, torch.ones(601)[1:]
     with pytest.raises(Unsupported, match="begin at a multiple of 16 bytes"):

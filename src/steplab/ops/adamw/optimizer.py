@@ -53,7 +53,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
-        self._tables: dict[_Part, _Tables] = {}
+        self._tables: dict[Tensor, _Tables] = {}  # of what is updated together, by the first tensor that is
         self._of_graphs: list[_Tables] = []  # what CUDA graphs read, in the host's memory and in the device's
         self._versions: dict[Tensor, int] = {}  # of bfloat16 weights after their last step; autograd counts changes
         for group in self.param_groups:
@@ -117,7 +117,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         if not runs_on(tensors[0][0].device.type):
             _update_by_torch(tensors, group)
             return
-        key = (tensors[0][0], len(tensors))
+        key = tensors[0][0]
         if _is_captured(tensors[0][0]):
             tables = self._tables_in_capture(key, tensors)
         else:
@@ -141,6 +141,11 @@ class OneKernelAdamW(torch.optim.Optimizer):
             master = state.get("master")
             values = parameter if master is None else master
             if "step" not in state:
+                if _is_captured(parameter):  # its zeros would be written when the graph is replayed, and each time
+                    why = "a parameter has no moments yet, which are made in a step outside of one"
+                    raise Unsupported(
+                        "AdamW in one kernel in a capture", why, "take a step of the same parameters before it"
+                    )
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
             step = state["step"]
@@ -154,7 +159,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             found.setdefault((parameter.device, master is not None), []).append((*tensors, *weight))
         return found
 
-    def _tables_in_capture(self, key: "_Part", tensors: Sequence["Tensors"]) -> "_Tables":
+    def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
         """Tables whose addresses are copied from the host's memory by the graph itself, in each replay.
 
         That memory cannot be made in a capture, so it is taken from the step before, and no later step gets it.
@@ -174,8 +179,6 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return replace(before, addresses=before.on_host.to(before.counts.device, non_blocking=True))
 
 
-_Part = tuple[Tensor, int]
-"""What is updated together, by the first tensor that is and their number: a step may be of some of the parameters."""
 Tensors = tuple[Tensor, ...]
 """What is updated in float32, its gradient, its two moments and the number of its steps; then the bfloat16 weight, if
 that is another tensor."""
