@@ -107,8 +107,9 @@ def parts(found: dict[str, Run]) -> Table:
     rows.append(("no kernel", "–", "–", *(f"{_idle_s(run):.3f}" for run in found.values())))
     headers = ("part", "FLOPs", "at 790", *map(_named, found))
     caption = (
-        "Seconds of the first rank in a profiled step, and TFLOP/s; FLOPs as they are needed, and their seconds at 790 "
-        f"TFLOP/s. Records: {', '.join(run.id for run in found.values())}."
+        "Seconds of the first rank in a profiled step, and in brackets TFLOP/s of the FLOPs that are needed: what is "
+        "computed again is not among them. At 790: their seconds at 790 TFLOP/s. "
+        f"Records: {', '.join(run.id for run in found.values())}."
     )
     return table_of_texts("parts", headers, rows, numeric=[False, *[True] * (len(headers) - 1)], caption=caption)
 

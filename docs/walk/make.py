@@ -152,7 +152,7 @@ def chapter(records: Sequence[Record], pictures: dict[str, str]) -> str:
     first = plain_step(walk)
     steps = [*([first] if first else []), runs[str(walk.start_id)], *(runs[str(tried.run_id)] for tried in walk.kept)]
     before_s, after_s = _step_s(steps[0]), _step_s(steps[-1])
-    ends = [(words, run) for words, spec in (("first", steps[0].spec), ("fastest", walk.best))
+    ends = [(words, run) for words, spec in (("first", walk.spec), ("fastest", walk.best))
             if (run := profile_of(spec, records))]  # fmt: skip
     bf16 = next(change for change in CHANGES if change.words == "precision bf16")
     codes = [*([bf16.code.splitlines()] if first else []), *(tried.code for tried in walk.kept)]
@@ -281,14 +281,19 @@ def _where(ends: Sequence[tuple[str, Run]], pictures: dict[str, str]) -> Iterato
         return
     yield "## Where the time goes"
     yield markdown_table(_categories(ends))
-    yield (
-        "Below are the rooflines ([profile.md](profile.md)): a point is an operator with inputs of one shape, its area "
-        "its time, and the lines are what the GPU's memory and tensor cores can do at most."
-    )
-    for words, run in ends:
-        assert run.profile is not None
-        chart = roofline(run, run.profile)
-        yield _picture(pictures, chart, f"walk/roofline_{words}.svg", f"Roofline of the {words} step")
+    if any(run.spec and run.spec.updates_in_backward for _, run in ends):
+        yield "Kernels that run at once share the time: the update runs beside products of the backward pass."
+    drawn = [
+        _picture(pictures, chart, f"walk/roofline_{words}.svg", f"Roofline of the {words} step")
+        for words, run in ends
+        if run.profile and (chart := roofline(run, run.profile)) is not None
+    ]
+    if drawn:
+        yield (
+            "In a roofline ([profile.md](profile.md)) a point is an operator with inputs of one shape, its area its "
+            "time, and the lines are what the GPU's memory and tensor cores can do at most."
+        )
+        yield from drawn
 
 
 def _categories(ends: Sequence[tuple[str, Run]]) -> Table:
