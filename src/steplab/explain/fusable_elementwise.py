@@ -1,21 +1,14 @@
 """Elementwise work that a compiler would fuse."""
 
+from collections import defaultdict
+
 from steplab.explain.case import Case
-from steplab.explain.fusing import (
-    fewer_kernels,
-    fusable_s,
-    fusing_saves_s,
-    gaps_s,
-    most_fusable,
-    moved_by,
-    products_save_s,
-    shares_of,
-)
+from steplab.explain.fusing import FUSABLE, Fusing, fusing_of, is_compiled
 from steplab.explain.waiting import is_launch_bound
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command
-from steplab.units import format_bytes, format_percent, format_time
+from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05
 """Least share of the device's time that fusing must save: compiling takes seconds to minutes at every start, and error
@@ -29,18 +22,18 @@ def fusable_elementwise(case: Case) -> Finding | None:
     profile = case.profile
     if profile is None or not case.is_eager:
         return None
-    low_s, fused_s, busy_s = fusable_s(case, profile), fusing_saves_s(case, profile), case.busy_s(profile)
-    if fused_s <= CONSIDERABLE * busy_s:
+    fusing, busy_s = fusing_of(case, profile), case.busy_s(profile)
+    if fusing.fused_s <= CONSIDERABLE * busy_s:
         return None
     fields = {"compile": "default"} if case.spec else {}
-    products_s = products_save_s(case, profile)
-    saves_s, prediction = _gain(case, profile, fused_s, products_s)
+    saves_s, prediction = _gain(case, profile, fusing)
+    share = format_percent(fusing.fusable_s / busy_s)
     return Finding(
         kind="fusable_elementwise",
-        title=f"{format_percent(low_s / busy_s)} of the device's work is elementwise, in kernels that could be fused",
+        title=f"{share} of the device's work is elementwise, in kernels that could be fused",
         saw=(
-            f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take {format_time(low_s)} of "
-            f"{format_time(busy_s)} per step.{_moved(profile)}{_most(case, profile)}"
+            f"Outside of the optimizer, elementwise work, norms, softmax, sums and copies take "
+            f"{format_time(fusing.fusable_s)} of {format_time(busy_s)} per step.{_most(case, profile)}"
         ),
         why=(
             "Such a kernel computes little and lasts as long as memory takes to read its inputs and write its output. "
@@ -50,11 +43,15 @@ def fusable_elementwise(case: Case) -> Finding | None:
         change=command(case.spec, fields) if case.spec else "model = torch.compile(model)",
         note="compiling takes seconds to minutes at the start; in your own code model = torch.compile(model)",
         evidence=(
-            Evidence(what="elementwise, normalisation, softmax, reduction and copy", value=low_s, unit="s"),
+            Evidence(what="elementwise, normalisation, softmax, reduction and copy", value=fusing.fusable_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),
-            Evidence(what="device time that fusing saves", value=fused_s, unit="s"),
-            Evidence(what="device time that matrix products save", value=products_s, unit="s"),
-            Evidence(what="kernels per step that fusing saves", value=fewer_kernels(profile), unit=""),
+            Evidence(what="device time that fusing saves", value=fusing.fused_s, unit="s"),
+            Evidence(what="device time that matrix products save", value=fusing.products_s, unit="s"),
+            Evidence(
+                what="kernels per step that fusing saves",
+                value=fusing.num_kernels * (1 - fusing.shares.kernels),
+                unit="",
+            ),
         ),
         saves_s=saves_s,
         prediction=prediction,
@@ -62,17 +59,23 @@ def fusable_elementwise(case: Case) -> Finding | None:
     )
 
 
-def _gain(case: Case, profile: Profile, fused_s: float, products_s: float) -> tuple[float, str]:
+def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float, str]:
     """Seconds saved per step, and how they were found. A launch-bound step lasts as long as its launches, so there the
     number of launches decides."""
-    shares, gap_s = shares_of(profile), gaps_s(case, profile)
-    told = _source(profile)
-    if products_s > 0:
-        told += f" The compiler pads products with the vocabulary, which saves {format_time(products_s)}."
+    shares = fusing.shares
+    leaves = f"{format_percent(shares.memory_bound)} of the time of such kernels and {format_percent(shares.kernels)}"
+    if profile.compiled is not None:
+        told = f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves} of the kernels."
+    else:
+        told = (
+            f"In recorded steps of an H200 compiling left at most {leaves} of the kernels; this record has no dry run."
+        )
+    if fusing.products_s > 0:
+        told += f" The compiler pads products with the vocabulary, which saves {format_time(fusing.products_s)}."
     if case.step_s is None or not is_launch_bound(case, profile):
-        saves_s = max(0.0, fused_s + products_s + gap_s * (1 - shares.kernels))
+        saves_s = max(0.0, fusing.saves_s)
         return saves_s, told + case.host_limit(profile, saves_s)
-    device_s = case.busy_s(profile) - fused_s - products_s + gap_s * shares.kernels
+    device_s = case.busy_s(profile) + fusing.gaps_s - fusing.saves_s
     told += (
         " The step is launch-bound: it is taken to last as long as its launches, of which compiling leaves "
         f"{format_percent(shares.host)} of the host's time, or as the device's work if that is longer."
@@ -80,25 +83,12 @@ def _gain(case: Case, profile: Profile, fused_s: float, products_s: float) -> tu
     return max(0.0, case.step_s - max(device_s, shares.host * case.step_s)), told
 
 
-def _source(profile: Profile) -> str:
-    shares = shares_of(profile)
-    leaves = (
-        f"{format_percent(shares.memory_bound)} of the time of such kernels and {format_percent(shares.kernels)} of "
-        "the kernels"
-    )
-    if profile.compiled is not None:
-        return f"By a dry run of the step, eager and as Inductor fuses it, compiling leaves {leaves}."
-    return f"In recorded steps of an H200 compiling left at most {leaves}; no dry run of this step is in its record."
-
-
 def _most(case: Case, profile: Profile) -> str:
-    found = most_fusable(case, profile, _NUM_NAMED)
-    places = ", ".join(f"{place} {format_time(seconds)}" for place, seconds in found)
+    """The ranges, with their phases, in which most of that time is spent."""
+    found = defaultdict[str, float](float)
+    for op in profile.ops:
+        if op.range and op.category in FUSABLE and is_compiled(op.phase):
+            found[f"{op.range} {op.phase}"] += case.per_step(profile, op.device_s)
+    longest = sorted(found.items(), key=lambda place: -place[1])[:_NUM_NAMED]
+    places = ", ".join(f"{place} {format_time(seconds)}" for place, seconds in longest)
     return f" Most of that is in {places}." if places else ""
-
-
-def _moved(profile: Profile) -> str:
-    found = moved_by(profile)
-    if found is None:
-        return ""
-    return f" They move {format_bytes(found[0])} per step, at {found[1]:.2g} FLOP per byte."

@@ -1,4 +1,4 @@
-"""What compiling the model would leave of a profiled step.
+"""What compiling the model would save of a profiled step.
 
 A multiply, an add or a cast does at most a few FLOPs for each byte that it moves, so it lasts as long as memory takes
 to deliver its tensors. One after another, such operators send every intermediate to memory and fetch it back; a
@@ -8,7 +8,7 @@ profiles no more is known than how much compiling left of steps that were record
 """
 
 import re
-from collections import defaultdict
+from dataclasses import dataclass
 
 from steplab.explain.case import Case
 from steplab.explain.vocabulary_padding import padding_saves_s
@@ -25,64 +25,54 @@ _ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
 """Matches the names of copies between host and device, which no compiler fuses."""
 
 
-def shares_of(profile: Profile) -> CompiledShares:
-    """What compiling leaves: by the dry run where there was one, else the most that it left of recorded steps."""
-    return profile.compiled or MOST_LEFT
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Fusing:
+    """What compiling the model changes in a step; all figures are per step."""
+
+    shares: CompiledShares
+    """What it leaves: by the dry run where there was one, else the most that it left of recorded steps."""
+    fusable_s: float
+    """Device time of the kernels that bandwidth bounds, without those of the optimizer, which is not compiled."""
+    products_s: float
+    """Device time that products save: those of an odd vocabulary are padded, and the clock may change."""
+    gaps_s: float
+    """Time between one kernel and the next, which was launched already: in the profile, and no more than the timed step
+    has beside its kernels."""
+    num_kernels: float
+    """Kernels."""
+
+    @property
+    def fused_s(self) -> float:
+        """Device time that fused kernels save."""
+        return self.fusable_s * (1 - self.shares.memory_bound)
+
+    @property
+    def saves_s(self) -> float:
+        """Device time that is saved, with the gaps before kernels that are no more."""
+        return self.fused_s + self.products_s + self.gaps_s * (1 - self.shares.kernels)
 
 
-def fusable_s(case: Case, profile: Profile) -> float:
-    """Device time per step of the model's kernels that bandwidth bounds. The optimizer's are not compiled with it."""
-    copies = [kernel for kernel in profile.kernels if kernel.category == "copy" and _in_model(kernel.phase)]
-    across_s = sum(kernel.total_s for kernel in copies if _ACROSS.search(kernel.name))
-    return _per_step(case, profile, FUSABLE) - case.per_step(profile, across_s)
+def fusing_of(case: Case, profile: Profile) -> Fusing:
+    """What compiling the model changes in a profiled step."""
+    shares = profile.compiled or MOST_LEFT
+    model = [phase for phase in profile.phases if is_compiled(phase.phase)]
 
+    def seconds(categories: tuple[str, ...]) -> float:
+        return case.per_step(profile, sum(phase.categories.get(each, 0.0) for phase in model for each in categories))
 
-def most_fusable(case: Case, profile: Profile, number: int) -> list[tuple[str, float]]:
-    """The ranges, with their phases, in which most of that time is spent, and the time per step."""
-    found = defaultdict[str, float](float)
-    for op in profile.ops:
-        if op.range and op.category in FUSABLE and _in_model(op.phase):
-            found[f"{op.range} {op.phase}"] += case.per_step(profile, op.device_s)
-    return sorted(found.items(), key=lambda place: -place[1])[:number]
-
-
-def moved_by(profile: Profile) -> tuple[float, float] | None:
-    """The bytes that such operators move per step, and their FLOPs per byte, where the record counts both."""
-    ops = [op for op in profile.ops if op.category in FUSABLE and _in_model(op.phase) and op.flops is not None]
-    moved = sum(op.moved_bytes or 0.0 for op in ops)
-    if not moved:
-        return None
-    return moved / profile.num_steps, sum(op.flops or 0.0 for op in ops if op.moved_bytes) / moved
-
-
-def fusing_saves_s(case: Case, profile: Profile) -> float:
-    """Device time per step that fused kernels save."""
-    return fusable_s(case, profile) * (1 - shares_of(profile).memory_bound)
-
-
-def fewer_kernels(profile: Profile) -> float:
-    """Kernels per step that fusing saves."""
-    kernels = sum(phase.num_kernels for phase in profile.phases if _in_model(phase.phase))
-    return kernels * (1 - shares_of(profile).kernels) / profile.num_steps
-
-
-def products_save_s(case: Case, profile: Profile) -> float:
-    """Device time per step that products save: those of an odd vocabulary are padded, and the clock may change."""
+    copies = [kernel for kernel in profile.kernels if kernel.category == "copy" and is_compiled(kernel.phase)]
+    across_s = case.per_step(profile, sum(kernel.total_s for kernel in copies if _ACROSS.search(kernel.name)))
     padding_s = padding_saves_s(case, profile)
-    return padding_s + (_per_step(case, profile, _PRODUCTS) - padding_s) * (1 - shares_of(profile).products)
+    gaps_s = case.per_step(profile, sum(phase.idle_s for phase in model))
+    return Fusing(
+        shares=shares,
+        fusable_s=seconds(FUSABLE) - across_s,
+        products_s=padding_s + (seconds(_PRODUCTS) - padding_s) * (1 - shares.products),
+        gaps_s=gaps_s if case.step_s is None else max(0.0, min(gaps_s, case.step_s - case.busy_s(profile))),
+        num_kernels=sum(phase.num_kernels for phase in model) / profile.num_steps,
+    )
 
 
-def gaps_s(case: Case, profile: Profile) -> float:
-    """Time per step between one kernel and the next, which was launched already: in the profile, and no more than the
-    timed step has beside its kernels."""
-    seen_s = case.per_step(profile, sum(phase.idle_s for phase in profile.phases if _in_model(phase.phase)))
-    return seen_s if case.step_s is None else max(0.0, min(seen_s, case.step_s - case.busy_s(profile)))
-
-
-def _per_step(case: Case, profile: Profile, categories: tuple[str, ...]) -> float:
-    model = tuple(phase.phase for phase in profile.phases if _in_model(phase.phase))
-    return case.per_step(profile, sum(profile.category_s(each, model) for each in categories))
-
-
-def _in_model(phase: str) -> bool:
+def is_compiled(phase: str) -> bool:
+    """Whether what runs in a phase is compiled with the model."""
     return phase != "optimizer"

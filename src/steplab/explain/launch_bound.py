@@ -2,7 +2,7 @@
 
 from steplab.errors import Unsupported
 from steplab.explain.case import Case
-from steplab.explain.fusing import fusing_saves_s
+from steplab.explain.fusing import fusing_of
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
 from steplab.records.finding import Evidence, Finding
@@ -28,7 +28,7 @@ def launch_bound(case: Case) -> Finding | None:
     if records_graphs and host_copies_and_syncs(case) is not None:
         note += _SYNCS_FIRST
     fuses = case.is_eager and bool(fields)
-    fused_s = fusing_saves_s(case, profile) if fuses else 0.0
+    fused_s = fusing_of(case, profile).fused_s if fuses else 0.0
     return Finding(
         kind="launch_bound",
         title=f"The GPU waits for the CPU, {format_percent(waiting_s / case.length_s(profile))} of the step",
