@@ -17,7 +17,7 @@ from steplab.explain.shapes import Shape, shapes_of
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode
 from steplab.records.finding import Finding
-from steplab.records.profile import CATEGORIES, PHASES, Communication, OpStats
+from steplab.records.profile import CATEGORIES, PHASES, Communication, CompiledShares, OpStats
 from steplab.records.run import ModelFacts, Run
 from steplab.specs.command import command
 from steplab.specs.resolve import resolve_step, with_fields
@@ -291,6 +291,7 @@ def test_a_factorys_module_brings_its_own_attention() -> None:
     scores = op("aten::_softmax", "softmax", 20.0, inputs="bf16[4, 12, 512, 512]")
     fused = op("aten::_flash_attention_forward", "attention", 20.0, inputs="bf16[4, 512, 32, 80]")
     spec = resolve_step({"model": "my.models:make", "precision": "bf16", "attention": "sdpa"})
-    run = dataclasses.replace(slow_run(), spec=spec, profile=profile([scores, fused]))
+    shares = CompiledShares(memory_bound=1.0, products=1.0, kernels=1.0, host=1.0)  # one softmax is fused with nothing
+    run = dataclasses.replace(slow_run(), spec=spec, profile=profile([scores, fused], compiled=shares))
     kinds = {f.kind: f.fields for f in explain(run)}
     assert kinds == {"scores_materialised": {}, "head_dimension": {}}
