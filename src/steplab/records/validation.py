@@ -14,6 +14,8 @@ import operator
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
+from functools import cache
+from types import NoneType
 from typing import Any
 
 from steplab.errors import SteplabError
@@ -64,13 +66,16 @@ def first_problem(value: Any) -> str | None:
 def cleaned(value: Any) -> Any:
     """A record, or a value in one, whose texts come from another program: each in one line, and without control
     characters."""
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [field.name for field in dataclasses.fields(value) if field.init and field.name not in _AS_GIVEN]
-        fields = {name: getattr(value, name) for name in names}
-        changed = {name: cleaned(content) for name, content in fields.items()}
-        return dataclasses.replace(value, **{name: new for name, new in changed.items() if new is not fields[name]})
     if isinstance(value, str):
         return value if not STEERING.search(value) else plain(value).replace("\n", "\\n")
+    if isinstance(value, (int, float, NoneType)):
+        return value
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        changed = {}
+        for field in _checked_fields(type(value)):
+            if field.init and (new := cleaned(content := getattr(value, field.name))) is not content:
+                changed[field.name] = new
+        return dataclasses.replace(value, **changed) if changed else value
     if isinstance(value, Mapping):
         return {cleaned(key): cleaned(content) for key, content in value.items()}
     if isinstance(value, tuple):
@@ -81,11 +86,12 @@ def cleaned(value: Any) -> Any:
 
 def _problems(value: Any, name: str) -> Iterator[Problem]:
     """All problems of a value in a field of this name, including those of values inside it."""
-    if dataclasses.is_dataclass(value):
-        for field in dataclasses.fields(value):
-            if field.name not in _AS_GIVEN:
-                yield from _within(f".{field.name}", _problems(getattr(value, field.name), field.name))
-            if field.name == "schema" and getattr(value, field.name) != field.default:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in _checked_fields(type(value)):
+            content = getattr(value, field.name)
+            if not _is_plain(content):
+                yield from _within(f".{field.name}", _problems(content, field.name))
+            if field.name == "schema" and content != field.default:
                 yield ".schema", f"must be {field.default}"
         if isinstance(value, TransformerShape):
             yield from _shape(value)
@@ -100,7 +106,18 @@ def _problems(value: Any, name: str) -> Iterator[Problem]:
             yield from _within(f"[{ascii(key)[:80]}]", (*_problems(key, ""), *_problems(item, name)))
     elif isinstance(value, Sequence) and not _are_plain_counts(value):
         for index, item in enumerate(value):
-            yield from _within(f"[{index}]", _problems(item, name))
+            if not _is_plain(item):
+                yield from _within(f"[{index}]", _problems(item, name))
+
+
+@cache
+def _checked_fields(cls: type) -> tuple[dataclasses.Field[Any], ...]:
+    return tuple(field for field in dataclasses.fields(cls) if field.name not in _AS_GIVEN)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether this is nothing, or a number that every field allows; a fast check of the common case."""
+    return value is None or (type(value) in (bool, int, float) and 0 <= value < LARGEST)
 
 
 def _are_plain_counts(values: Sequence[Any]) -> bool:
