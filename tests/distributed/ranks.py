@@ -27,7 +27,13 @@ GRACE_S = 3
 
 _processes = multiprocessing.get_context("forkserver")
 _processes.set_forkserver_preload(
-    ["torch._dynamo", "torch.distributed.fsdp", "torch.distributed.tensor.debug", "steplab.measurement.step.step"]
+    [
+        "torch._dynamo",
+        "torch._inductor.compile_fx",  # which ranks that compile would each import
+        "torch.distributed.fsdp",
+        "torch.distributed.tensor.debug",
+        "steplab.measurement.step.step",
+    ]
 )
 
 
