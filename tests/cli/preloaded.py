@@ -1,19 +1,22 @@
 """`steplab` by forking a process that has imported everything already: importing torch is most of what a command takes.
 
-Run as a program, with the descriptor of a socket: for each request on it, this process forks, and the fork starts a
-command with the folder, variables and streams that come along, and answers on a socket that comes along too, with the
-number of the command and then its exit code. Measuring processes are forked in turn, by the command and with a session
-of their own, as `steplab.measurement.processes.started` starts them; so are the commands that torchrun starts.
+Run as a program, with the descriptor of a socket that listens: for each request on a connection to it, this process
+forks, and the fork is a command with the folder, variables and streams that come along. On a socket that comes along
+too it answers with the number of the command and then its exit code. The parallel test processes share it, and it ends
+when all of them have closed their connections. Measuring processes are forked in turn, by the command and with a
+session of their own, as `steplab.measurement.processes.started` starts them; so are the commands that torchrun starts.
 """
 
 import atexit
 import contextlib
+import fcntl
 import gc
 import importlib
 import json
 import os
 import pkgutil
 import runpy
+import selectors
 import signal
 import socket
 import subprocess
@@ -23,6 +26,7 @@ import threading
 import traceback
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import IO, Any, NoReturn
 
 import psutil  # type: ignore[import-untyped]
@@ -68,18 +72,31 @@ class Started(psutil.Process):  # type: ignore[misc]
 class Preloaded:
     """The one that asks."""
 
-    def __init__(self, environment: dict[str, str]) -> None:
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with theirs:  # when this end goes, with its process at the latest, the other process ends
-            number = str(theirs.fileno())
-            self._server = subprocess.Popen(
-                [sys.executable, __file__, number], env=environment, pass_fds=[theirs.fileno()], start_new_session=True
-            )
+    def __init__(self, place: Path, environment: dict[str, str]) -> None:
+        """Connect to the process that listens at this place; the first of those that share it starts it."""
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server: subprocess.Popen[bytes] | None = None
+        self._place = place
+        with place.with_suffix(".lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not place.exists():
+                self._server = self._start_server(environment)
+            self._socket.connect(str(place))
+
+    def _start_server(self, environment: dict[str, str]) -> subprocess.Popen[bytes]:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+            listener.bind(str(self._place))
+            listener.listen()
+            words = [sys.executable, __file__, str(listener.fileno())]
+            return subprocess.Popen(words, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
 
     def close(self) -> None:
-        """End the other process."""
+        """Let the other process end, once nobody else asks it."""
         self._socket.close()
-        self._server.wait()
+        if self._server is not None:
+            self._server.wait()
+            self._place.unlink()
+            self._place.with_suffix(".lock").unlink()
 
     def start(
         self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes
@@ -176,6 +193,8 @@ def _import_everything() -> None:
     with contextlib.suppress(ImportError):
         importlib.import_module("transformers.models.llama.modeling_llama")  # the configurations in examples
     for module in pkgutil.walk_packages(steplab.__path__, "steplab."):
+        if module.name.startswith("steplab.integrations."):
+            continue  # trackers and trainers take seconds to import, and commands that are forked use none
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
     sys.dont_write_bytecode = True  # commands shall leave none beside the models they import
@@ -208,34 +227,62 @@ def _python() -> None:
         runpy.run_path(sys.argv[0], run_name="__main__")
 
 
-def _start(request: dict[str, Any], streams: tuple[int, ...], answers: socket.socket) -> None:
-    """Start a command, tell its number and, once it has ended, its exit code."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    number = os.fork()
-    if number == 0:
-        _run(partial(_command, streams, **request), [])
-    atexit._clear()
-    os.setpgid(number, number)
-    answers.send(str(number).encode())
-    answers.recv(100)
-    _, status = os.waitpid(number, 0)
-    answers.send(str(os.waitstatus_to_exitcode(status)).encode())
+class _Server:
+    """Starts commands, and tells those who asked for them how they ended."""
 
+    def __init__(self, listener: socket.socket) -> None:
+        self._selector = selectors.DefaultSelector()
+        self._selector.register(listener, selectors.EVENT_READ, partial(self._connect, listener))
+        self._num_connections = -1
+        """Connections that are open; -1 until there was one."""
 
-def _serve(requests: socket.socket) -> None:
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for those who start the commands
-    while True:
-        data, descriptors, _, _ = socket.recv_fds(requests, _LONGEST_REQUEST_BYTES, 4)
+    def serve(self) -> None:
+        """Do what is asked until nobody is connected and every command has ended."""
+        while self._num_connections or len(self._selector.get_map()) > 1:
+            for key, _ in self._selector.select():
+                key.data()
+
+    def _connect(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._selector.register(connection, selectors.EVENT_READ, partial(self._start, connection))
+        self._num_connections = max(self._num_connections, 0) + 1
+
+    def _start(self, connection: socket.socket) -> None:
+        """Start a command and tell its number."""
+        data, descriptors, _, _ = socket.recv_fds(connection, _LONGEST_REQUEST_BYTES, 4)
         if not data:
+            self._selector.unregister(connection)
+            connection.close()
+            self._num_connections -= 1
             return
         *streams, theirs = descriptors
-        with socket.socket(fileno=theirs) as answers:
-            if os.fork() == 0:
-                _run(partial(_start, json.loads(data), tuple(streams), answers), [])
+        answers = socket.socket(fileno=theirs)
+        number = os.fork()
+        if number == 0:
+            _run(partial(_command, tuple(streams), **json.loads(data)), [])
+        os.setpgid(number, number)
         for stream in streams:
             os.close(stream)
+        ended = os.pidfd_open(number)
+        self._selector.register(ended, selectors.EVENT_READ, partial(self._collect, ended, number, answers))
+        _tell(answers, number)
+
+    def _collect(self, ended: int, number: int, answers: socket.socket) -> None:
+        """Tell the exit code of a command that has ended."""
+        self._selector.unregister(ended)
+        os.close(ended)
+        with answers:
+            with contextlib.suppress(OSError):
+                answers.recv(100)  # its number was seen
+            _, status = os.waitpid(number, 0)
+            _tell(answers, os.waitstatus_to_exitcode(status))
+
+
+def _tell(answers: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # whoever asked has ended
+        answers.send(str(number).encode())
 
 
 if __name__ == "__main__":
     _import_everything()
-    _serve(socket.socket(fileno=int(sys.argv[1])))
+    _Server(socket.socket(fileno=int(sys.argv[1]))).serve()

@@ -186,8 +186,10 @@ class Program:
 
 @cache
 def preloaded() -> Preloaded:
-    """The process that this test process's commands are forked from."""
-    made = Preloaded(dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
+    """The process that commands are forked from, one for all parallel test processes."""
+    whose = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid())
+    place = Path(tempfile.gettempdir()) / f"steplab-tests-{whose}.socket"
+    made = Preloaded(place, dict(os.environ) | OF_EVERY_COMMAND | {"PYTHONDONTWRITEBYTECODE": ""})
     atexit.register(made.close)
     return made
 
