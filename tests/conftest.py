@@ -5,6 +5,7 @@ To look for new ones: pytest --hypothesis-profile=search
 
 import gc
 import os
+import sys
 from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
@@ -12,6 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the paralle
 import pytest
 import torch
 from hypothesis import settings
+from tests.interpreted import prepare_the_language_once_a_launch
 
 gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
@@ -36,6 +38,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 def pytest_collection_finish() -> None:
     """What is there by now stays: no search for garbage during a test has to look at it again."""
+    if interpreter := sys.modules.get("triton.runtime.interpreter"):
+        prepare_the_language_once_a_launch(interpreter)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # a dry run makes many objects, and hardly any garbage
     gc.enable()
