@@ -8,6 +8,7 @@ from tests.cli.program import REPOSITORY
 from tests.cli.test_readme import blocks
 
 from steplab.cli.app import app, main
+from steplab.errors import Remark
 
 
 @pytest.fixture
@@ -50,6 +51,21 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
     for piece in pieces:
         if piece.language == "sh":
             asked(*piece.text.split()[1:])
+
+
+def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As /tmp/steplab.toml for who works below /tmp: `model = "http.server:test"` would open a port to the network."""
+    for file, text in (("steplab.toml", "[run]\nsteps = 7\n"), ("pyproject.toml", "[tool.steplab.run]\nsteps = 8\n")):
+        (project / file).write_text(text)
+    others = project.stat().st_uid + 1
+    monkeypatch.setattr("os.getuid", lambda: others)
+    monkeypatch.setattr("steplab.cli.defaults._ROOT", others)
+    assert asked("run")["measured"].step.steps == "7"  # of a colleague, in a folder that is not open to all
+    project.chmod(0o777)
+    with pytest.warns(Remark, match="is not read: it is another user's") as told:
+        given = asked("run")
+    assert "measured" not in given or given["measured"].step.steps is None
+    assert [Path(str(each.message).split()[0]).name for each in told] == ["steplab.toml", "pyproject.toml"]
 
 
 def test_the_nearest_file_is_read_alone(project: Path) -> None:

@@ -1,7 +1,10 @@
 """Defaults of options from a file of the user's: steplab.toml, or [tool.steplab] of pyproject.toml."""
 
 import difflib
+import os
+import stat
 import tomllib
+import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -10,10 +13,11 @@ from typing import Any
 from cyclopts import App, ArgumentCollection
 from cyclopts.config import Dict
 
-from steplab.errors import UserError
+from steplab.errors import Remark, UserError
 from steplab.unpacking import small_file
 
 FILE = "steplab.toml"
+_ROOT = 0
 _OF_ONE_CALL = ("output", "force")
 """Options that a file cannot give: one output would replace that of another command."""
 
@@ -66,14 +70,27 @@ def _shared() -> tuple[str, ...]:
 
 
 def _nearest(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The file in this folder or the nearest one above it, with what it says; None: there is none."""
+    """The file in this folder or the nearest one above it, with what it says; None: there is none.
+
+    One that may be anyone's, as in /tmp, is passed over with a Remark: a file can name a function to run.
+    """
     for place in (folder, *folder.parents):
         own, project = place / FILE, place / "pyproject.toml"
-        if own.is_file():
+        if own.is_file() and not _is_anyones(own):
             return own, _read(own)
-        if project.is_file() and isinstance(content := _read(project).get("tool", {}).get("steplab"), Mapping):
-            return project, content
+        if project.is_file():
+            content = _read(project).get("tool", {}).get("steplab")
+            if isinstance(content, Mapping) and not _is_anyones(project):
+                return project, content
     return None
+
+
+def _is_anyones(file: Path) -> bool:
+    """Whether another user put the file into a folder in which all users may make files."""
+    if not file.parent.stat().st_mode & stat.S_IWOTH or file.stat().st_uid in (_ROOT, os.getuid()):
+        return False
+    warnings.warn(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"), stacklevel=2)
+    return True
 
 
 def _read(path: Path) -> dict[str, Any]:
