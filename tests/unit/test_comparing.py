@@ -187,6 +187,12 @@ def test_unlike_runs_are_refused_by_the_field_unless_it_is_allowed(
     assert [found.field for found in allowed.allowed] == [field]
 
 
+def test_a_field_that_is_no_field_is_not_allowed_to_differ() -> None:
+    with pytest.raises(UserError, match=r"--allow torhc: no such field; did you mean torch\?"):
+        compared(STEADY, STEADY, allow=["torhc"])
+    assert compared(STEADY, STEADY, allow=["torch", "NCCL_ALGO"]).outcome == "fine"
+
+
 def test_how_a_step_was_measured_and_which_of_equal_devices_was_used_may_differ() -> None:
     environment = replace(ENVIRONMENT, variables={"CUDA_VISIBLE_DEVICES": "1"}, git_commit="5e6f7a8")
     other = make_run({"steps": "20", "seed": "3"}, environment=environment)

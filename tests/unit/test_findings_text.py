@@ -147,8 +147,10 @@ def test_rows_have_a_finding_each(run: Run, found: Findings) -> None:
 @pytest.mark.parametrize("format", ["table", "md"])
 def test_a_run_with_nothing_to_mend_says_so(run: Run, found: Findings, format: str) -> None:
     nothing = dataclasses.replace(found, findings=(), not_looked_at=())
-    told = "No change is predicted to save a considerable share of the step."
-    assert told in render_findings(run, nothing, format, width=80)
+    told = "No change is predicted to save a considerable share of the step"
+    assert f"{told}." in render_findings(run, nothing, format, width=80)
+    text = " ".join(render_findings(dataclasses.replace(run, profile=None), nothing, format, width=80).split())
+    assert f"{told}, by the few diagnoses that need no profile." in text
 
 
 @pytest.mark.parametrize("format", ["table", "md"])

@@ -1,5 +1,6 @@
 """Compares two sets of records, cell by cell and figure by figure; the entry point of this package."""
 
+import difflib
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
@@ -67,9 +68,10 @@ def compare(
     smallest difference that matters, as a share; None: the defaults of comparison.samples.
 
     Raises Inconclusive, naming the fields, if no cell of A is like one of B, and UserError for records that are never
-    compared and for a field in `allow` that would mix cells of one side.
+    compared and for a field in `allow` that neither has or that would mix cells of one side.
     """
     cells_a, cells_b = _cells(a, records_a, allow), _cells(b, records_b, allow)
+    _refuse_unknown(allow, [cell.key for cell in (*cells_a.values(), *cells_b.values())])
     pairs = [(cells_a[key], cells_b[key]) for key in cells_a if key in cells_b]
     if not pairs:
         raise Inconclusive(_why_unlike(a, b, cells_a, cells_b, allow))
@@ -123,6 +125,16 @@ def _cells(side: Side, records: Sequence[Record], allow: Collection[str]) -> _Ce
             cell.records.append(record)
             cell.measured.append(measured)
     return found
+
+
+def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
+    """Raise UserError for a name that is no field; a variable of the environment may be set on neither side."""
+    fields = dict.fromkeys(name for key in keys for name in key)
+    for name in allow:
+        if name not in fields and not name.isupper():
+            alike = difflib.get_close_matches(name, fields, n=1)
+            hint = f"did you mean {alike[0]}?" if alike else f"choose one of {', '.join(fields)}"
+            raise UserError(f"--allow {name}: no such field; {hint}")
 
 
 def _why_unlike(

@@ -73,7 +73,7 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
-    notes = ["errors of what all layouts compute alike are alike, and so are left out where layouts are told apart"]
+    notes = ["whether a layout is slower than another is decided without the errors that both predictions share"]
     if job.update == OVERLAPPED:
         notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
     if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:

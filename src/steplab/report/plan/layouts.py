@@ -275,6 +275,6 @@ def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
             ),
             Column(key="reason", header="reason", wraps_from=30),
         ),
-        f"Of {units.counted(len(others), 'layout')} {said}.",
+        f"Of {units.counted(len(others), 'layout')} {said}." if len(counted) > 1 else "",
         first=_FIRST,
     )

@@ -25,7 +25,8 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
         elif run.profile is None and run.median_s is None:
             yield "No step was timed and none was profiled, so there is nothing to explain."
         elif findings is not None:
-            yield "No change is predicted to save a considerable share of the step."
+            by = "" if run.profile else ", by the few diagnoses that need no profile"
+            yield f"No change is predicted to save a considerable share of the step{by}."
         if run.profile:
             yield time_sentence(run, run.profile)
             yield largest_categories(run, run.profile)

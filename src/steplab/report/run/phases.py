@@ -72,17 +72,16 @@ def _covered(run: Run) -> float:
 
 
 def _shares(run: Run) -> str:
-    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %'."""
+    """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %' of the step, as in the table of one run."""
     times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
-    total = sum(times.values()) or 1.0
-    return ", ".join(f"{name} {format_share(time_s / total)}" for name, time_s in times.items())
+    whole_s = run.median_s or sum(times.values()) or 1.0
+    return ", ".join(f"{name} {format_share(time_s / whole_s)}" for name, time_s in times.items())
 
 
 def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
     times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     total, covered = sum(times.values()) or 1.0, _covered(run)
-    whole_name = "its parts' sum" if covered == 1 else "the step"
+    whole_s = run.median_s or total
     for name, time_s in times.items():
-        share = covered * time_s / total
-        tip = f"{name}: {units.format_time(time_s)}, {format_share(share)} of {whole_name}"
-        yield Segment(value=share, color=names.index(name) % len(SERIES) + 1, tip=tip)
+        tip = f"{name}: {units.format_time(time_s)}, {format_share(time_s / whole_s)} of the step"
+        yield Segment(value=covered * time_s / total, color=names.index(name) % len(SERIES) + 1, tip=tip)
