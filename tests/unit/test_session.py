@@ -572,6 +572,10 @@ def own_step() -> Callable[[], object]:
     return lambda: torch.ones(3).sum()
 
 
+def giving_a_batch() -> tuple[nn.Module, Tensor]:
+    return Failing(0, refuse), torch.ones(3)
+
+
 def of_this_file(factory: Callable[[], object], **fields: object) -> Run:
     name = f"{factory.__module__}:{factory.__name__}"
     return measure_here(resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer())
@@ -605,6 +609,11 @@ def test_the_loss_of_a_model_that_returns_a_tuple_is_its_one_scalar() -> None:
 def test_a_factory_that_needs_more_than_it_is_given_is_refused() -> None:
     with pytest.raises(UserError, match=r"needing_more has parameters that steplab does not give \(ctx\); .* batch"):
         of_this_file(needing_more)  # type: ignore[arg-type]
+
+
+def test_a_factory_that_gives_a_batch_in_place_of_what_makes_one_is_told_what_it_gave() -> None:
+    with pytest.raises(UserError, match=r"returned \(Failing, Tensor\); .* calling make_batch\(\) makes one batch"):
+        of_this_file(giving_a_batch)
 
 
 def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:

@@ -122,9 +122,10 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
         everything = (*arithmetic, "optimizer", "update", "accumulation")
         _only_defaults(spec, everything, "its factory returns a whole step, which steplab cannot divide into phases")
         return Workload(step=made)
+    told = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
     raise UserError(
-        f"{spec.model.name} returned {type(made).__name__}; "
-        "it must return (module, make_batch), or a callable that runs one step"
+        f"{spec.model.name} returned {f'({told})' if isinstance(made, tuple) else told}; it must return "
+        "(module, make_batch), in which calling make_batch() makes one batch, or a callable that runs one step"
     )
 
 
