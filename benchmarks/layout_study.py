@@ -9,6 +9,7 @@ options that are given replace the defaults: --model 2.7b --context 2048 --batch
 """
 
 import argparse
+from typing import Any
 
 import steplab
 from steplab.errors import SteplabError
@@ -56,7 +57,7 @@ def main() -> None:
     parser.add_argument("--store")
     parser.add_argument("--layouts", type=lambda text: text.split(";"), help="instead of all, separated by ;")
     options, given = parser.parse_known_args()
-    fields = DEFAULTS | {
+    fields: dict[str, Any] = DEFAULTS | {
         name.lstrip("-").replace("-", "_"): value for name, value in zip(given[::2], given[1::2], strict=True)
     }
     print(COLUMNS, flush=True)
