@@ -13,10 +13,10 @@ from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.memory import predict_memory
-from steplab.plan.public import PublicRow, load_of, split_step, step_of
+from steplab.plan.public import PublicLoad, PublicRow, load_of, split_step, step_of
 from steplab.plan.rates import Gpu, StackRates, fitted_rates, gpu_with
 from steplab.plan.seen import was_fitted
-from steplab.plan.stack_fit import counts, unseen_stacks
+from steplab.plan.stack_fit import counts, loaded_rows, unseen_stacks
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
@@ -130,11 +130,15 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
 def check_rows(rows: Sequence[PublicRow]) -> list[TimeCheck]:
     """A check of every row whose time counts, in their order."""
     scored = [row for row in rows if counts(row)]
-    stacks, constants = unseen_stacks(scored), _constants(scored)
-    return [_check_row(row, stacks.get(row.id), constants.get(row.id)) for row in scored]
+    loaded = list(loaded_rows(scored))
+    stacks, constants = unseen_stacks(loaded), _constants(scored)
+    loads = {row.id: load for row, load, _ in loaded}
+    return [_check_row(row, loads.get(row.id), stacks.get(row.id), constants.get(row.id)) for row in scored]
 
 
-def _check_row(row: PublicRow, stack: StackRates | None, constant_s: float | None) -> TimeCheck:
+def _check_row(
+    row: PublicRow, load: PublicLoad | None, stack: StackRates | None, constant_s: float | None
+) -> TimeCheck:
     model = row.model
     sizes = f"{model.key} {row.gpus}×{row.gpu} {row.micro_batch}×{row.seq}×{row.grad_accum}"
     blank = TimeCheck(
@@ -153,7 +157,7 @@ def _check_row(row: PublicRow, stack: StackRates | None, constant_s: float | Non
         assert row.card is not None
         gpu = gpu_with(hardware_named(row.card), fitted_rates()[0])
         used = stack or StackRates(group="", gpu="", source="", spread=gpu.rates.step.spread["elsewhere"])
-        seconds = split_step(row, gpu).seconds if row.is_split else load_of(row, gpu).seconds(used)
+        seconds = split_step(row, gpu).seconds if row.is_split else (load or load_of(row, gpu)).seconds(used)
     except Unsupported as error:
         return dataclasses.replace(blank, unsupported=_reason(error))
     return dataclasses.replace(

@@ -52,7 +52,7 @@ def counts(row: PublicRow) -> bool:
     return row.scored and row.time_grade in ("A", "B") and row.measured_s is not None
 
 
-def unseen_stacks(rows: Sequence[PublicRow]) -> dict[str, StackRates]:
+def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
     """For each row of a source with enough of them, by its id, the factors of a fit without the rows of its like."""
     found: dict[str, StackRates] = {}
     for own in _groups(rows).values():
@@ -62,9 +62,9 @@ def unseen_stacks(rows: Sequence[PublicRow]) -> dict[str, StackRates]:
     return found
 
 
-def _groups(rows: Sequence[PublicRow]) -> dict[tuple[str, str], list[Loaded]]:
+def _groups(rows: Sequence[Loaded]) -> dict[tuple[str, str], list[Loaded]]:
     found: dict[tuple[str, str], list[Loaded]] = defaultdict(list)
-    for row, load, measured in loaded_rows(rows):
+    for row, load, measured in rows:
         found[row.group, str(row.card)].append((row, load, measured))
     return {key: own for key, own in found.items() if len(own) >= LEAST_ROWS}
 
