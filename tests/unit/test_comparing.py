@@ -221,6 +221,16 @@ def test_a_cell_that_fails_in_b_alone_is_a_regression() -> None:
     assert compared(out_of_memory(), out_of_memory()).outcome == "undecided"
 
 
+def test_failures_beside_records_that_went_well_are_told() -> None:
+    """A step that fails in two of three processes is no step that is as fast as before."""
+    failed = [out_of_memory({"steps": "30"}, id=digit * 12) for digit in "cd"]
+    found = compared(STEADY, [slower(STEADY, 1.0), *failed])
+    assert found.failed == ()
+    (note,) = found.notes
+    assert note.startswith("2 of 3 records failed in B, and only the others are compared: out of memory")
+    assert note in render(compare_document(found)).replace("\n", " ")
+
+
 def test_a_loop_of_the_users_own_is_compared_by_its_phases() -> None:
     found = compared(recorder_run(), recorder_run())
     assert found.outcome == "fine"

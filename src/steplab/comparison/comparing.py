@@ -17,6 +17,7 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
+from steplab.units import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -280,7 +281,7 @@ def _notes(
     cells_b: _Cells,
     named: Sequence[tuple[str, _Cell, _Cell]],
 ) -> Iterator[str]:
-    """Cells that one side alone has, and cells without figures."""
+    """Cells that one side alone has, cells without figures, and failures beside what is compared."""
     for side, own, other in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
         if alone := [cell.label for key, cell in own.items() if key not in other]:
             yield f"In {side} alone, and not compared: {'; '.join(alone)}."
@@ -288,3 +289,11 @@ def _notes(
         if before.failure:
             both = " So did B." if after.failure else ""
             yield f"{cell or 'A'} failed in A: {before.failure}.{both}"
+        for side, one in (("A", before), ("B", after)):
+            failures = [measured.failure for measured in one.measured if measured.failure is not None]
+            if failures and one.good:
+                label = f"{cell}: " if cell else ""
+                yield (
+                    f"{label}{len(failures)} of {counted(len(one.measured), 'record')} failed in {side}, and only the "
+                    f"others are compared: {failures[-1]}."
+                )
