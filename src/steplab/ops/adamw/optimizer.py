@@ -364,10 +364,11 @@ def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str)
 
 
 _INSTEAD = "use torch.optim.AdamW for it"
+_PLAIN = (Tensor, torch.nn.Parameter)  # asked of thousands of tensors in each step
 
 
 def _refuse_unserved(tensor: Tensor) -> None:
-    if is_traceable_wrapper_subclass(tensor):  # it has no address of its own
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):  # it has no address of its own
         why = "its elements are in tensors within it, as those of a parameter that fully_shard has sharded are"
         raise Unsupported(f"AdamW in one kernel for a {type(tensor).__name__}", why, _INSTEAD)
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
