@@ -203,13 +203,14 @@ def test_what_peer_copies_slow_is_what_was_fitted_and_what_they_add_within_its_i
         moved = peer_copy_memory_bytes(study.facts.gradient_bytes, study.study.processes)
         beside, by_itself = (median_s(cell, "backward", baseline=baseline) for baseline in (False, True))
         shares.append((beside - by_itself) / (moved / gpu.bandwidth_bytes_per_s))
-        if cell.contender.update == "after" and study.id in ("fcb4617b3d65", "12a6bcc50b23", "803eac21993f"):
+        of_today = study.id in ("fcb4617b3d65", "12a6bcc50b23", "803eac21993f", "045711e386dd")
+        if of_today and (cell.contender.update == "after" or study.id == "045711e386dd"):
             spec = dataclasses.replace(on_ranks(study), optimizer="adamw_fused")  # it is the same in both steps
             time = clock.time(spec, cell.contender, sharing_of(spec, cell.contender))
             assert time is not None
             errors.append(time.exposed_s / (median_s(cell) - median_s(cell, baseline=True)) - 1)
     assert statistics.median(shares) == pytest.approx(PEER_COPY_CONTENTION, abs=0.005)
-    assert len(errors) == 8
+    assert len(errors) == 11
     assert max(map(abs, errors)) < COMMUNICATION_SPREAD
 
 
