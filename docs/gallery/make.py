@@ -106,7 +106,7 @@ PAGES = {
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
     "sizes": Page(title="Step time by size", files={STEPS: _named("sizes")}),
     "memory": Page(title="Memory of a step", files={MEMORY: _ids("aa06916a8789")}),
-    "attention": Page(title="Attention against its peers", files={ATTENTION: _ids("d57e26003e83")}),
+    "attention": Page(title="Attention against its peers", files={ATTENTION: _ids("09afbe05a098")}),
     "comm": Page(title="Collectives on four GPUs", files={COLLECTIVES: _named("comm 4 GPUs")}),
     "ddp": Page(title="Data parallelism on two GPUs", files={DATA_PARALLEL: _named("compiled-2")}),
 }

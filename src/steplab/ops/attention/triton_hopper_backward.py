@@ -137,10 +137,9 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
 
 @gluon.jit
 def _hand_over(ds_RM, ds_parts, ds_full, ds_slot, CONSUMER: gl.constexpr):
-    """Put dS where both consumers take it from, and announce it to the other."""
+    """Put dS where both consumers take it from, and announce it to the other. Who takes it makes the fence."""
     OTHER_WAITS: gl.constexpr = DS + 1 - CONSUMER
     ds_parts.index(ds_slot).slice(CONSUMER * ROWS, ROWS, dim=0).store(ds_RM)
-    fence_async_shared()
     # With tiles of 64 queries a barrier in memory is 1 % faster than a named one, up to 16,384 positions.
     if ds_RM.shape[1] > ROWS:
         let_pass(OTHER_WAITS)
@@ -149,16 +148,17 @@ def _hand_over(ds_RM, ds_parts, ds_full, ds_slot, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _times_keys(ds_NM, k_ND, FIRST: gl.constexpr, W: gl.constexpr):
-    """Start dS^T times W columns of the keys; of a tile of 128 queries, 64 of its rows times all columns."""
-    layout: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16])
-    zero = gl.zeros([ROWS, W], gl.float32, layout)
+def _times_keys(ds_NM, k_ND, sums_MW, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
+                W: gl.constexpr):  # fmt: skip
+    """Start dS^T times W columns of some keys, added to the sums unless the keys are the first; of a tile of 128
+    queries, 64 of its rows times all columns."""
+    ds_NM = ds_NM.slice(FIRST_KEY, NUM_KEYS, dim=0)
+    k_ND = k_ND.slice(FIRST_KEY, NUM_KEYS, dim=0)
     if ds_NM.shape[1] > ROWS:
         ds_NM = ds_NM.slice(FIRST, ROWS, dim=1)
-        k_NW = k_ND
     else:
-        k_NW = k_ND.slice(FIRST, W, dim=1)
-    return warpgroup_mma(ds_NM.permute((1, 0)), k_NW, zero, use_acc=False, is_async=True)
+        k_ND = k_ND.slice(FIRST, W, dim=1)
+    return warpgroup_mma(ds_NM.permute((1, 0)), k_ND, sums_MW, use_acc=FIRST_KEY > 0, is_async=True)
 
 
 @gluon.constexpr_function
@@ -237,11 +237,18 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
     dk_RD, dk_rest_RD = times(unpack(ds, dtype, P), q_MD, dk_RD, dk_rest_RD, MAIN, REST)
     if CONSUMER == 0:
         _hand_over(unpack(ds, dtype, S), ds_parts, ds_full, ds_slot, CONSUMER)
+    ds_NM = ds_parts.index(ds_slot)
+    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
+    DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
+    if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
+        fence_async_shared()
+        dq_MW = _times_keys(ds_NM, k_ND, dq_MW, 0, ROWS, FIRST, W)
     if WIDE:
         meet(OTHERS_DS)
     else:
         mbarrier.wait(ds_full.index(ds_slot), (i // 2) & 1)
-    dq_MW = _times_keys(ds_parts.index(ds_slot), k_ND, FIRST, W)
+    fence_async_shared()
+    dq_MW = _times_keys(ds_NM, k_ND, dq_MW, DONE, KEYS - DONE, FIRST, W)
     let_pass(NEXT_TURN)
     mbarrier.wait(dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
     if REST > 0:
@@ -250,9 +257,9 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
         )
     else:
         dk_RD, dv_RD, dq_MW, weights, ds = warpgroup_mma_wait(0, [dk_RD, dv_RD, dq_MW, weights, ds])
-    mbarrier.arrive(empty.index(slot))
     _keep(dq_MW, dq_parts, FIRST, W)
     mbarrier.arrive(dq_full.index(CONSUMER))
+    mbarrier.arrive(empty.index(slot))
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 
