@@ -576,6 +576,12 @@ def giving_a_batch() -> tuple[nn.Module, Tensor]:
     return Failing(0, refuse), torch.ones(3)
 
 
+def taking_sizes(batch: int, context: int) -> tuple[nn.Module, Callable[[], Tensor]]:
+    module, _ = linear()
+    width = next(module.parameters()).shape[-1]
+    return module, lambda: torch.ones(batch, context, width)
+
+
 def of_this_file(factory: Callable[[], object], **fields: object) -> Run:
     name = f"{factory.__module__}:{factory.__name__}"
     return measure_here(resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer())
@@ -609,6 +615,14 @@ def test_the_loss_of_a_model_that_returns_a_tuple_is_its_one_scalar() -> None:
 def test_a_factory_that_needs_more_than_it_is_given_is_refused() -> None:
     with pytest.raises(UserError, match=r"needing_more has parameters that steplab does not give \(ctx\); .* batch"):
         of_this_file(needing_more)  # type: ignore[arg-type]
+
+
+def test_tokens_are_those_of_a_factory_that_takes_batch_and_context_and_else_not_known() -> None:
+    run = succeeded(of_this_file(linear))
+    assert run.tokens_per_step is None
+    assert "does not take batch and context, so the tokens of its batches are not known" in " ".join(run.notes)
+    sized = succeeded(of_this_file(taking_sizes, batch=2, context=64))  # type: ignore[arg-type]
+    assert sized.tokens_per_step == 128
 
 
 def test_a_factory_that_gives_a_batch_in_place_of_what_makes_one_is_told_what_it_gave() -> None:

@@ -113,19 +113,32 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     named = {parameter.name for parameter in parameters}
     _refuse_other_parameters(spec.model.name, parameters, offered)
+    own = () if takes_any else tuple(option for option in ("batch", "context") if option not in named)
     made = factory(**{key: value for key, value in offered.items() if takes_any or key in named})
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
-        return Workload(module=made[0].to(device), make_batch=made[1])
+        return Workload(
+            module=made[0].to(device), make_batch=made[1], knows_tokens=not own, notes=_unknown_tokens(spec, own)
+        )
     if callable(made) and not isinstance(made, nn.Module):
         arithmetic = ("pass", "precision", "compile", "attention", "checkpointing")
         everything = (*arithmetic, "optimizer", "update", "accumulation")
         _only_defaults(spec, everything, "its factory returns a whole step, which steplab cannot divide into phases")
-        return Workload(step=made)
+        return Workload(step=made, knows_tokens=not own, notes=_unknown_tokens(spec, own))
     told = ", ".join(type(part).__name__ for part in made) if isinstance(made, tuple) else type(made).__name__
     raise UserError(
         f"{spec.model.name} returned {f'({told})' if isinstance(made, tuple) else told}; it must return "
         "(module, make_batch), in which calling make_batch() makes one batch, or a callable that runs one step"
+    )
+
+
+def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:
+    """The note on tokens of a factory that sizes its batches itself."""
+    if not own:
+        return ()
+    lacking = " and ".join(own)
+    return (
+        f"tokens per second: {spec.model.name} does not take {lacking}, so the tokens of its batches are not known",
     )
 
 

@@ -24,6 +24,8 @@ class Workload:
     """The number of attention layers, for the FLOP count; None if unknown."""
     attention_width: int | None = None
     """Query heads x head dimension; None if unknown."""
+    knows_tokens: bool = True
+    """Whether its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()
     """The choices made while it was built, in words for the record."""
 

@@ -123,6 +123,7 @@ class _Cell:
         self.world = world
         self.stage = "build"
         self.model: ModelFacts | None = None
+        self.tokens_per_step: int | None = spec.tokens_of_all
         self.notes: list[str] = []
 
     def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
@@ -137,6 +138,8 @@ class _Cell:
         workload = build_workload(spec, device.torch_device, **marked)
         self.model = _facts(workload)
         self.notes += workload.notes
+        if not workload.knows_tokens:
+            self.tokens_per_step = None
         built = make_step(workload, spec, device.torch_device, self.world)
         step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
         first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
@@ -329,7 +332,7 @@ class _Cell:
         return Run(
             **new_head(),
             spec=self.spec,
-            tokens_per_step=self.spec.tokens_of_all,
+            tokens_per_step=self.tokens_per_step,
             environment=self.environment,
             model=self.model,
             timing=timing,
