@@ -262,6 +262,8 @@ def test_a_budget_counts_from_the_start(
         clock=lambda: now,
     )
     assert (profiled, len(advice.tried)) == (profiles, tried)
+    over = "the walk took 5.00 s longer than its budget of 1.00 s: what had begun took longer than foreseen"
+    assert (over in advice.notes) == (budget_s == 1.0)
     assert advice.start_s == pytest.approx(0.02, rel=0.01)
     assert now <= max(budget_s, 6.0)
     said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]

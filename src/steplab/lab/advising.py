@@ -30,7 +30,10 @@ from steplab.specs.changes import Change, changes_for
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
+from steplab.units import format_time
 
+_NOTICEABLY_OVER = 0.1
+"""Share of the budget by which a walk may be longer without a note."""
 _PROFILED_STEPS = 5
 """Timed steps of the run whose profile is explained."""
 
@@ -216,6 +219,11 @@ def _recorded(walk: Walk, found: _Findings, name: str, notes: tuple[str, ...]) -
 def _notes(walk: Walk) -> Iterator[str]:
     if walk.interrupted:
         yield "interrupted: what was not reached is listed as not tried"
+    if walk.budget_s and walk.over_s > _NOTICEABLY_OVER * walk.budget_s:
+        yield (
+            f"the walk took {format_time(walk.over_s)} longer than its budget of {format_time(walk.budget_s)}: what "
+            "had begun took longer than foreseen"
+        )
     if not walk.met:
         yield (
             "the first step and the fastest did not take turns with each other: their ratio is the product of those of "

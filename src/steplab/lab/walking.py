@@ -276,6 +276,11 @@ class Walk:
         """Seconds that are left of the budget; infinite without one."""
         return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
 
+    @property
+    def over_s(self) -> float:
+        """Seconds by which the walk took longer than its budget; 0 if it did not."""
+        return max(0.0, -self._left_s())
+
     def _say_that_time_is_over(self, built_s: float) -> None:
         took, budget = format_time(built_s), format_time(self.budget_s or 0.0)
         why = f"building the step as given took {took} of the budget of {budget}, and each change takes as long"
