@@ -13,8 +13,9 @@ the queries one behind the other. Programs start in the order of their numbers, 
 lower ones, so that all of them come to an end. Whose turn is the first stores instead of adding: nothing needs zeroing.
 
 Note "the tensor cores": consumers take turns at them too. One starts S and dP, then the other; one starts dV, dK and
-dQ, then the other. So exponentials, and what passes through shared memory, run under the other's products. For dQ a
-consumer waits within its turn for the other's dS, which that one puts into shared memory before it asks for its own.
+dQ, then the other. So exponentials, and what passes through shared memory, run under the other's products. For dQ
+the first waits within its turn for the second's dS, which that one puts into shared memory before it asks for its own;
+meanwhile the first stores its own dS, and multiplies it.
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W those of dQ that a
 consumer makes.
