@@ -119,6 +119,14 @@ def test_a_list_keeps_the_name_of_a_loop_and_what_each_run_was(width: int) -> No
     assert all(words in told for words in ("a study", "medium", "compiled"))
 
 
+def test_tokens_are_asked_for_of_a_recorded_loop_alone() -> None:
+    asked = "the loop did not say how many tokens a step has"
+    assert asked in " ".join(run_text(replace(recorder_run(), tokens_per_step=None), width=160).split())
+    text = run_text(replace(make_run(), tokens_per_step=None), width=160)
+    assert asked not in text
+    assert "throughput" not in text
+
+
 def test_what_was_chosen_stands_with_the_run_and_not_among_what_was_not_measured() -> None:
     chosen = "attention auto: flash_triton, the fastest of 4 on NVIDIA H200"
     run = replace(make_run(), notes=(chosen, "memory: this device's allocator keeps no count"))

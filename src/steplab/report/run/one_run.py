@@ -58,14 +58,14 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
     if run.tokens_per_step:
         rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
         pairs.append(("throughput", f"{' '.join(rate.split())} ({run.tokens_per_step} tokens per step)"))
-    else:
+    elif run.spec is None:
         pairs.append(("throughput", f"{ABSENT} (the loop did not say how many tokens a step has)"))
     if timing.between_s:
         told = "median from the end of a step to the beginning of the next; it is not in the step time"
         pairs.append(("between steps", f"{show(median(timing.between_s))}, {told}"))
     if timing.first_step_s is not None:
         compiling = timing.first_step_s - summary.median
-        told = "by which the first step exceeds a later one; it is not in the step time"
+        told = "by which the compiling step, before warm-up, exceeds a later one; it is not in the step time"
         pairs.append(("compile", f"{show(compiling)}, {told}"))
     if timing.back_to_back_host_s is not None:
         per_step = timing.back_to_back_host_s / summary.count
