@@ -26,7 +26,7 @@ class Stage:
     """Most microbatches whose forward pass is over, or under way, and whose backward pass is not."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@dataclass(frozen=True, kw_only=True)
 class RankGroup:
     """Ranks that do the same."""
 
@@ -52,7 +52,7 @@ class RankGroup:
             parts.append(f"block {first}" if first == last else f"blocks {first} to {last}")
         return ", ".join([*parts, "head"] if self.stages[-1].last else parts)
 
-    @property
+    @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
         """Numbers of all their blocks."""
         return tuple(block for stage in self.stages for block in stage.blocks)

@@ -1,5 +1,6 @@
 """The weights of one rank: which there are, how tensor parallelism splits them, and what a shard of each takes."""
 
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -40,6 +41,7 @@ class Weight:
         return self.shard(ranks) * ranks
 
 
+@functools.lru_cache(maxsize=1024)
 def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
     """The weights of the embedding, of one block or of the head on a rank, in the order in which the model has them.
 
