@@ -1,47 +1,77 @@
-"""Fits what kernels reach of a GPU's figures to the records of a store, and writes src/steplab/plan/rates.toml.
+"""Fits what kernels reach of a GPU's figures to records, and writes src/steplab/plan/rates.toml.
 
-    python -m benchmarks.fit_rates STORE [GPU] [HOLD_OUT] > rates.toml          (from the root of the checkout)
+    python -m benchmarks.fit_rates > rates.toml                        (from the root of the checkout)
+    python -m benchmarks.fit_rates --until 2026-12-01 > rates.toml
 
-It takes profiles of eager and compiled steps in fp32 and bf16, benchmarks of attention, and steps; docs/plan_time.md
-names the records that the committed table was fitted to. GPU is one of the catalogue (default: H200 SXM), and HOLD_OUT
-names steps that are not fitted, so that `steplab plan check` can check predictions against them: fields and values, as
-in "model=xl,medium context=128". Printed is the whole table, with that GPU's figures fitted anew.
+The first prints the committed table again, from the records in tests/golden and benchmarks/results that were made until
+the moment that the table states; the second fits to newer ones, too. It takes profiles of eager and compiled steps in
+fp32 and bf16, benchmarks of attention, and steps. `--store` names a store in place of the committed files, `--gpu` one
+of the catalogue, and `--hold-out` steps that are not fitted, so that `steplab plan check` can check predictions against
+them: fields and values, as in "model=xl,medium context=128"; by default those that the table states. Printed is the
+whole table, with that GPU's figures fitted anew.
 
 The rates of kernels come first (rates_of_kernels). What steps add is fitted to whole forward and backward passes in
 which the host was ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
 """
 
+import argparse
 import dataclasses
+import gzip
 import json
+import lzma
 import math
 import re
 import sys
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import msgspec
-from benchmarks.rates_of_kernels import fit_attention, fit_products, fit_streaming, product_times, relative_error
+from benchmarks.rates_of_kernels import (
+    KernelSum,
+    ProductTime,
+    fit_attention,
+    fit_products,
+    fit_streaming,
+    product_times,
+    relative_error,
+    streaming_sums,
+)
 
 from steplab.errors import UserError
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
 from steplab.plan.kernel_time import USUAL_ATTENTION
-from steplab.plan.rates import Gpu, GpuRates, HostRates, StepRates, StreamingRates, fitted_rates, gpu_with, with_rates
+from steplab.plan.rates import (
+    AttentionRates,
+    Gpu,
+    GpuRates,
+    HostRates,
+    StepRates,
+    StreamingRates,
+    fitted_rates,
+    gpu_with,
+    with_rates,
+)
 from steplab.plan.search import STAY, Params, search
-from steplab.plan.seen import is_held_out
+from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import on_tensor_cores, throttling
 from steplab.records.attention import AttentionRun
+from steplab.records.codec import decode
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
+from steplab.records.timing import waits_for_host
 from steplab.specs.hardware import HardwareSpec, hardware_named
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.update import AFTER, OVERLAPPED
 from steplab.stats import percentile
 from steplab.store.database import Store
 
+ROOT = Path(__file__).parents[1]
+_ALWAYS = "9999"
+"""Later than every record."""
 _LEAST_PRODUCTS = 20
 """Products that a number format needs in the records before its rates are fitted."""
 _ALONE = StepRates(
@@ -65,13 +95,39 @@ def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, else
 
     Raises UserError where the records do not show enough.
     """
-    rates = _fit(records, hardware, source)
-    spread = _spread(records, hardware) | {"elsewhere": elsewhere}
+    times = kernel_times(records, hardware)
+    rates = _fit(records, times, hardware, source)
+    spread = _spread(records, times, hardware) | {"elsewhere": elsewhere}
     return msgspec.structs.replace(rates, step=msgspec.structs.replace(rates.step, spread=spread))
 
 
-def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuRates:
-    gpu, runs = fit_kernels(records, hardware, source), _runs(records)
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelTimes:
+    """What profiles, optimizers and benchmarks of attention show of kernels."""
+
+    products: list[ProductTime]
+    sums: list[KernelSum]
+    attention: dict[str, dict[str, AttentionRates]]
+
+    def without(self, size: str) -> "KernelTimes":
+        """The same without the steps of one size of the model."""
+        products = [each for each in self.products if each.size != size]
+        return KernelTimes(products, [each for each in self.sums if each.size != size], self.attention)
+
+
+def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTimes:
+    """What the records of a GPU show of kernels. Raises UserError where they show too little of attention."""
+    runs = _runs(records)
+    attention = fit_attention(records, gpu_with(hardware, _unfitted(hardware.name, "")))
+    if USUAL_ATTENTION not in attention:
+        raise UserError(
+            f"too few benchmarks of {USUAL_ATTENTION} in bf16 to fit; make some with `steplab attention --grid peers`"
+        )
+    return KernelTimes(product_times(runs), streaming_sums(runs), attention)
+
+
+def _fit(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec, source: str) -> GpuRates:
+    gpu, runs = fit_kernels(times, hardware, source), _runs(records)
     cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
     ahead = fit_step(loaded(never_waited(cells, paces), gpu))
@@ -79,27 +135,21 @@ def _fit(records: Sequence[Record], hardware: HardwareSpec, source: str) -> GpuR
     return with_rates(gpu, host=fit_host(paces, runs), step=step).rates
 
 
-def fit_kernels(records: Sequence[Record], hardware: HardwareSpec, source: str) -> Gpu:
+def fit_kernels(times: KernelTimes, hardware: HardwareSpec, source: str) -> Gpu:
     """The GPU with the rates of kernels, and of a step that is nothing but its kernels."""
-    runs, gpu = _runs(records), gpu_with(hardware, _unfitted(hardware.name, source))
-    times = product_times(runs)
-    counted = Counter(time.dtype for time in times)
+    gpu = with_rates(gpu_with(hardware, _unfitted(hardware.name, source)), attention=times.attention)
+    counted = Counter(time.dtype for time in times.products)
     dtypes = sorted(dtype for dtype, number in counted.items() if number >= _LEAST_PRODUCTS)
     if not {"fp32", "bf16"} <= set(dtypes):
         raise UserError("too few profiles of eager steps in fp32 and bf16 to fit; make some with `steplab profile`")
-    gpu = with_rates(gpu, attention=fit_attention(records, gpu))
-    if USUAL_ATTENTION not in gpu.rates.attention:
-        raise UserError(
-            f"too few benchmarks of {USUAL_ATTENTION} in bf16 to fit; make some with `steplab attention --grid peers`"
-        )
-    gpu = with_rates(gpu, products={dtype: fit_products(times, dtype, gpu) for dtype in dtypes})
-    return with_rates(gpu, streaming=fit_streaming(runs, gpu))
+    gpu = with_rates(gpu, products={dtype: fit_products(times.products, dtype, gpu) for dtype in dtypes})
+    return with_rates(gpu, streaming=fit_streaming(times.sums, gpu))
 
 
 def _runs(records: Sequence[Record], *, update: str = AFTER) -> list[Run]:
-    """The steps of steplab's own Transformer that update so: an overlapped update has no phase of its own."""
+    """The steps that update so: an overlapped update has no phase of its own."""
     runs = (record for record in records if isinstance(record, Run))
-    return [r for r in runs if r.spec is not None and r.spec.model.kind == "transformer" and r.spec.update == update]
+    return [run for run in runs if run.spec and is_fitted_kind(run.spec) and run.spec.update == update]
 
 
 def _unfitted(name: str, source: str) -> GpuRates:
@@ -246,14 +296,15 @@ def fit_step(cells: Sequence[LoadedCell]) -> StepRates:
 
 def fit_hidden_update(records: Sequence[Record]) -> float:
     """The share of an update that the backward pass hides: by how much an overlapped update shortens a step, over the
-    time of that update by itself. The median of all steps that were measured both ways, in turns; 0 without any."""
+    time of that update by itself. The median of all steps that were measured both ways, in turns, and in which the host
+    was ahead; 0 without any."""
     after: dict[tuple[StepSpec | None, str], list[Run]] = defaultdict(list)
     for run in _runs(records):
         if run.turns is not None:
             after[run.spec, run.turns.session].append(run)
     shares = []
     for run in _runs(records, update=OVERLAPPED):
-        if run.spec is None or run.turns is None:
+        if run.spec is None or run.turns is None or run.timing is None or waits_for_host(run.timing.back_to_back):
             continue
         others = after.get((dataclasses.replace(run.spec, update=AFTER), run.turns.session), [])
         step_s = _median_s([run], "step")
@@ -270,14 +321,13 @@ def _median_s(runs: Sequence[Run], phase: str) -> float | None:
     return median(samples) if samples else None
 
 
-def _spread(records: Sequence[Record], hardware: HardwareSpec) -> dict[str, float]:
+def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec) -> dict[str, float]:
     """Half of the interval: the error, as a share of the measured time, in most phases of sizes that a fit of the
     others has not seen."""
     sizes = sorted({run.spec.model.label for run in _runs(records) if run.spec and run.profile})
     errors: dict[str, list[float]] = {"eager": [], "compiled": []}
     for size in sizes:
-        seen = [record for record in records if _size(record) != size]
-        gpu = fit_kernels(seen, hardware, "")
+        gpu = fit_kernels(times.without(size), hardware, "")
         cells = phase_cells(_runs(records), gpu)
         paces = host_paces(cells)
         ahead = loaded(never_waited(cells, paces), gpu)
@@ -298,35 +348,55 @@ def _size(record: Record) -> str | None:
 
 
 def fit_rates(records: Sequence[Record], gpu: str, held_out: Mapping[str, Sequence[str]]) -> list[GpuRates]:
-    """The committed table of rates, with those of one GPU fitted anew to the records of it.
+    """The committed table of rates, with those of one GPU fitted anew to `records`, which are `records_to_fit`.
 
     held_out: values of fields of a step whose records are left out, to be checked against later. Raises UserError for
     an unknown GPU, and where the records lack what a fit needs.
     """
-    hardware = hardware_named(gpu)
-    own = [record for record in _measured_on(records, hardware) if not _is_held_out(record, held_out)]
-    if not own:
-        raise UserError(f"the store has no record of {hardware.name}; import some with `steplab import`")
-    runs = sum(isinstance(record, Run) for record in own)
-    until = max(record.created_utc for record in own)
-    source = f"{runs} steps and {len(own) - runs} benchmarks of attention on {hardware.name}, until {until[:10]}"
-    table = fitted_rates()
+    hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
-    rates = fit_gpu(own, hardware, source, before.step.spread["elsewhere"])
+    rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
     held = {name: list(values) for name, values in held_out.items()}
-    new = msgspec.structs.replace(rates, until_utc=until, held_out=held)
+    new = msgspec.structs.replace(rates, until_utc=records[-1].created_utc, held_out=held)
     return [new, *(each for each in table if each.name != hardware.name)]
 
 
-def _measured_on(records: Sequence[Record], hardware: HardwareSpec) -> list[Record]:
-    """The steps and the benchmarks of attention that were measured on a GPU, the oldest first."""
-    known = [record for record in records if isinstance(record, (Run, AttentionRun))]
-    own = [r for r in known if r.environment and r.environment.device.name in hardware.device_names]
-    return sorted(own, key=lambda record: (record.created_utc, record.id))
+def records_to_fit(
+    records: Iterable[Record], hardware: HardwareSpec, held_out: Mapping[str, Sequence[str]], until_utc: str
+) -> list[Record]:
+    """The steps and the benchmarks of attention that were measured on a GPU until then, each once and the oldest first.
+
+    Raises UserError where there is none.
+    """
+    found = {}
+    for record in records:
+        device = record.environment.device.name if record.environment else None
+        if device in hardware.device_names and record.created_utc <= until_utc and _is_fitted(record, held_out):
+            found[record.id] = record
+    if not found:
+        raise UserError(f"no record of {hardware.name} until {until_utc}; import some with `steplab import`")
+    return sorted(found.values(), key=lambda record: (record.created_utc, record.id))
 
 
-def _is_held_out(record: Record, held_out: Mapping[str, Sequence[str]]) -> bool:
-    return isinstance(record, Run) and record.spec is not None and is_held_out(record.spec, held_out)
+def _is_fitted(record: Record, held_out: Mapping[str, Sequence[str]]) -> bool:
+    if isinstance(record, Run) and record.spec is not None:
+        return is_fitted_kind(record.spec) and not is_held_out(record.spec, held_out)
+    return isinstance(record, AttentionRun)
+
+
+def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
+    """What the table says of the records that it was fitted to."""
+    runs, until = sum(isinstance(record, Run) for record in records), records[-1].created_utc
+    return f"{runs} steps and {len(records) - runs} benchmarks of attention on {hardware.name}, until {until[:10]}"
+
+
+def committed_records() -> Iterator[Record]:
+    """The records of the repository, of whatever GPU."""
+    for folder in ("tests/golden", "benchmarks/results"):
+        for path in sorted((ROOT / folder).glob("*_h200_*.jsonl.[gx]z")):
+            content = path.read_bytes()
+            text = gzip.decompress(content) if path.suffix == ".gz" else lzma.decompress(content)
+            yield from map(decode, text.splitlines())
 
 
 def parsed_hold_out(text: str) -> dict[str, list[str]]:
@@ -335,7 +405,7 @@ def parsed_hold_out(text: str) -> dict[str, list[str]]:
     for part in text.split():
         name, _, values = part.partition("=")
         if name not in FIELDS or not values:
-            raise UserError(f"HOLD_OUT is fields of a step and values, as model=xl,medium context=128; not '{part}'")
+            raise UserError(f"--hold-out is fields of a step and values, as model=xl,medium context=128; not '{part}'")
         found[name] = values.split(",")
     return found
 
@@ -367,11 +437,24 @@ def _toml_key(key: str) -> str:
     return key if re.fullmatch(r"[A-Za-z0-9_-]+", key) else json.dumps(key)
 
 
-def main(store: str, gpu: str = "H200 SXM", hold_out: str = "") -> None:
-    with Store.open(Path(store)) as opened:
-        records = list(opened.iterate())
-    sys.stdout.write(as_toml(fit_rates(records, gpu, parsed_hold_out(hold_out))))
+def main(words: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--gpu", default="H200 SXM", help="GPU of the catalogue")
+    parser.add_argument("--store", type=Path, help="store of the records (default: the files of the repository)")
+    parser.add_argument("--hold-out", help="steps that are not fitted (default: those that the table states)")
+    parser.add_argument("--until", help="UTC of the newest record (default: what the table states)")
+    given = parser.parse_args(words)
+    hardware = hardware_named(given.gpu)
+    known = next((rates for rates in fitted_rates() if rates.name == hardware.name), None)
+    held_out = parsed_hold_out(given.hold_out or "") if known is None or given.hold_out is not None else known.held_out
+    until_utc = given.until or (known.until_utc if known else _ALWAYS)
+    if given.store:
+        with Store.open(given.store) as opened:
+            records = records_to_fit(opened.iterate(), hardware, held_out, until_utc)
+    else:
+        records = records_to_fit(committed_records(), hardware, held_out, until_utc)
+    sys.stdout.write(as_toml(fit_rates(records, given.gpu, held_out)))
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

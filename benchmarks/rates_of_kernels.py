@@ -6,6 +6,7 @@ error, weighted by the root of the time, over positive figures, by a coordinate 
 """
 
 import dataclasses
+import functools
 import math
 import re
 from collections import Counter, defaultdict
@@ -23,7 +24,7 @@ from steplab.plan.search import Params, search
 from steplab.records.attention import AttentionRun
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.records.timing import HARDLY_AHEAD, lead_s
+from steplab.records.timing import lead_s, waits_for_host
 from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
@@ -54,6 +55,8 @@ class ProductTime:
     product: Product
     dtype: str
     seconds: float
+    size: str = ""
+    """The model's."""
 
 
 def product_times(runs: Sequence[Run]) -> list[ProductTime]:
@@ -71,7 +74,7 @@ def product_times(runs: Sequence[Run]) -> list[ProductTime]:
             product = _product(op.name, op.inputs)
             if product is not None and op.calls and op.device_s > 0:
                 dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
-                found.append(ProductTime(product, dtype, op.device_s / op.calls))
+                found.append(ProductTime(product, dtype, op.device_s / op.calls, run.spec.model.label))
     return found
 
 
@@ -86,12 +89,14 @@ def _product(name: str, inputs: str) -> Product | None:
 def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductRates:
     """The rates of one number format."""
     own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in _sizes(time.product))]
+    shapes = {time.product for time in own}
 
     def error(params: Params) -> float:
         if params["partial_wave"] > 1 or params["peak_share"] > 1 or params["bandwidth_share"] > 2:
             return math.inf
         trial = with_rates(gpu, products=gpu.rates.products | {dtype: msgspec.convert(params, ProductRates)})
-        return relative_error((product_s(time.product, dtype, trial), time.seconds) for time in own)
+        predicted = {product: product_s(product, dtype, trial) for product in shapes}
+        return relative_error((predicted[time.product], time.seconds) for time in own)
 
     start = {"fixed_s": 2e-6, "peak_share": 0.8, "ramp_k": 100.0, "bandwidth_share": 0.8, "partial_wave": 0.4}
     return msgspec.convert(search(error, start), ProductRates)
@@ -104,40 +109,56 @@ def _sizes(product: Product) -> tuple[int, int]:
 # --- streaming operators ------------------------------------------------------------------------------------------
 
 
-def fit_streaming(runs: Sequence[Run], gpu: Gpu) -> StreamingRates:
-    """Shares of the bandwidth: of eager operators by name, of optimizers in one kernel, then of compilers' kernels."""
-    sums = [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
-    counted: dict[str, float] = defaultdict(float)
-    for kernels, measured in sums:
-        for name in {name for name, _ in kernels}:
-            counted[name] += measured
-    names = sorted(counted)
+@dataclasses.dataclass(frozen=True, slots=True)
+class KernelSum:
+    """Kernels that bandwidth bounds and that a record tells together, such as those of an operator in a phase."""
 
-    def rates(params: Params) -> StreamingRates:
-        shares = {name: params.get(name, params["default"]) for name in (*names, "default")}
-        own = {name: params[name] for name in ("fixed_s", "cached_gain", "cached_bytes")}
-        return msgspec.convert(own | {"shares": shares}, StreamingRates)
+    size: str
+    """The model's."""
+    kernels: Counter[tuple[str, int]]
+    """How many there are, by the name of their rate and the bytes that each moves."""
+    seconds: float
+
+
+def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
+    """Those of eager profiles, of optimizers in one kernel, and of compilers' kernels."""
+    return [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
+
+
+def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu) -> StreamingRates:
+    """Shares of the bandwidth by name, and what all kernels have in common."""
+    moved: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
+    for index, each in enumerate(sums):
+        for (name, moved_bytes), number in each.kernels.items():
+            moved[name].append((index, moved_bytes, number))
+
+    @functools.lru_cache(maxsize=4 * len(moved))
+    def seconds_of(name: str, share: float, *common: float) -> list[tuple[int, float]]:
+        """What the kernels of one name take of each sum. Kept, because a search changes one share at a time."""
+        rates = dict(zip(_COMMON, common, strict=True)) | {"shares": {name: share}}
+        trial = with_rates(gpu, streaming=msgspec.convert(rates, StreamingRates))
+        return [(index, number * streaming_s(name, each_bytes, trial)) for index, each_bytes, number in moved[name]]
 
     def error(params: Params) -> float:
-        if any(params[name] > _LARGEST_SHARE for name in names):
+        if any(params[name] > _LARGEST_SHARE for name in moved):
             return math.inf
-        trial = with_rates(gpu, streaming=rates(params))
-        return relative_error(
-            (sum(number * streaming_s(*kernel, trial) for kernel, number in kernels.items()), measured)
-            for kernels, measured in sums
-        )
+        predicted = [0.0] * len(sums)
+        for name in moved:
+            for index, seconds in seconds_of(name, params[name], *(params[each] for each in _COMMON)):
+                predicted[index] += seconds
+        return relative_error((each_s, each.seconds) for each_s, each in zip(predicted, sums, strict=True))
 
-    start = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7} | dict.fromkeys(names, 0.7)
-    fitted = search(error, start | {"default": 0.7})
-    fitted["default"] = median(fitted[name] for name in names)
-    return rates(fitted)
-
-
-_Sum = tuple[Counter[tuple[str, int]], float]
-"""Kernels by the name of their rate and what they move, with the number of such; and their seconds together."""
+    found = search(error, _COMMON | dict.fromkeys(sorted(moved), 0.7))
+    shares = {name: found[name] for name in sorted(moved)}
+    shares["default"] = median(shares.values())
+    return msgspec.convert({name: found[name] for name in _COMMON} | {"shares": shares}, StreamingRates)
 
 
-def _eager_sums(runs: Sequence[Run]) -> list[_Sum]:
+_COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
+"""What kernels of all names have in common, and where its search begins."""
+
+
+def _eager_sums(runs: Sequence[Run]) -> list[KernelSum]:
     found = []
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile != "off":
@@ -153,38 +174,39 @@ def _eager_sums(runs: Sequence[Run]) -> list[_Sum]:
                 kernel = Kernel(each, each.read_bytes + each.written_bytes)
                 key = each.phase, _TOGETHER.get(each.name, each.name)
                 kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
-        found += [(kernels[key], measured[key]) for key in kernels if measured.get(key)]
+        size = run.spec.model.label
+        found += [KernelSum(size, kernels[key], measured[key]) for key in kernels if measured.get(key)]
     return found
 
 
-def _optimizer_sums(runs: Sequence[Run]) -> list[_Sum]:
+def _optimizer_sums(runs: Sequence[Run]) -> list[KernelSum]:
     """Optimizers that are one kernel, by the length of their phase where the host was ahead: the median of each model,
     precision and optimizer. So that one that no eager profile has is known, such as steplab's own."""
-    phases: dict[tuple[str, str, str], list[float]] = defaultdict(list)
+    times: dict[tuple[str, str, str], list[float]] = defaultdict(list)
     specs: dict[tuple[str, str, str], StepSpec] = {}
     for run in runs:
         if run.spec is None or run.timing is None or run.spec.optimizer not in _IN_ONE_KERNEL:
             continue
-        samples, step = run.timing.phase("optimizer"), run.timing.phase("step")
-        lead = lead_s(run.timing.back_to_back, "optimizer")
-        if samples is None or step is None or lead is None or lead < HARDLY_AHEAD * median(step.best_s):
+        samples = run.timing.phase("optimizer")
+        phases = run.timing.back_to_back
+        if samples is None or lead_s(phases, "optimizer") is None or waits_for_host(phases, "optimizer"):
             continue
         key = run.spec.model.label, str(run.spec.precision), str(run.spec.optimizer)
-        phases[key].append(median(samples.best_s))
+        times[key].append(median(samples.best_s))
         specs.setdefault(key, run.spec)
     found = []
     for key, spec in specs.items():
         operators = [op for op in operators_of(spec) if op.phase == "optimizer"]
         counted = Counter((op.name, op.read_bytes + op.written_bytes) for op in operators if op.kind == "streaming")
         if counted.total() == 1:
-            found.append((counted, median(phases[key])))
+            found.append(KernelSum(spec.model.label, counted, median(times[key])))
     return found
 
 
 _IN_ONE_KERNEL = ("adamw_fused", "adamw_triton")
 
 
-def _fused_sums(runs: Sequence[Run]) -> list[_Sum]:
+def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
     found = []
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile == "off":
@@ -201,7 +223,7 @@ def _fused_sums(runs: Sequence[Run]) -> list[_Sum]:
                 )
                 if own and measured:
                     counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
-                    found.append((counted, measured / run.profile.num_steps))
+                    found.append(KernelSum(run.spec.model.label, counted, measured / run.profile.num_steps))
     return found
 
 

@@ -12,7 +12,7 @@ from statistics import median
 
 import msgspec
 import pytest
-from benchmarks.fit_rates import as_toml, fit_step, loaded
+from benchmarks.fit_rates import as_toml, committed_records, fit_step, loaded, records_to_fit, source_of
 from benchmarks.rates_of_kernels import ProductTime, fit_products, relative_error
 
 from steplab.cli.app import main
@@ -32,6 +32,7 @@ from steplab.records.time_check import TimeCheck
 from steplab.report.kit import html
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
+from steplab.specs.hardware import hardware_named
 from steplab.stats import percentile
 from steplab.store.database import Store
 
@@ -287,6 +288,15 @@ def test_the_factors_of_a_source_are_found_again() -> None:
     assert found.product_factor == pytest.approx(1.3, rel=0.02)
     assert found.attention_factor == pytest.approx(1.6, rel=0.03)
     assert found.streaming_factor == pytest.approx(1.1, rel=0.05)
+
+
+def test_the_table_was_fitted_to_the_committed_records() -> None:
+    """As many until the moment that it states; newer ones are for the next fit, and check this one."""
+    for rates in fitted_rates():
+        hardware = hardware_named(rates.name)
+        fitted = records_to_fit(committed_records(), hardware, rates.held_out, rates.until_utc)
+        assert source_of(fitted, hardware) == rates.source, "python -m benchmarks.fit_rates would print another table"
+        assert fitted[-1].created_utc == rates.until_utc
 
 
 def test_the_file_of_rates_reads_back() -> None:

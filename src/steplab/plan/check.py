@@ -20,6 +20,7 @@ from steplab.plan.stack_fit import counts, loaded_rows, unseen_stacks
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
+from steplab.records.timing import waits_for_host
 from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.step import StepSpec
 
@@ -67,8 +68,12 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         high_s=predicted.high_s,
         predicted_peak_bytes=_peak_bytes(spec),
         fitted=gpu.is_fitted and was_fitted(run, gpu.rates),
-        # of a foreign model, whose records are not grouped by phase for a host's pace, by the prediction
-        device_waited=device_waited or (spec.model.kind == "hf" and any(p.bound == "host" for p in predicted.phases)),
+        # of a foreign model, whose records are not grouped by phase for a host's pace, by its record and the prediction
+        device_waited=device_waited
+        or (
+            spec.model.kind == "hf"
+            and (waits_for_host(run.timing.back_to_back) or any(p.bound == "host" for p in predicted.phases))
+        ),
         predicted_kinds_s=dict(kinds) if run.profile else {},
         measured_kinds_s=_measured_kinds(run),
     )

@@ -18,8 +18,12 @@ def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
 
 
 def was_fitted(record: Record, rates: GpuRates) -> bool:
-    """Whether the rates were fitted to the record, or to others of its cell. Only those of steplab's own Transformer
-    are fitted."""
-    if not isinstance(record, Run) or record.spec is None or record.spec.model.kind != "transformer":
+    """Whether the rates were fitted to the record, or to others of its cell."""
+    if not isinstance(record, Run) or record.spec is None or not is_fitted_kind(record.spec):
         return False
     return record.created_utc <= rates.until_utc and not is_held_out(record.spec, rates.held_out)
+
+
+def is_fitted_kind(spec: StepSpec) -> bool:
+    """Whether steps of this kind are fitted: those of steplab's own Transformer that one process takes by itself."""
+    return spec.model.kind == "transformer" and spec.layout.world_size == 1

@@ -73,9 +73,10 @@ def lead_s(phases: Sequence[PhaseSamples], name: str = "step") -> float | None:
     return median(samples.lead_s) if samples and samples.lead_s else None
 
 
-def waits_for_host(phases: Sequence[PhaseSamples]) -> bool:
-    """Whether the host lead was near zero at the end of some phase, so that the device waits for the host at times."""
-    lead, step = lead_s(phases), find_phase(phases, "step")
+def waits_for_host(phases: Sequence[PhaseSamples], name: str = "step") -> bool:
+    """Whether the host lead was near zero at the end of a phase, or, for the step, of some phase, so that the device
+    waits for the host at times."""
+    lead, step = lead_s(phases, name), find_phase(phases, "step")
     return lead is not None and step is not None and lead < HARDLY_AHEAD * median(step.best_s)
 
 
