@@ -1,10 +1,12 @@
 """The change of compiled backward passes that makes gradients of fp32 weights in their product."""
 
+import pytest
 import torch
-from torch import Tensor, fx
+from torch import Tensor, fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from steplab.model.gradient_products import GradientsOfProducts
+from steplab.model import compiling
+from steplab.model.gradient_products import GradientsOfProducts, gradients_of_products
 
 aten, prims = torch.ops.aten, torch.ops.prims
 
@@ -50,3 +52,17 @@ def test_what_else_reads_a_product_keeps_it_as_it_is() -> None:
     assert products_of(graph_of("cuda", read_again=True)) == plain
     assert products_of(graph_of("cuda", leaves=False)) == [*plain, aten.neg.default]
     assert products_of(graph_of("cpu")) == plain  # of which torch has no such product
+
+
+@pytest.mark.parametrize("has_product", [True, False])
+def test_blocks_are_compiled_without_the_change_where_torch_has_no_such_product(
+    monkeypatch: pytest.MonkeyPatch, has_product: bool
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how.get("options")))
+    monkeypatch.setattr(compiling, "lower_join", lambda: None)
+    monkeypatch.setattr(compiling, "_MAKES_FP32", has_product)
+    block = nn.Identity()
+    block.fp32_gradients_of_products = True  # type: ignore[assignment]
+    compiling.compiled_forward(block, block.forward, "block")
+    assert asked == [{"post_grad_custom_post_pass": gradients_of_products()} if has_product else None]

@@ -9,6 +9,9 @@ from torch import nn
 from steplab.errors import Unsupported
 from steplab.ops.columns import lower_join
 
+_MAKES_FP32 = "dtype" in torch.ops.aten.mm.overloads()
+"""Whether torch has the product of half precision with an fp32 result; 2.7 has not."""
+
 
 def compiled(function: Callable[..., Any], mode: str) -> Any:
     """`function` compiled; `mode` is a StepSpec's `compile`, other than off."""
@@ -18,7 +21,7 @@ def compiled(function: Callable[..., Any], mode: str) -> Any:
 
 def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -> Any:
     """The forward pass of one repeated block, compiled in a way that suits its kind."""
-    if mode != "block" or not getattr(block, "fp32_gradients_of_products", False):
+    if mode != "block" or not getattr(block, "fp32_gradients_of_products", False) or not _MAKES_FP32:
         return compiled(forward, mode)
     from steplab.model.gradient_products import gradients_of_products
 
