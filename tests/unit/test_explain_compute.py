@@ -151,6 +151,7 @@ def test_without_a_dry_run_fusing_leaves_the_most_that_it_did_anywhere() -> None
     assert found is not None
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)
     assert "this record has no dry run" in found.prediction
+    assert not [each for each in found.evidence if "matrix products" in each.what]  # of which nothing is known
 
 
 def test_a_launch_bound_step_lasts_as_long_as_its_launches() -> None:

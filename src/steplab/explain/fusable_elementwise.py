@@ -28,6 +28,12 @@ def fusable_elementwise(case: Case) -> Finding | None:
     fields = {"compile": "default"} if case.spec else {}
     saves_s, prediction = _gain(case, profile, fusing)
     share = format_percent(fusing.fusable_s / busy_s)
+    # Zero would be no measurement: without a dry run nothing is known of products that are not padded.
+    products = (
+        [Evidence(what="device time that matrix products save", value=fusing.products_s, unit="s")]
+        if fusing.products_s
+        else []
+    )
     return Finding(
         kind="fusable_elementwise",
         title=f"{share} of the device's work is elementwise, in kernels that could be fused",
@@ -46,7 +52,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
             Evidence(what="elementwise, normalisation, softmax, reduction and copy", value=fusing.fusable_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),
             Evidence(what="device time that fusing saves", value=fusing.fused_s, unit="s"),
-            Evidence(what="device time that matrix products save", value=fusing.products_s, unit="s"),
+            *products,
             Evidence(
                 what="kernels per step that fusing saves",
                 value=fusing.num_kernels * (1 - fusing.shares.kernels),
