@@ -16,7 +16,7 @@ from steplab.errors import Unsupported
 from steplab.explain.api import explain
 from steplab.fake_step import shares, step
 from steplab.fake_step.step import fake_step, operators_of_fake
-from steplab.lab import compiling
+from steplab.lab import compiling, profiling
 from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.planning import plan_memory, plan_steps, plan_time
 from steplab.measurement.jobs import JOBS
@@ -34,6 +34,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
+from steplab.store.database import Store
 from steplab.units import MIB
 
 SMALL = {"model": "small", "batch": "2", "context": "128", "model.num_layers": "1"}
@@ -351,6 +352,28 @@ def test_a_model_that_cannot_be_run_dry_has_a_record_that_says_why(monkeypatch: 
     assert run.profile.compiled is None
     [note] = run.profile.notes
     assert "compiled: what compiling would save is not predicted: cannot import missing_module" in note
+
+
+def test_a_fault_of_the_dry_run_costs_no_profile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is it said that the trace could not be read."""
+    whole = profiled("missing_module:build")
+
+    def measured(spec: StepSpec, *, trace: Path, **others: object) -> Run:
+        trace.write_bytes(b"{}")
+        return dataclasses.replace(whole, profile=None)
+
+    def faulty(*arguments: object) -> Run:
+        raise ArithmeticError("of the dry run")
+
+    monkeypatch.setattr(profiling, "measure_in_child", measured)
+    monkeypatch.setattr(profiling, "read_profile", lambda *arguments: whole.profile)
+    monkeypatch.setattr(profiling, "with_compiled_shares", faulty)
+    with pytest.raises(ArithmeticError, match="of the dry run"):
+        profiling.profile("small", store=tmp_path / "store.db")
+    with Store.open(tmp_path / "store.db", write=False) as store:
+        [record] = store.iterate()
+    assert isinstance(record, Run)
+    assert record.profile == whole.profile
 
 
 @pytest.mark.parametrize("changed", [{"device": "cpu"}, {"compile": "block"}])

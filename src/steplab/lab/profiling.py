@@ -71,10 +71,11 @@ def profile(
             if written.exists():
                 kept = target.take(written) if target else written
                 run = with_profile(run, read_profile(kept, None if nsys else "torch.profiler", on_progress))
-                run = with_compiled_shares(run, on_progress)
         except Exception as error:
             where = rescue(written, "trace", run.id) if written.exists() or not target else target.path
             raise unread(error, run, "trace", kept=where) from error
+        else:
+            run = with_compiled_shares(run, on_progress)
         finally:  # after Ctrl-C too: the measurement is made
             run = keep(opened, run, place)
         return run
