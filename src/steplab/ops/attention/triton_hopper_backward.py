@@ -138,7 +138,12 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
 
 @gluon.jit
 def _hand_over(ds_RM, ds_parts, ds_full, ds_slot, CONSUMER: gl.constexpr):
-    """Put dS where both consumers take it from, and announce it to the other. Who takes it makes the fence."""
+    """Put dS where both consumers take it from, and announce it to the other.
+
+    The tensor cores read shared memory by another path than stores write it (PTX: the async proxy), so a fence has to
+    lie between store and product. It may lie on either side of the barrier between them; the consumer that multiplies
+    makes it behind the barrier, so that the announcement does not wait for it.
+    """
     OTHER_WAITS: gl.constexpr = DS + 1 - CONSUMER
     ds_parts.index(ds_slot).slice(CONSUMER * ROWS, ROWS, dim=0).store(ds_RM)
     # With tiles of 64 queries a barrier in memory is 1 % faster than a named one, up to 16,384 positions.
@@ -242,7 +247,7 @@ def _round(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, kv, tiles, numbers, full, em
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
     DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
     if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
-        fence_async_shared()
+        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
         dq_MW = _times_keys(ds_NM, k_ND, dq_MW, 0, ROWS, FIRST, W)
     if WIDE:
         meet(OTHERS_DS)
