@@ -39,7 +39,7 @@ class Fusing:
     """Time between one kernel and the next, which was launched already: in the profile, and no more than the timed step
     has beside its kernels."""
     num_kernels: float
-    """Kernels."""
+    """Kernels of all phases but the optimizer's."""
 
     @property
     def fused_s(self) -> float:

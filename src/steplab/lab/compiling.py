@@ -17,7 +17,7 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 
 LONGEST_S = 60.0
-"""How long the dry run of a model may take: one of 32 layers takes a few seconds, and Python starts before it."""
+"""Longest time for the dry run of a model: one of 32 layers takes a few seconds, and Python starts before it."""
 
 
 def with_compiled_shares(run: Run, on_progress: OnProgress = lambda progress: None) -> Run:

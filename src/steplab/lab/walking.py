@@ -278,7 +278,7 @@ class Walk:
 
     @property
     def over_s(self) -> float:
-        """Seconds by which the walk took longer than its budget; 0 if it did not."""
+        """Seconds by which the walk took longer than its budget; 0 if it did not, or has none."""
         return max(0.0, -self._left_s())
 
     def _say_that_time_is_over(self, built_s: float) -> None:

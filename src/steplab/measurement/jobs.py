@@ -73,9 +73,9 @@ class SharesTask(msgspec.Struct, kw_only=True):
     """Predict what compiling leaves of an eager step."""
 
     spec: StepSpec
-    """The step."""
+    """The eager step, of one process."""
     gpu: str
-    """The GPU that it runs on, by its name in the catalogue."""
+    """Name in the catalogue of the GPU whose rates are taken."""
 
 
 class CellsTask(msgspec.Struct, Generic[Study], kw_only=True):

@@ -42,7 +42,7 @@ class Division(NamedTuple):
     """The division of a bucket; the same on all ranks."""
 
     sizes_bytes: Sequence[int]
-    """The lengths of the bucket's gradients."""
+    """Bytes of each of the bucket's gradients."""
     order: Sequence[int]
     """Numbers of the gradients in the order in which they lie in the bucket."""
     chunks: Sequence[Sequence[int]]
@@ -101,13 +101,13 @@ class Places(NamedTuple):
     """Where the buckets of a module lie in the memory that ranks share; the same on all ranks."""
 
     starts: Sequence[Sequence[int]]
-    """For each rank, where what it keeps of each bucket begins."""
+    """For each rank, the bytes from the beginning of its memory to what it keeps of each bucket."""
     rings_start: int
-    """Where the rings begin in which gradients of the other ranks land."""
+    """Bytes before the rings, in which gradients of the other ranks land."""
     ring_bytes: int
-    """The length of each."""
+    """Bytes of each ring."""
     num_bytes: int
-    """The length of buckets and rings."""
+    """Bytes of buckets and rings together."""
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
@@ -125,7 +125,7 @@ def placed(divisions: Sequence[Division], size: int) -> Places:
 
 
 def window_bytes(sizes_bytes: Sequence[int]) -> int:
-    """The gradients that are held at a time, of buckets of these sizes."""
+    """Bytes of gradients that are held at a time, of buckets of these sizes."""
     return min(sum(sizes_bytes), max(WINDOW_BYTES, 3 * max(sizes_bytes)))
 
 

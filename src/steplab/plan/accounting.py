@@ -45,9 +45,9 @@ class Device:
     own_links: bool
     """Whether each axis of the mesh has links of its own, so that communication along two of them overlaps."""
     link: str
-    """How it receives that, in words."""
+    """What joins it to the others along that axis, in words."""
     gpus_per_node: int | None = None
-    """How many are joined by that link; None: all of a mesh."""
+    """Number of devices that such links join; None: all of a mesh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

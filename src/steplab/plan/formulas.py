@@ -23,7 +23,7 @@ _TIMES = (" ", " × ", " ", r" \cdot ")
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """Something that has a value, with all that can be shown of it."""
+    """An expression with its value, written in each form as it is made."""
 
     value: float
     """The figure."""

@@ -16,9 +16,9 @@ from steplab.records.step_time import TimePart
 from steplab.specs.step import StepSpec
 
 _WAITED = 1.4
-"""How many times what the kernels take a phase must have taken, for its length to be the host's."""
+"""Ratio of a phase's measured time to that of its kernels above which the host decided how long it took."""
 _AHEAD = 1.25
-"""How many times the host's time what the kernels take must be, for the device not to have waited."""
+"""Ratio of the kernels' time to the host's above which the device did not wait."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,10 +28,11 @@ class PhaseCell:
     run: Run
     phase: str
     measured_s: float
+    """Median time of the phase."""
     parts: tuple[TimePart, ...]
-    """The kernels of the phase."""
+    """Predicted kernels of the phase."""
     step: tuple[TimePart, ...]
-    """Those of the whole step."""
+    """Predicted kernels of the whole step."""
     replayed: bool
     """Whether a CUDA graph launches the kernels."""
 
@@ -42,7 +43,7 @@ class PhaseCell:
 
     @property
     def device_s(self) -> float:
-        """What the kernels take by themselves."""
+        """Predicted time of the phase's kernels by themselves."""
         return sum(part.seconds for part in self.parts)
 
     @property

@@ -22,8 +22,8 @@ _SMALLEST, _LARGEST = 256, 8192
 _LONG_ENOUGH_S = 0.02
 """n is doubled until one product takes this long: large enough to fill the device, short enough to repeat."""
 _FULL_AFTER_S, _FULL_BELOW = 0.005, 1.25
-"""Nor is it doubled once a product takes the first and computes less than so many times as fast as that of half its n:
-the device is full by then, and a product eight times as long would say no more."""
+"""n is not doubled either once a product takes the first and reaches less than the second times the FLOP/s of the
+product of half its n: the device is full by then, and a product eight times as long would say no more."""
 _COPY_BYTES = {"cuda": 4 * GIB, "mps": GIB, "cpu": 256 * MIB}
 _DTYPES = (
     ("fp32", torch.float32),

@@ -36,7 +36,7 @@ class Workspace:
     width: int | None = None
     """The head dimension is rounded up to a multiple of this; None: one number a row."""
     least_width: int = 0
-    """And to this, where it is less."""
+    """Least head dimension, rounded up, that it has room for."""
     halves_up_to: int | None = None
     """It is taken for bf16 and fp16 alone, and head dimensions up to this; None: for all."""
 
@@ -46,7 +46,7 @@ class Workspace:
     """It is of the heads of keys, and taken where several heads of queries share them."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
-        """Its sizes, for queries of these; for keys where it is of those."""
+        """Shape of one of them in numbers, for queries of this shape, or for keys where `of_shared_keys`."""
         rows = batch, heads, _rounded_up(tokens, self.tokens)
         if self.width is None:
             return rows
