@@ -28,4 +28,3 @@ def test_a_walk_tries_what_applies_stores_each_run_and_ends_with_what_to_type(st
 
 def test_a_wrong_request_is_one_line(steplab: Program) -> None:
     assert "'soon'" in complaint(steplab.here("advise", *tiny(), "--budget", "soon"), 2)
-    assert "one process" in complaint(steplab.here("advise", *tiny(layout="dp=2")), 2)

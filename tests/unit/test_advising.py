@@ -11,7 +11,7 @@ from tests.runs import make_run
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
 
-from steplab.errors import Remark, Unsupported, UserError
+from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
 from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice, Tried
@@ -288,11 +288,6 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert advice.best is not None
     assert decisions(advice)[advice.kept[0].words]
     assert advice.notes[0].startswith("interrupted")
-
-
-def test_several_processes_are_refused(walk: Callable[..., Advice]) -> None:
-    with pytest.raises(UserError, match="one process"):
-        walk(fields={"layout": "dp=2"})
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------

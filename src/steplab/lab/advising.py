@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from steplab.errors import SteplabError, UserError
+from steplab.errors import SteplabError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.explaining import explain
 from steplab.lab.keeping import checked_name, keep, open_store
@@ -17,6 +17,7 @@ from steplab.lab.walking import Attempt, Outlook, Promise, Walk, step_s
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.plan.host import compile_s, on_the_host_of
+from steplab.plan.layout.time import layout_step_s
 from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.advice import Advice, Tried
@@ -29,6 +30,7 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import Change, changes_for
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import find_hardware
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
@@ -61,15 +63,14 @@ def advise(
 
     With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
     change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
-    that leaves no time for a change. `on_change` is called with what is measured next. An interrupted walk is stored as
-    far as it got. Raises UserError for a step that cannot be measured.
+    that leaves no time for a change. Of a step of several processes each turn starts them anew. `on_change` is called
+    with what is measured next. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot
+    be measured.
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
     chosen, name = choose_checkpointing(asked_step("advise", spec, given)), checked_name(name)
     asked = chosen.spec
-    if asked.layout.world_size > 1:
-        raise UserError(f"advise walks steps of one process; leave out --layout {asked.layout}")
     with open_store(store, write=True) as opened:
         found = _Findings(asked, store, name, on_progress, on_change, profile)
         taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
@@ -108,7 +109,8 @@ def advise(
 
 
 class _Findings:
-    """What is predicted: by `plan time` where it knows the step and the GPU, otherwise by the findings on a profile."""
+    """What is predicted: by `plan time`, or of several processes `plan layout`, where it knows the step and the GPU,
+    otherwise by the findings on a profile."""
 
     def __init__(
         self,
@@ -129,7 +131,7 @@ class _Findings:
         self.device_kind = "cpu"
 
     def look(self, environment: Environment | None, may_profile: bool) -> None:
-        """Find out what there is to predict by, once the device is known; before the first step takes its turns."""
+        """Find out what there is to predict by, once the device is known."""
         if environment is None:
             return
         self.device_kind, self._device_name = environment.device.kind, environment.device.name
@@ -152,6 +154,8 @@ class _Findings:
 
     def meant(self, spec: StepSpec, field: str, value: str) -> str:
         """What a value of a field comes to on the device: what `auto` chooses."""
+        if (field, value) == ("reshard_after_forward", "auto"):
+            return "always" if spec.layout.pp == 1 else "never"
         if (field, value) != ("attention", "auto") or spec.model.shape is None:
             return value
         return chosen_by_auto(spec, spec.model.shape, self._device_name).implementation
@@ -161,7 +165,10 @@ class _Findings:
         before_s = self._planned_s(spec)
         after_s = self._planned_s(change.made(spec)) if before_s else None
         if before_s and after_s:
-            return Promise(share=1 - after_s / before_s, source="plan time")
+            if spec.layout == SINGLE:
+                return Promise(share=1 - after_s / before_s, source="plan time")
+            # A plan of layouts does not know every choice; of one that it does not, both have the same time.
+            return Promise(share=1 - after_s / before_s, source="plan layout") if after_s != before_s else None
         for finding in self._findings:
             if finding.fields == {change.field: change.value} and finding.saves_s is not None and self._step_s:
                 return Promise(share=finding.saves_s / self._step_s, source=finding.kind)
@@ -175,7 +182,7 @@ class _Findings:
     def _planned_s(self, spec: StepSpec) -> float | None:
         if spec not in self._planned:
             try:
-                self._planned[spec] = predict_step_time(spec, self._gpu).central_s if self._gpu else None
+                self._planned[spec] = _predicted_s(spec, self._gpu) if self._gpu else None
             except SteplabError:
                 self._planned[spec] = None
         return self._planned[spec]
@@ -187,6 +194,11 @@ class _Findings:
         if run.failure is None:
             found = explain(run, store=self._store)
             self._findings, self._step_s = found.findings, found.step_s
+
+
+def _predicted_s(spec: StepSpec, gpu: Gpu) -> float | None:
+    """The predicted time of a step in seconds. Raises Unsupported for one that cannot be predicted."""
+    return predict_step_time(spec, gpu).central_s if spec.layout == SINGLE else layout_step_s(spec, gpu)
 
 
 def _recorded(walk: Walk, found: _Findings, name: str, notes: tuple[str, ...]) -> Advice:

@@ -5,6 +5,9 @@ it pays; what the turns leave open gets more of them. Next is the change that is
 that trying it takes; then those of which nothing is predicted; then those that are predicted to save less than what a
 change is kept for, the shortest trials first; last, those that should cost time.
 
+Steps of several processes cannot wait for turns, so that each turn starts them anew, and whether a step runs is known
+once it had one. What such processes differ by is then the least that a change is kept for.
+
 While the device waits for the host, the ways to launch kernels come first: until that is settled, the noise of the host
 is in every comparison, and what a change saves of the device's time is not seen. Once a change of the recipe `fast` did
 not pay by itself, all that is left of the recipe is a change too, so that the walk ends no slower than the recipe.
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
-from steplab.comparison.samples import FEWEST
+from steplab.comparison.samples import FEWEST, SEPARATE
 from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import Remark, UserError
 from steplab.lab.explaining import failure_words
@@ -43,6 +46,8 @@ _LEAST_GAIN = 0.003
 """The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
 _MOST_ROUNDS = 2.5
 """How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
+_MOST_PROCESSES = 3
+"""Processes of a comparison, at most, where each turn is one: the fastest step, the other, the fastest again."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
 
@@ -150,7 +155,7 @@ class Walk:
     _tried: set[tuple[str, str]] = field(default_factory=set)
     """The field and the meaning of each change that was tried, and its own value."""
     _built_s: list[float] = field(default_factory=list)
-    """Seconds that building each step took, without compilation."""
+    """Seconds that building each step took, without compilation: in each process of it."""
     _turns: list[float] = field(default_factory=list)
     """Seconds that the turns of each comparison took, over the sum of both step times."""
 
@@ -158,19 +163,21 @@ class Walk:
         """Walk from a step until no change is left, or the time is over."""
         self._began_s = self.clock()
         self.on_change("the step as given")
-        self.start = self.best = self.taking.enter("start", spec)
-        built_s = self.clock() - self._began_s
-        self._built_s.append(built_s - self.outlook.compile_s(spec))
-        trial_s, left_s = self._built_s[0], self._left_s()
+        start = self.taking.enter("start", spec)
+        self._take_first_turn(start)
+        self.start = self.best = start
+        took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
+        self._built_s.append(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0))
+        trial_s, left_s = self._trial_s(measured_s), self._left_s()
         # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
         self.on_start(self.start.environment, left_s >= 2 * trial_s)
         if self.best.failure:
             self._make_room()
         elif left_s < trial_s:
-            self._say_that_time_is_over(built_s)
+            self._say_that_time_is_over(took_s)
         if self._goes_on() and not self.taking.alternating:
             self.taking.measure([self.best], _FIRST_STEPS)
-            self._look_at_best()
+        self._look_at_best()
         while self._goes_on() and (candidate := self._next()):
             self._try(candidate)
         if self.kept and not self.start.failure:
@@ -210,7 +217,7 @@ class Walk:
         if candidate.promise is None:
             return 2, takes_s
         share = candidate.promise.share
-        if share <= _LEAST_GAIN:
+        if share <= (SEPARATE if self.taking.alternating else _LEAST_GAIN):
             return (3 if share > 0 else 4), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
@@ -242,6 +249,8 @@ class Walk:
     def _trial_s(self, other_s: float | None) -> float:
         """Seconds of a comparison of the fastest step with another of that length, without compilation."""
         known_s = [each for each in (step_s(self.best.run), other_s) if each]
+        if self.taking.alternating:
+            return _MOST_PROCESSES * median(self._built_s) + self.steps * sum(known_s)
         return median(self._built_s) + (median(self._turns) * sum(known_s) if self._turns else 0.0)
 
     def _untried_of(self, spec: StepSpec) -> list[Change]:
@@ -281,9 +290,10 @@ class Walk:
         """Seconds by which the walk took longer than its budget; 0 if it did not, or has none."""
         return max(0.0, -self._left_s())
 
-    def _say_that_time_is_over(self, built_s: float) -> None:
-        took, budget = format_time(built_s), format_time(self.budget_s or 0.0)
-        why = f"building the step as given took {took} of the budget of {budget}, and each change takes as long"
+    def _say_that_time_is_over(self, took_s: float) -> None:
+        took, budget = format_time(took_s), format_time(self.budget_s or 0.0)
+        doing, as_long = ("measuring", "at least twice as long") if self.taking.alternating else ("building", "as long")
+        why = f"{doing} the step as given took {took} of the budget of {budget}, and each change takes {as_long}"
         warnings.warn(Remark(f"{why}: only the step as given is measured"), stacklevel=2)
 
     # --- trying -------------------------------------------------------------------------------------------
@@ -294,7 +304,11 @@ class Walk:
         if attempt.side is None:
             return
         built_s = self.clock()
-        self._measure([self.best, attempt.side], most_s=built_s - began_s)
+        try:
+            self._measure([self.best, attempt.side], most_s=built_s - began_s)
+        except UserError as error:  # where each turn has a process of its own, it says so only now
+            attempt.side, attempt.failure = None, str(error)
+            return
         decided_s = self.clock()
         attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -304,10 +318,15 @@ class Walk:
         elif attempt.ratio is None:
             attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
         attempt.took_s = decided_s - began_s
-        if attempt.ratio:
+        if attempt.ratio and not self.taking.alternating:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
-            self._look_at_best()
+        self._look_at_best()
+
+    def _take_first_turn(self, side: Any) -> None:
+        """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""
+        if self.taking.alternating:
+            self.taking.measure([side], self.steps)
 
     def _measure(self, sides: Sequence[Any], most_s: float = 0.0) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
@@ -354,15 +373,18 @@ class Walk:
         if self.best.run and not self.best.failure:
             self.on_best(self.best.run)
 
-    def _attempt(self, change: Change, promise: Promise | None) -> Attempt:
-        """Build the fastest step with a change."""
+    def _attempt(self, change: Change, promise: Promise | None, *, by_itself: bool = False) -> Attempt:
+        """Build the fastest step with a change; `by_itself`: so that it is known whether it runs."""
         spec = self.best.spec
         self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
         attempt = Attempt(change=change, base=self.best, promise=promise)
         self.attempts.append(attempt)
         try:
-            attempt.side = self.taking.enter(change.words, change.made(spec))
+            side = self.taking.enter(change.words, change.made(spec))
+            if by_itself:
+                self._take_first_turn(side)
+            attempt.side = side
         except UserError as error:  # the device, or this build of torch, does not do that
             attempt.failure = str(error)
         return attempt
@@ -374,7 +396,7 @@ class Walk:
             if not makes_room or change not in self._untried_of(self.best.spec):
                 continue
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
-            attempt = self._attempt(change, self.outlook.forecast(self.best.spec, change))
+            attempt = self._attempt(change, self.outlook.forecast(self.best.spec, change), by_itself=True)
             if attempt.side is None:
                 continue
             attempt.kept = True

@@ -12,6 +12,7 @@ from steplab.plan.rates import Gpu, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, find_phase, lead_s
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 
 _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
@@ -21,10 +22,11 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """The GPU with the pace of the host of a measured step; as it is where the device never waited.
 
     The pace is seconds for each kernel, the median of the phases that waited: measured time over predicted number of
-    kernels. Of an eager step, that of compiled ones changes by the same factor, until one of them is seen. Raises
-    Unsupported for a step that cannot be predicted.
+    kernels. Of an eager step, that of compiled ones changes by the same factor, until one of them is seen. Of several
+    processes it is not known: their phases contain what they wait for each other. Raises Unsupported for a step that
+    cannot be predicted.
     """
-    if run.spec is None or run.timing is None or run.spec.replays_model:
+    if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu
     phases, step = run.timing.back_to_back, run.timing.phase("step")
     parts = predict_step_time(run.spec, gpu).parts

@@ -28,7 +28,7 @@ class Tried:
     predicted_share: float | None = None
     """Predicted saving as a share of the step before; None: there was no prediction."""
     predicted_by: str = ""
-    """What predicted it: plan time, or the kind of a finding."""
+    """What predicted it: plan time, plan layout, or the kind of a finding."""
     ratio: Ratio | None = None
     """Step time with the change over that without it; None if it was not compared."""
     waits_for_host: bool | None = None

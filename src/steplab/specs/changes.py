@@ -133,6 +133,17 @@ with torch.cuda.stream(stream):
         optimizer.zero_grad(set_to_none=True)"""
 
 
+_SELECTIVE = """from functools import partial
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+def policy(context, operator, *args, **options):
+    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+kept = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
+contexts = partial(create_selective_checkpoint_contexts, policy)
+x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)"""
+
+
 def _own_attention(name: str) -> str:
     return (
         f'from steplab.ops.attention import attention\nout = attention(q, k, v, causal=True, implementation="{name}")'
@@ -249,6 +260,24 @@ CHANGES = (
         fast={"cuda": ("transformer",)},
     ),
     Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
+    Change(
+        field="checkpointing",
+        value="selective",
+        code=_SELECTIVE,
+        replaces=("full",),
+        pointless_after=("none",),
+    ),
+    Change(
+        field="reshard_after_forward",
+        value="never",
+        code="from torch.distributed.fsdp import fully_shard\n"
+        "fully_shard(block, mesh=mesh, reshard_after_forward=False)  # of each block",
+    ),
+    Change(
+        field="data_parallel",
+        value="bucketed",
+        code="model = torch.nn.parallel.DistributedDataParallel(model)",
+    ),
     Change(
         field="checkpointing",
         value="auto",

@@ -6,6 +6,8 @@ make the same changes in a loop of your own.
 For example: steplab advise --model small --context 512
 
 With a model of yours: steplab advise --model my_model:build --keep-precision --budget 5min
+
+On several GPUs: steplab advise --model xl --context 512 --layout fsdp=2 --steps 10 --budget 20min
 """
 
 from typing import Annotated

@@ -56,13 +56,17 @@ class Side:
     """The record of the steps until now; None before the first turn."""
     earlier: Run | None = None
     """The record of the turns that its processes before the present one took; None: it has had one alone."""
+    failed_in: Environment | None = None
+    """The environment in which a process of one turn failed; None: none did, or it did not tell."""
     conversation: Conversation | None = field(default=None, repr=False)
     listener: Listener | None = field(default=None, repr=False)
 
     @property
     def environment(self) -> Environment | None:
         """The environment that it is measured in; None if its process died before it told."""
-        return self.run.environment if self.run else self.listener.environment if self.listener else None
+        if self.run:
+            return self.run.environment
+        return self.listener.environment if self.listener else self.failed_in
 
     @property
     def is_resident(self) -> bool:
@@ -266,7 +270,7 @@ class Session:
         self._turns += 1
         self._last = side
         if run.failure is not None:
-            side.failure = run.failure
+            side.failure, side.failed_in = run.failure, run.environment
             return
         turns = Turns(session=self.id, label=side.label, turns=(turn,), alternating=self.alternating)
         run = dataclasses.replace(run, spec=side.spec, turns=turns)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.parts import PartName, Parts
 from steplab.plan.fusion import Kernel, fused_kernels
@@ -73,7 +74,11 @@ class PartTimes:
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
-        """The optimizer's update of so many weights: what its kernels read and write."""
+        """The optimizer's update of so many weights: what its kernels read and write. Raises Unsupported for
+        adamw_triton, of which that is not known across ranks."""
+        if optimizer not in _PASSES:
+            what = f"predicting the time of several processes with optimizer {optimizer}"
+            raise Unsupported(what, "what its update reads and writes is known of one process", "use adamw_fused")
         passes = _PASSES[optimizer]
         return Work(1, 0.0, streaming_s(_NAMES[optimizer], passes * weight_bytes * num_elements, self._gpu))
 

@@ -7,6 +7,7 @@ move. A pipeline of S stages and m microbatches takes (m - 1) turns of its slowe
 et al. 2021, section 2.2); interleaved stages fill it in shorter turns.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,16 +20,18 @@ from steplab.plan.layout.compute import (
     PartTimes,
     Work,
 )
-from steplab.plan.layout.links import Cluster, message_s
+from steplab.plan.layout.links import Cluster, machine_of, message_s
 from steplab.plan.layout.memory import counted_parts, parts_of_rank
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import Sharing, sharing_of
 from steplab.plan.layout.traffic import Traffic, gathered_elements, traffic_of
 from steplab.plan.rates import Gpu
-from steplab.plan.time import step_spread, throttling
+from steplab.plan.time import as_chosen, refuse_unknown_step, step_spread, throttling
 from steplab.records.layout_plan import AxisTraffic, LayoutTime
 from steplab.specs.checkpointing import differs_by_block
 from steplab.specs.ddp import Variant
+from steplab.specs.hardware import hardware_named
+from steplab.specs.layout import SINGLE
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 
@@ -42,6 +45,14 @@ COMMUNICATION_SPREAD = 0.3
 """Half of the 90 % interval of what communication adds, as a share of it: all but three of them are within."""
 UNMEASURED_SPREAD = 0.5
 """The same where a message crosses a network, of which there is no measurement."""
+
+
+def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
+    """Seconds of a step on its layout, in nodes of the GPU as the catalogue has them; None where messages cross a
+    network that is not known. Raises Unsupported for a step whose time cannot be predicted."""
+    refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE), gpu)
+    found = LayoutClock(gpu, machine_of(hardware_named(gpu.name), None)).time(as_chosen(spec, gpu))
+    return found.seconds if found else None
 
 
 class LayoutClock:

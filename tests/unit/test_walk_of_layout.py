@@ -1,0 +1,182 @@
+"""The walk of a step of several processes: each turn starts them anew, and the layout decides what there is to try."""
+
+import dataclasses
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.runs import make_run
+from tests.unit.taking import Told
+
+from steplab.errors import Remark, Unsupported
+from steplab.lab.advising import advise
+from steplab.measurement.processes import turns as processes
+from steplab.plan.layout.links import machine_of
+from steplab.plan.layout.time import LayoutClock
+from steplab.plan.rates import gpu_named
+from steplab.records.advice import Advice
+from steplab.records.codec import new_id
+from steplab.records.failure import Failure
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.specs.attention_kernels import chosen_by_auto
+from steplab.specs.hardware import hardware_named
+from steplab.specs.resolve import resolve_step, with_fields
+from steplab.specs.step import StepSpec
+
+FSDP = {"model": "8b", "context": 32768, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
+START_S = 20.0
+"""Seconds until the processes of a step are warm."""
+FACTORS = {"attention": {"auto": 0.2}, "checkpointing": {"none": 0.8, "selective": 0.85}, "compile": {"block": 0.97}}
+"""What the values of a field multiply the step time by; what is not named makes no difference."""
+
+
+def product(spec: StepSpec) -> float:
+    """Seconds of a step whose choices do not affect each other."""
+    seconds = 0.2
+    for field, factors in FACTORS.items():
+        seconds *= factors.get(getattr(spec, field), 1.0)
+    return seconds
+
+
+class Started:
+    """Stands in for the processes of each turn, on H200s: their times, failures and refusals are told."""
+
+    def __init__(self, told: Told) -> None:
+        self._told = told
+        self.turns: list[tuple[StepSpec, int]] = []
+        """The step of each turn, and how many steps it had."""
+        self.now_s = 0.0
+
+    def measure(self, spec: StepSpec, **options: Any) -> Run:
+        outcome = self._told(spec)
+        if isinstance(outcome, Exception):
+            raise outcome
+        self.turns.append((dataclasses.replace(spec, steps=30), spec.steps))
+        self.now_s += START_S
+        if isinstance(outcome, str):
+            return make_run(
+                {"model": "small"}, id=new_id(), spec=spec, timing=None,
+                failure=Failure(kind="out_of_memory", message=outcome),
+            )  # fmt: skip
+        self.now_s += spec.steps * outcome
+        samples = tuple(outcome * (1 + 0.0005 * (number % 5 - 2)) for number in range(spec.steps))
+        timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))
+        return make_run({"model": "small"}, id=new_id(), spec=spec, timing=timing)
+
+
+@pytest.fixture
+def walk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    def walked(told: Told = product, fields: dict[str, Any] = FSDP, **options: Any) -> tuple[Advice, Started]:
+        started = Started(told)
+        monkeypatch.setattr(processes, "measure_in_child", started.measure)
+        monkeypatch.setattr(processes, "Conversation", None)  # no process waits for turns
+        spec = resolve_step({"steps": 30, **fields})
+        advice = advise(spec, store=tmp_path / "store.db", profile=unprofiled, clock=lambda: started.now_s, **options)
+        return advice, started
+
+    return walked
+
+
+def unprofiled(spec: StepSpec, **options: Any) -> Run:
+    raise AssertionError("a layout that can be planned is not profiled")
+
+
+def test_what_pays_beyond_what_processes_differ_by_is_kept(walk: Any) -> None:
+    advice, _ = walk()
+    tried = {each.words: each for each in advice.tried}
+    assert [each.words for each in advice.kept] == ["attention auto", "checkpointing none"]
+    assert (advice.start_s, advice.best_s) == (pytest.approx(0.2), pytest.approx(0.2 * 0.2 * 0.8))
+    assert advice.overall is not None
+    assert advice.overall.ratio == pytest.approx(0.16)
+    assert not tried["compile block"].kept  # 3 per cent
+    assert "checkpointing selective" not in tried  # recomputing nothing does the same and more
+    assert advice.alternating == "a step of several processes cannot wait for its turn"
+
+
+def test_each_turn_is_of_new_processes_and_the_fastest_step_begins_or_has_just_had_one(walk: Any) -> None:
+    advice, started = walk()
+    assert [steps for _, steps in started.turns[:3]] == [30, 30, 15]
+    start, first, second = (spec for spec, _ in started.turns[:3])
+    assert start == second == advice.spec
+    assert first.attention == "auto"
+    # No step has two turns that follow each other: such are one.
+    assert all(len(list(same)) == 1 for _, same in groupby(spec for spec, _ in started.turns))
+    ratios = [each.ratio for each in advice.tried]
+    assert all(ratio and ratio.threshold == 0.05 and min(ratio.num_a, ratio.num_b) == 30 for ratio in ratios)
+
+
+def test_nothing_is_tried_that_the_layout_cannot_have(walk: Any) -> None:
+    advice, _ = walk()
+    tried = {each.words for each in advice.tried}
+    assert not tried & {"update overlapped", "cuda_graph step", "optimizer adamw_triton", "precision bf16_master"}
+    assert {"reshard_after_forward never", "loss fused", "projections merged"} <= tried
+
+
+def test_a_layout_is_predicted_by_its_plan_and_what_that_does_not_know_is_not(walk: Any) -> None:
+    advice, _ = walk()
+    first, *others = advice.tried
+    clock = LayoutClock(gpu_named("H200 SXM"), machine_of(hardware_named("H200 SXM"), None))
+    start = resolve_step(FSDP)
+    assert start.model.shape is not None
+    auto = chosen_by_auto(start, start.model.shape, "NVIDIA H200").implementation
+    before, after = clock.time(start), clock.time(with_fields(start, {"attention": auto}))
+    assert before is not None
+    assert after is not None
+    assert (first.words, first.predicted_by) == ("attention auto", "plan layout")
+    assert first.predicted_share == pytest.approx(1 - after.seconds / before.seconds)
+    [loss] = [each for each in others if each.words == "loss fused"]
+    assert (loss.predicted_share, loss.predicted_by) == (None, "")
+
+
+def test_gradients_and_the_optimizer_of_data_parallel_ranks(walk: Any) -> None:
+    fields = {"model": "small", "context": 512, "layout": "dp=2", "data_parallel": "naive"}
+    told = {"naive": 0.1, "bucketed": 0.08}
+    advice, _ = walk(lambda spec: told[spec.data_parallel], fields)
+    tried = {each.words: each for each in advice.tried}
+    assert [each.words for each in advice.kept] == ["data_parallel bucketed"]
+    assert tried["data_parallel bucketed"].predicted_by == "plan layout"
+    assert tried["optimizer adamw_triton"].predicted_by == ""
+    assert "reshard_after_forward never" not in tried
+
+
+def test_a_change_that_is_refused_in_its_turn_is_said_and_the_walk_goes_on(walk: Any) -> None:
+    def told(spec: StepSpec) -> float | str | Exception:
+        if spec.checkpointing == "none":
+            return "asked 8.00 GiB"
+        return Unsupported("flash", "no kernel", "use plain") if spec.attention == "auto" else product(spec)
+
+    advice, _ = walk(told)
+    failures = {tried.words: tried.failure for tried in advice.tried if tried.failure}
+    assert failures["checkpointing none"] == "out of memory: asked 8.00 GiB"
+    assert "no kernel" in failures["attention auto"]
+    assert [each.words for each in advice.kept] == ["checkpointing selective"]
+
+
+def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> None:
+    """The processes that fail tell the device, so that changes for GPUs are known."""
+
+    def told(spec: StepSpec) -> float | str:
+        return product(spec) if spec.attention == "auto" and spec.loss == "fused" else "asked 80 GiB"
+
+    advice, _ = walk(told)
+    assert advice.failure is None
+    assert advice.start_s is None
+    assert {"attention auto", "loss fused"} <= {each.words for each in advice.kept}
+    assert advice.best_s == pytest.approx(0.2 * 0.2 * 0.8)
+
+
+def test_a_budget_counts_the_processes_of_each_change(walk: Any, recwarn: pytest.WarningsRecorder) -> None:
+    """The step as given takes 20 s to start and 6 s of steps; a change at most three starts and twice its steps."""
+    advice, started = walk(budget_s=26.0 + 71.0)
+    assert (len(advice.tried), len(started.turns)) == (0, 1)
+    assert advice.untried_s is not None
+    told = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    assert told == [
+        "measuring the step as given took 26.0 s of the budget of 97.0 s, and each change takes at least twice as "
+        "long: only the step as given is measured"
+    ]
+    advice, started = walk(budget_s=26.0 + 72.0)
+    assert len(advice.tried) == 1
+    assert started.now_s <= 98.0
