@@ -114,6 +114,14 @@ def test_nothing_is_tried_that_the_layout_cannot_have(walk: Any) -> None:
     assert {"reshard_after_forward never", "loss fused", "projections merged"} <= tried
 
 
+def test_a_pipeline_that_keeps_its_parameters_gathered_anyway_is_not_tried_with_that(walk: Any) -> None:
+    fields = {"model": "medium", "context": 512, "batch": 4, "layout": "fsdp=2,pp=2"}
+    advice, _ = walk(lambda spec: 0.1, fields)
+    tried = {each.words for each in advice.tried}
+    assert "attention auto" in tried
+    assert "reshard_after_forward never" not in tried
+
+
 def test_a_layout_is_predicted_by_its_plan_and_what_that_does_not_know_is_not(walk: Any) -> None:
     advice, _ = walk()
     first, *others = advice.tried

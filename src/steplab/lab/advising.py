@@ -155,7 +155,7 @@ class _Findings:
     def meant(self, spec: StepSpec, field: str, value: str) -> str:
         """What a value of a field comes to on the device: what `auto` chooses."""
         if (field, value) == ("reshard_after_forward", "auto"):
-            return "always" if spec.layout.pp == 1 else "never"
+            return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
         if (field, value) != ("attention", "auto") or spec.model.shape is None:
             return value
         return chosen_by_auto(spec, spec.model.shape, self._device_name).implementation

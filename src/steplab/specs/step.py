@@ -470,6 +470,13 @@ class StepSpec:
         return self.bucket_size_mb if self.strategy == "bucketed" else None
 
     @property
+    def reshards(self) -> bool:
+        """Whether fsdp frees a block's parameters after its forward pass."""
+        if self.reshard_after_forward == "auto":
+            return self.layout.pp == 1
+        return self.reshard_after_forward == "always"
+
+    @property
     def checkpoints_apply(self) -> bool:
         """Whether `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
         model, which steplab does not build."""

@@ -97,11 +97,10 @@ def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
     """How FSDP2 stores and moves the parameters. Foreign models are gathered in the stored dtype, because some of
     their modules may need it."""
     autocast = spec.precision == "bf16" and isinstance(module, Transformer | TransformerStage)
-    reshard = spec.layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
     return Sharding(
         gather_dtype=torch.bfloat16 if autocast else None,
         reduce_dtype=torch.float32 if autocast else None,
-        reshard_after_forward=reshard,
+        reshard_after_forward=spec.reshards,
     )
 
 

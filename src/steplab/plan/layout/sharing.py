@@ -58,7 +58,6 @@ def sharing_of(
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")
     weight_bytes = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
     size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
-    reshard = layout.pp == 1 if spec.reshard_after_forward == "auto" else spec.reshard_after_forward == "always"
     peers = variant is not None and variant.transport == "peer_copy"
     owned, buckets = None, None
     if kind == "sharded":
@@ -70,7 +69,7 @@ def sharing_of(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
         replicas=layout.dp if kind == "fsdp2" and variant is None else 1,
-        reshard=reshard,
+        reshard=spec.reshards,
         weight_bytes=weight_bytes,
         gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,
         splits_tokens=sequence_parallel,
