@@ -136,6 +136,13 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
     assert ddp_rows(failed)[0]["step_s"] is None
 
 
+def test_tokens_are_not_told_of_a_model_that_sizes_its_batches_itself(run: DdpRun) -> None:
+    assert run.facts is not None
+    own = dataclasses.replace(run, facts=dataclasses.replace(run.facts, knows_tokens=False))
+    assert {row["tokens_per_s"] for row in ddp_rows(own)} == {None}
+    assert None not in {row["tokens_per_s"] for row in ddp_rows(run) if row["step_s"]}
+
+
 def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -> None:
     cell = cell_of(run, "flat")
 

@@ -264,6 +264,8 @@ class DdpFacts:
     """Number of parameter tensors, each of which has a gradient."""
     gradient_bytes: int
     """Bytes of all gradients together."""
+    knows_tokens: bool = True
+    """Whether the model's batches have the study's batch and context, so that the tokens of a step are known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -188,4 +188,5 @@ def _facts(step: VariantStep, world: World) -> DdpFacts:
         num_parameters=sum(parameter.numel() for parameter in parameters),
         num_tensors=len(parameters),
         gradient_bytes=sum(parameter.nbytes for parameter in parameters),
+        knows_tokens=step.knows_tokens,
     )

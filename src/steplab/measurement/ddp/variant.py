@@ -34,6 +34,8 @@ class VariantStep(ModelStep):
             raise Unsupported(f"comparing strategies on {spec.model.label}", "it gives a whole step", "give a module")
         refuse_sparse(workload.module, "comparing strategies", "messages")
         self._spec, self._variant, self._world_size = spec, variant, world.size
+        self.knows_tokens = workload.knows_tokens
+        """Whether the tokens of a step are known."""
         self._recording: RecordingCollectives | None = None
         if variant.transport in (None, COLLECTIVES):  # any other transport reaches the ranks of its group by itself
             self._recording = RecordingCollectives(world.collectives)

@@ -16,6 +16,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
     is_baseline = cell.contender.kind == "none" and cell.failure is None
     step_s = figures.usual_baseline_s(run) if is_baseline else figures.step_s(cell)
     exposed_s, range_s, traced = figures.exposed_s(cell), figures.exposed_range_s(cell), cell.traced
+    knows_tokens = run.facts is None or run.facts.knows_tokens
     row: Row = {
         "contender": cell.contender.label,
         "kind": cell.contender.kind,
@@ -39,7 +40,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "hidden": figures.hidden(cell),
         "rank_spread": figures.usual_spread(run) if is_baseline else figures.spread_over_ranks(cell),
         "host_lead_s": figures.host_lead_s(cell),
-        "tokens_per_s": run.study.tokens / step_s if step_s else None,
+        "tokens_per_s": run.study.tokens / step_s if step_s and knows_tokens else None,
         "first_step_s": cell.first_step_s,
     }
     for name in PHASES:
