@@ -20,10 +20,13 @@ from steplab.records.codec import new_id
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.advice.document import advice_document
+from steplab.report.kit.rendering import render
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import StepSpec
+from steplab.units import format_time
 
 FSDP = {"model": "8b", "context": 32768, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
 START_S = 20.0
@@ -105,6 +108,25 @@ def test_each_turn_is_of_new_processes_and_the_fastest_step_begins_or_has_just_h
     assert all(len(list(same)) == 1 for _, same in groupby(spec for spec, _ in started.turns))
     ratios = [each.ratio for each in advice.tried]
     assert all(ratio and ratio.threshold == 0.05 and min(ratio.num_a, ratio.num_b) == 30 for ratio in ratios)
+
+
+def test_the_answer_gives_the_times_of_the_turns_that_were_compared(walk: Any) -> None:
+    """A machine that is half as fast after the first two turns."""
+    turns = 0
+
+    def slowed(spec: StepSpec) -> float:
+        nonlocal turns
+        turns += 1
+        return (0.1 if turns <= 2 else 0.2) * (0.8 if spec.loss == "fused" else 1.0)
+
+    advice, _ = walk(slowed)
+    assert [each.words for each in advice.kept] == ["loss fused"]
+    assert advice.overall is not None
+    assert advice.overall.ratio == pytest.approx(advice.overall.b / advice.overall.a)
+    text = " ".join(render(advice_document(advice), "table", width=200).split())
+    a, b = format_time(advice.overall.a), format_time(advice.overall.b)
+    assert f"With loss fused the step takes {b} for {a}: {advice.overall.ratio:.3f} times as long" in text
+    assert "Each turn was a process of its own" in text
 
 
 def test_nothing_is_tried_that_the_layout_cannot_have(walk: Any) -> None:
