@@ -111,18 +111,21 @@ def test_each_turn_is_of_new_processes_and_the_fastest_step_begins_or_has_just_h
 
 
 def test_the_answer_gives_the_times_of_the_turns_that_were_compared(walk: Any) -> None:
-    """A machine that is half as fast after the first two turns."""
-    turns = 0
+    """A machine that gets half as fast before the turns that decide."""
+    turns, last_quick = 0, 1000
 
-    def slowed(spec: StepSpec) -> float:
+    def told(spec: StepSpec) -> float:
         nonlocal turns
         turns += 1
-        return (0.1 if turns <= 2 else 0.2) * (0.8 if spec.loss == "fused" else 1.0)
+        return (0.1 if turns <= last_quick else 0.2) * (0.8 if spec.loss == "fused" else 1.0)
 
-    advice, _ = walk(slowed)
+    _, started = walk(told)
+    turns, last_quick = 0, next(place for place, (spec, _) in enumerate(started.turns) if spec.loss == "fused") - 1
+    advice, _ = walk(told)
     assert [each.words for each in advice.kept] == ["loss fused"]
+    assert advice.start_s == pytest.approx(0.1, rel=0.01)
     assert advice.overall is not None
-    assert advice.overall.ratio == pytest.approx(advice.overall.b / advice.overall.a)
+    assert (advice.overall.a, advice.overall.b) == (pytest.approx(0.2), pytest.approx(0.16))
     text = " ".join(render(advice_document(advice), "table", width=200).split())
     a, b = format_time(advice.overall.a), format_time(advice.overall.b)
     assert f"With loss fused the step takes {b} for {a}: {advice.overall.ratio:.3f} times as long" in text
