@@ -2,12 +2,22 @@
 
 import shutil
 import subprocess
+from functools import cache, partial
 from pathlib import Path
 
 import pytest
+from cyclopts import App
 
-from steplab.cli.app import main
+from steplab.cli.app import app, main
 from steplab.store.database import Store
+
+generated = cache(partial(App.generate_completion, app))
+
+
+@pytest.fixture(autouse=True)
+def _each_script_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes a second or two, and is the same each time."""
+    monkeypatch.setattr(App, "generate_completion", lambda _, **shell: generated(**shell))
 
 
 def test_bash_completes_commands_options_and_choices(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
