@@ -25,8 +25,10 @@ settings.load_profile("repeatable")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Of the parallel test processes, each of which imports all tests, the second begins with the last file: what one
-    has compiled the other finds."""
+    """Have the second of the parallel test processes import the test files in reverse order.
+
+    Each process imports all of them, so each finds half of them compiled by the other.
+    """
     if os.environ.get("PYTEST_XDIST_WORKER") == "gw1" and config.args == config.getini("testpaths"):
         config.args = sorted(map(str, Path(__file__).parent.rglob("test_*.py")), reverse=True)
 

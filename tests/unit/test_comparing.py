@@ -221,7 +221,7 @@ def test_a_cell_that_fails_in_b_alone_is_a_regression() -> None:
     assert compared(out_of_memory(), out_of_memory()).outcome == "undecided"
 
 
-def test_failures_beside_records_that_went_well_are_told() -> None:
+def test_a_comparison_notes_failed_records_beside_successful_ones() -> None:
     """A step that fails in two of three processes is no step that is as fast as before."""
     failed = [out_of_memory({"steps": "30"}, id=digit * 12) for digit in "cd"]
     found = compared(STEADY, [slower(STEADY, 1.0), *failed])

@@ -146,7 +146,7 @@ def test_fusing_leaves_what_the_dry_run_says() -> None:
     assert by_name["kernels per step that fusing saves"] == (36 + 2 * 12 + 96 + 2 * 24) / 2
 
 
-def test_without_a_dry_run_fusing_leaves_the_most_that_it_did_anywhere() -> None:
+def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_share() -> None:
     found = fusable_elementwise(case(foreign(seen_with(compiled=None))))
     assert found is not None
     assert found.saves_s == pytest.approx((1 - MOST_LEFT.memory_bound) * LOW_MS * MS)

@@ -133,7 +133,7 @@ def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile
     assert eager.profile.compiled.memory_bound == pytest.approx(low_s, abs=0.05)
 
 
-def test_of_a_profile_without_a_dry_run_the_least_is_predicted_that_compiling_saved(runs: dict[str, Run]) -> None:
+def test_without_a_dry_run_the_smallest_recorded_saving_of_compiling_is_predicted(runs: dict[str, Run]) -> None:
     both = recorded_both_ways(runs)
     left = [
         (left_s(compiled, FUSABLE) / left_s(eager, FUSABLE), num_kernels(compiled) / num_kernels(eager))

@@ -186,7 +186,7 @@ def test_of_many_unlike_runs_the_fastest_and_the_slowest_are_told() -> None:
     )
 
 
-def test_a_loop_without_a_timed_step_says_so_first() -> None:
+def test_the_answer_of_a_loop_without_timed_steps_says_that_there_are_none() -> None:
     loop = replace(recorder_run(timing=None), notes=("step time: the loop ran 3 steps, but 5 are warm-up",))
     assert answer([loop]).sentences == ("No step was timed: the loop ran 3 steps, but 5 are warm-up.",)
     nothing = Findings(run_id=loop.id, created_utc="", steplab_version="", step_s=None, findings=())
