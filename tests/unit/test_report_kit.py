@@ -9,6 +9,7 @@ import re
 import pytest
 
 from steplab.errors import UserError
+from steplab.printing import plain
 from steplab.report.kit.charts import drawing
 from steplab.report.kit.document import (
     RESULT,
@@ -116,6 +117,18 @@ def test_programs_get_raw_values_with_every_field() -> None:
     several = document(data=(TABLE, dataclasses.replace(TABLE, name="more", rows=())))
     assert json.loads(render(several, "json")) == {"cells": [dict(row) for row in ROWS], "more": []}
     assert render(several, "csv") == render(document(), "csv")
+
+
+@pytest.mark.parametrize(
+    "name", ["=1+1", "+1", "-2+3", "@SUM(A1)", "\t=1", "\n=1", "＝1", "\x1b[0m=1", "'=1", "'quoted"]
+)
+def test_no_text_of_csv_is_a_formula_to_a_spreadsheet_and_each_can_be_had_back(name: str) -> None:
+    table = dataclasses.replace(TABLE, rows=({"name": name, "time_s": -0.5},))
+    [row] = csv.DictReader(io.StringIO(render(document(data=table), "csv")))
+    assert row["name"][0] == "'"
+    assert row["name"].removeprefix("'") == plain(name)
+    assert row["time_s"] == "-0.5", "a number is no formula"
+    assert json.loads(render(document(data=table), "json"))[0]["name"] == name
 
 
 def test_nothing_of_a_record_is_taken_for_syntax() -> None:

@@ -19,6 +19,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandErr
 
 from steplab import __version__
 from steplab.cli import commands
+from steplab.cli.conversion import only_as_written
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
@@ -58,7 +59,7 @@ app = App(
     help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
     "reports them.\n\nBegin with: steplab run",
     version=__version__,
-    config=defaults_from_file,
+    config=(defaults_from_file, only_as_written),
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() says what was kept

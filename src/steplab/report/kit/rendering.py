@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Sequence
 
 from steplab.errors import UserError
+from steplab.printing import plain
 from steplab.report.kit import html, markup, terminal
 from steplab.report.kit.document import Document, Row
 
@@ -26,13 +27,28 @@ def to_csv(document: Document) -> str:
 
 
 def csv_rows(rows: Sequence[Row]) -> str:
-    """A header and one line per row, without a newline at the end."""
+    """A header and one line per row, without a newline at the end.
+
+    A text that a spreadsheet would run as a formula has an apostrophe before it, and so has one that begins with an
+    apostrophe: a reader that takes one away has every text as it was. Numbers stay as they are.
+    """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()
     writer = csv.DictWriter(target, keys, lineterminator="\n")
     writer.writeheader()
-    writer.writerows(rows)
+    for row in rows:
+        writer.writerow({key: _inert(value) if isinstance(value, str) else value for key, value in row.items()})
     return target.getvalue().removesuffix("\n")
+
+
+def _inert(text: str) -> str:
+    """A cell of CSV that spreadsheets show as it is (OWASP, "CSV Injection"); it is looked at as it will leave."""
+    text = plain(text)
+    return f"'{text}" if text.startswith(_STARTS_A_FORMULA) else text
+
+
+_STARTS_A_FORMULA = ("=", "+", "-", "@", "\t", "\n", "＝", "＋", "－", "＠", "'")
+"""What makes a formula of a cell, the wide forms in spreadsheets for East Asian languages; and the mark itself."""
 
 
 FORMATS = ("table", "json", "csv", "md", "latex")
