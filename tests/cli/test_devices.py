@@ -23,7 +23,6 @@ WITH_DEVICE = {
     "precision's sums": ("precision", "--only", "accumulation"),
     "attention": ("attention",),
     "attention --derive": ("attention", "--derive"),
-    "tune attention": ("tune", "attention"),
     "doctor": ("doctor",),
     "plan memory": ("plan", "memory"),
     "comm": ("comm", "--processes", "2"),
@@ -50,11 +49,6 @@ def test_a_device_of_a_collective_is_not_passed_over(steplab: Program) -> None:
 @pytest.mark.parametrize("command", [("ddp", "--processes", "2"), ("explain", "--try")])
 def test_commands_whose_device_is_given_otherwise_take_none(steplab: Program, command: tuple[str, ...]) -> None:
     assert "--device" in complaint(steplab.here(*command, "--device", "gpu"), 2)
-
-
-def test_a_table_of_tiles_is_not_tuned_on_a_cpu(steplab: Program) -> None:
-    said = complaint(steplab("tune", "attention", "--device", "cpu"), 2)
-    assert said == "steplab: tiles are tuned on a CUDA GPU, not on cpu; use --device auto, cuda or cuda:N"
 
 
 @pytest.mark.parametrize(

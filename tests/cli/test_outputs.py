@@ -18,7 +18,6 @@ MEASURING = {
     "attention": ("attention", "--device", "cpu"),
     "comm": ("comm", "--processes", "2"),
     "ddp": ("ddp", "--processes", "2"),
-    "tune attention": ("tune", "attention"),
     "explain --try": ("explain", "--try"),
 }
 READING = {
@@ -87,7 +86,6 @@ RAW = {
     "nsys": lambda program: ("profile", *tiny(), "--nsys", "--trace", str(program.store)),
     "snapshot": lambda program: ("memory", *tiny(), "--snapshot", str(_link(program, "kept.pickle"))),
     "marks": _marks,
-    "tiles": lambda program: ("tune", "attention", "--tiles", str(program.store)),
     "traces": _traces,
 }
 
@@ -114,7 +112,6 @@ def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> 
         ("package.json", ("profile", *tiny(), "--trace")),
         ("weights.pickle", ("memory", *tiny(), "--snapshot")),
         ("kept.marks.json", ("memory", *tiny(), "--snapshot", "kept.pickle", "--output", "text.txt")),
-        ("tiles.toml", ("tune", "attention", "--tiles")),
     ],
 )
 def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:

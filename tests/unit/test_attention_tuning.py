@@ -1,77 +1,64 @@
 """Tuning flash_triton: processes that fail, candidates that are wrong, what is chosen, and the table."""
 
 import dataclasses
-import json
 import math
-import time
+import multiprocessing
 from collections.abc import Callable, Sequence
-from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import msgspec
 import pytest
 import torch
-from tests.runs import ENVIRONMENT
+from benchmarks import tile_trials, tune_attention
+from benchmarks.tile_trials import CheckTask, TimeTask, check, time_candidates
+from benchmarks.tune_attention import (
+    KERNELS,
+    LENGTHS,
+    TABLE,
+    Lost,
+    Trial,
+    box_of,
+    candidates,
+    chosen_of,
+    in_processes,
+    result_rows,
+    slowdowns,
+    table_with,
+    timed_shapes,
+    tried,
+)
 from tests.unit.worker_tasks import behave
 from torch import Tensor
 
-from steplab.errors import Unsupported, UserError
-from steplab.lab.tuning import packaged_table, rows_text, table_before, table_with, with_choice
-from steplab.measurement.attention import trial as attention_trial
-from steplab.measurement.attention import tuning as attention_tuning
-from steplab.measurement.attention import workers as under_test
-from steplab.measurement.attention.trial import CheckTask, TimeTask, check, time_candidates
-from steplab.measurement.attention.tuning import OnStep, Workers, tried, tune_attention
-from steplab.measurement.attention.workers import Lost, in_workers
 from steplab.measurement.machine.device import HostClockDevice
-from steplab.measurement.observer import Observer
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
-from steplab.ops.attention.triton_tuning import Tiles, read_table
-from steplab.records.attention_tuning import AttentionTuning, ChosenTiles, TileTrial
-from steplab.report.attention.tuning import tuning_document, tuning_json, tuning_rows
-from steplab.report.kit.rendering import render
+from steplab.ops.attention.triton_tuning import Kernel, Tiles, read_table
 from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_tuning import (
-    KERNELS,
-    TileCandidate,
-    TunedKernel,
-    TuningStudy,
-    box_of,
-    candidates,
-    timed_shapes,
-)
 
-EMPTY = AttentionTuning(study=TuningStudy(head_dims=(80, 128)), gpu="NVIDIA H200", environment=ENVIRONMENT)
-SHORT, LONG = EMPTY.study.lengths
-EMPTY_32 = dataclasses.replace(EMPTY, study=TuningStudy(head_dims=(80, 128), dtype="fp32"))
+SHORT, LONG = LENGTHS["bf16"]
+H200 = "NVIDIA H200"
+BEFORE = TABLE.read_text(encoding="utf-8")
 
 
-def tile(kernel: TunedKernel = "forward", stages: int = 2, **changes: object) -> TileCandidate:
-    given: dict[str, object] = {"variant": "hopper", "box": 128, "queries": 128, "keys": 64} | changes
-    return TileCandidate(kernel=kernel, stages=stages, **given)  # type: ignore[arg-type]
+def tile(kernel: Kernel = "forward", stages: int = 2, **changes: object) -> Tiles:
+    given: dict[str, object] = {"variant": "hopper", "bits": 16, "box": 128, "queries": 128, "keys": 64} | changes
+    return Tiles(kernel=kernel, gpu=H200, stages=stages, **given)  # type: ignore[arg-type]
 
 
 # --- processes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_task_that_fails_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The clock jumps to the time limit when only the task that hangs is left, so that no other comes near it."""
-    done: list[int] = []
-    tasks = ["a", "raise", "die", "hang", "b", "c"]
-    limit_s = 3600.0
-    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + limit_s * (len(done) == len(tasks) - 1))
-    monkeypatch.setattr(under_test, "time", clock)
-    results = in_workers(behave, tasks, num_workers=2, timeout_s=limit_s, on_done=done.append)
-    assert results[1:4] == [
-        Lost("ValueError: no such tile"),
-        Lost("its process ended with exit code 3"),
-        Lost("did not end within 3600 s"),
-    ]
-    whole = [str(results[number]) for number in (0, 4, 5)]
-    assert [text.partition(" by ")[0] for text in whole] == ["a", "b", "c"]
-    assert done == [1, 2, 3, 4, 5, 6]
+def test_a_group_that_fails_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Forked, since the tasks need nothing that a new process would have to import."""
+    monkeypatch.setattr(tune_attention, "_PROCESSES", multiprocessing.get_context("fork"))
+    groups = [["a", "b"], ["c", "raise"], ["die", "d"], ["e"]]
+    both, raised, died, alone = in_processes(behave, groups, at_once=2)
+    assert raised == Lost("ValueError: no such tile")
+    assert died == Lost("its process ended with exit code 3")
+    assert isinstance(both, list)
+    assert isinstance(alone, list)
+    assert [text.partition(" by ")[0] for text in both + alone] == ["a", "b", "e"]
+    assert in_processes(behave, [["hang", "a"]], at_once=1, limit_s=0.05) == [Lost("did not end within 0.1 s")]
 
 
 # --- candidates ---------------------------------------------------------------------------------------------------
@@ -86,26 +73,25 @@ def test_a_box_is_that_of_the_kernels(head_dim: int) -> None:
 @pytest.mark.parametrize("hopper", [True, False])
 @pytest.mark.parametrize("bits", [16, 32])
 def test_every_kernel_has_candidates_that_the_table_can_hold(box: int, hopper: bool, bits: int) -> None:
-    found = candidates(box, bits=bits, hopper=hopper, portable=False)
+    found = candidates(H200, box, bits=bits, hopper=hopper, portable=False)
     assert len(set(found)) == len(found)
     in_one_sweep = hopper and bits == 16 and box < 256
     assert {candidate.kernel for candidate in found} == ({"forward"} if in_one_sweep else set(KERNELS))
     for candidate in found:
-        tiles = Tiles(gpu="any", **candidate.row())
-        assert tiles.kernel == "forward" or tiles.queries <= triton_tuning.WIDEST_TILE
-        assert tiles.bits == bits
-        assert (hopper and bits == 16) or tiles.variant == "portable"
-    more = candidates(box, bits=bits, hopper=hopper, portable=True)
+        assert candidate.kernel == "forward" or candidate.queries <= triton_tuning.WIDEST_TILE
+        assert candidate.bits == bits
+        assert (hopper and bits == 16) or candidate.variant == "portable"
+    more = candidates(H200, box, bits=bits, hopper=hopper, portable=True)
     assert set(more) >= set(found)
     assert {c.kernel for c in more if c.variant == "portable"} == set(KERNELS)
 
 
 def test_the_committed_tiles_of_32_bits_are_among_those_that_are_tried() -> None:
-    rows = [row for row in read_table(packaged_table().read_text(encoding="utf-8")) if row.bits == 32]
+    rows = [row for row in read_table(BEFORE) if row.bits == 32]
     assert {row.box for row in rows} == {16, 32, 64, 128, 256}
     for row in rows:
-        tried_there = candidates(row.box, bits=32, hopper=False, portable=False)
-        assert row in [Tiles(gpu=row.gpu, tokens=row.tokens, **c.row()) for c in tried_there]
+        tried_there = candidates(row.gpu, row.box, bits=32, hopper=False, portable=False)
+        assert dataclasses.replace(row, tokens=None) in tried_there
 
 
 @pytest.mark.parametrize(
@@ -114,24 +100,11 @@ def test_the_committed_tiles_of_32_bits_are_among_those_that_are_tried() -> None
     + [(256, kernel, 32, 32, 4) for kernel in ("backward_kv", "backward_q")],
 )
 def test_tiles_that_take_the_compiler_half_a_minute_are_not_tried(
-    box: int, kernel: TunedKernel, queries: int, keys: int, warps: int
+    box: int, kernel: Kernel, queries: int, keys: int, warps: int
 ) -> None:
     """Triton 3.6 took 13 to 71 s for these, whose threads keep 5 to 17 KB each in memory."""
-    tried_there = [(c.kernel, c.queries, c.keys, c.warps) for c in candidates(box, bits=32, hopper=True, portable=True)]
-    assert (kernel, queries, keys, warps) not in tried_there
-
-
-@pytest.mark.parametrize(
-    ("head_dims", "said"), [((), "no head dimension"), ((64, 257), "256 for flash_triton, not 257")]
-)
-def test_head_dimensions_that_there_are_no_kernels_for_are_refused(head_dims: tuple[int, ...], said: str) -> None:
-    with pytest.raises(UserError, match=said):
-        TuningStudy(head_dims=head_dims)
-
-
-def test_a_study_from_before_there_was_a_choice_is_of_bf16() -> None:
-    old = msgspec.json.decode(b'{"head_dims":[64],"portable":false,"device":"auto"}', type=TuningStudy)
-    assert old == TuningStudy(head_dims=(64,), dtype="bf16")
+    tried_there = candidates(H200, box, bits=32, hopper=True, portable=True)
+    assert (kernel, queries, keys, warps) not in [(c.kernel, c.queries, c.keys, c.warps) for c in tried_there]
 
 
 # --- one candidate ------------------------------------------------------------------------------------------------
@@ -140,20 +113,20 @@ SMALL = AttentionSpec(batch=1, heads=2, queries=40, dim=16, causal=True, dtype="
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter runs on the CPU alone")
 
 
-def small(kernel: TunedKernel) -> CheckTask:
-    candidate = next(c for c in candidates(16, bits=32, hopper=True, portable=False) if c.kernel == kernel)
-    return CheckTask(device="cpu", candidate=candidate, shape=SMALL)
+def small(kernel: Kernel) -> CheckTask:
+    candidate = next(c for c in candidates(H200, 16, bits=32, hopper=True, portable=False) if c.kernel == kernel)
+    return CheckTask(device="cpu", tiles=candidate, shape=SMALL)
 
 
 @without_gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_a_kernel_that_is_right_passes(kernel: TunedKernel) -> None:
+def test_a_kernel_that_is_right_passes(kernel: Kernel) -> None:
     assert check(small(kernel)) == ""
 
 
 @without_gpu
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_kernels_of_float32_are_tried_with_ieee_products(kernel: TunedKernel) -> None:
+def test_kernels_of_float32_are_tried_with_ieee_products(kernel: Kernel) -> None:
     """TF32 would be a thousand times as far from float64."""
     torch.set_float32_matmul_precision("high")
     try:
@@ -165,7 +138,7 @@ def test_kernels_of_float32_are_tried_with_ieee_products(kernel: TunedKernel) ->
 @without_gpu
 def test_tiles_that_the_kernel_does_not_take_are_named() -> None:
     task = small("forward")
-    odd = dataclasses.replace(task, candidate=dataclasses.replace(task.candidate, queries=24))
+    odd = dataclasses.replace(task, tiles=dataclasses.replace(task.tiles, queries=24))
     assert "power of 2" in check(odd)
 
 
@@ -200,9 +173,9 @@ def spoilt(launcher: Launcher, spoil: Callable[[int, int, Tensor], Tensor]) -> L
     ],
 )
 def test_a_kernel_that_is_wrong_is_named(
-    kernel: TunedKernel, spoil: Callable[[int, int, Tensor], Tensor], said: str, monkeypatch: pytest.MonkeyPatch
+    kernel: Kernel, spoil: Callable[[int, int, Tensor], Tensor], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(attention_trial, "launcher", spoilt(attention_trial.launcher, spoil))
+    monkeypatch.setattr(tile_trials, "launcher", spoilt(tile_trials.launcher, spoil))
     assert [part for part in said.split("|") if part in check(small(kernel))]
 
 
@@ -221,16 +194,16 @@ class FakeClock(HostClockDevice):
 def test_candidates_take_turns_and_each_gets_its_own_time(monkeypatch: pytest.MonkeyPatch) -> None:
     clock, order = FakeClock(torch.device("cpu")), list[int]()
 
-    def launcher(candidate: TileCandidate, *rest: object) -> Callable[[], tuple[Tensor, ...]]:
+    def launcher(tiles: Tiles, *rest: object) -> Callable[[], tuple[Tensor, ...]]:
         def run() -> tuple[Tensor, ...]:
-            order.append(candidate.stages)
-            clock.time_s += candidate.stages
+            order.append(tiles.stages)
+            clock.time_s += tiles.stages
             return ()
 
         return run
 
-    monkeypatch.setattr(attention_trial, "open_device", lambda name: clock)
-    monkeypatch.setattr(attention_trial, "launcher", launcher)
+    monkeypatch.setattr(tile_trials, "open_device", lambda name: clock)
+    monkeypatch.setattr(tile_trials, "launcher", launcher)
     three = tuple(tile(stages=stages) for stages in (2, 3, 4))
     times = time_candidates(TimeTask(device="cpu", candidates=three, shape=SMALL))
     repeats = len(times[0])
@@ -263,9 +236,9 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
         queue.time_s = max(queue.time_s, queue.host_s) + work_s
         return ()
 
-    monkeypatch.setattr(attention_trial, "open_device", lambda name: queue)
-    monkeypatch.setattr(attention_trial, "_flush", lambda name: queue)
-    monkeypatch.setattr(attention_trial, "launcher", lambda *given: run)
+    monkeypatch.setattr(tile_trials, "open_device", lambda name: queue)
+    monkeypatch.setattr(tile_trials, "_flush", lambda name: queue)
+    monkeypatch.setattr(tile_trials, "launcher", lambda *given: run)
     (times,) = time_candidates(TimeTask(device="cpu", candidates=(tile(),), shape=SMALL))
     assert set(times) == {work_s}
 
@@ -273,97 +246,82 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
 # --- all of them --------------------------------------------------------------------------------------------------
 
 
-def workers(
-    wrong: Callable[[CheckTask], str | Lost], hangs: Callable[[TileCandidate, AttentionSpec], bool]
-) -> tuple[Workers, list[TimeTask]]:
-    """Processes that there are none of, and what they were given to time: a second a stage."""
-    asked: list[TimeTask] = []
+def processes(
+    monkeypatch: pytest.MonkeyPatch, wrong: Callable[[CheckTask], str], hangs: Callable[[Tiles, AttentionSpec], bool]
+) -> list[list[TimeTask]]:
+    """Makes a second a stage of what would be measured in processes; gives the groups that were given to time."""
+    asked: list[list[TimeTask]] = []
 
-    def checked(tasks: Sequence[CheckTask], on_step: OnStep) -> list[str | Lost]:
-        return [wrong(task) for task in tasks]
-
-    def timed(tasks: Sequence[TimeTask], on_step: OnStep) -> list[list[tuple[float, ...]] | Lost]:
-        asked.extend(tasks)
+    def answered(work: Callable[..., Any], groups: Sequence[Any], *, at_once: int) -> list[Any]:
+        if work is check:
+            return [[wrong(task) for task in group] for group in groups]
+        assert at_once == 1
+        asked.extend(groups)
         return [
             Lost("did not end")
-            if any(hangs(candidate, task.shape) for candidate in task.candidates)
-            else [(float(candidate.stages),) * 3 for candidate in task.candidates]
-            for task in tasks
+            if any(hangs(tiles, task.shape) for task in group for tiles in task.candidates)
+            else [[(float(tiles.stages),) * 3 for tiles in task.candidates] for task in group]
+            for group in groups
         ]
 
-    return Workers(checked, timed), asked
+    monkeypatch.setattr(tune_attention, "in_processes", answered)
+    return asked
 
 
 def test_candidates_that_fail_anywhere_are_dropped_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     offered = [tile(kernel, stages) for kernel in KERNELS for stages in (2, 3, 4)]
-    monkeypatch.setattr(attention_tuning, "candidates", lambda box, **which: offered)
     large, hanging = tile("forward", 4), tile("backward_q", 2)
-    inside, asked = workers(
-        lambda task: "out of shared memory" if task.candidate == large and task.shape.dim == 128 else "",
-        lambda candidate, shape: candidate == hanging and shape.queries == LONG and not shape.causal,
+    asked = processes(
+        monkeypatch,
+        lambda task: "out of shared memory" if task.tiles == large and task.shape.dim == 128 else "",
+        lambda tiles, shape: tiles == hanging and shape.queries == LONG and not shape.causal,
     )
-    stages: list[tuple[str, int]] = []
-    found = tried(
-        EMPTY,
-        "cuda:0",
-        hopper=True,
-        on_stage=lambda stage, count: stages.append((stage, count)),
-        on_step=lambda step: None,
-        workers=inside,
-    )
-    assert {dropped.candidate: dropped.why for dropped in found.dropped} == {
-        large: "head dimension 128, causal: out of shared memory",
-        hanging: "head dimension 80, not causal: did not end",
-    }
-    left = [candidate for candidate in offered if candidate not in (large, hanging)]
+    trials, dropped = tried(offered, (80, 128), "bf16", "cuda:0")
+    assert dropped == {large: "head dimension 128, causal: out of shared memory", hanging: "did not end"}
+    left = [tiles for tiles in offered if tiles not in dropped]
     shapes = [shape for head_dim in (80, 128) for shape in timed_shapes(head_dim)]
-    assert {(trial.candidate, trial.shape) for trial in found.trials} == {(c, s) for c in left for s in shapes}
-    assert len(found.trials) == len(left) * len(shapes)
-    assert all(large not in task.candidates for task in asked)
-    # Those that hung, two shapes of a kernel with three candidates, were asked one by one.
-    assert stages == [
-        ("compiling tiles and checking them", 2 * 2 * 9),
-        ("timing tiles", 2 * 4 * 3),
-        ("timing tiles one by one", 2 * 3),
-    ]
-    assert {task.shape.dtype for task in asked} == {"bf16"}
-    (forward,) = {t.flops for t in found.trials if t.shape == shapes[0] and t.candidate.kernel == "forward"}
+    assert {(trial.tiles, trial.shape) for trial in trials} == {(c, s) for c in left for s in shapes}
+    assert len(trials) == len(left) * len(shapes)
+    # Those that hung are asked one by one.
+    right = [[tiles for tiles in offered if tiles.kernel == kernel and tiles != large] for kernel in KERNELS]
+    assert [list(group[0].candidates) for group in asked] == [*right, *([tiles] for tiles in right[2])]
+    assert all([task.shape for task in group] == shapes for group in asked)
+    (forward,) = {t.flops for t in trials if t.shape == shapes[0] and t.tiles.kernel == "forward"}
     assert shapes[0].causal
     assert forward == 4 * shapes[0].batch * shapes[0].heads * SHORT**2 * 80 / 2
+    *timed, failed, hung = result_rows(trials, dropped, chosen_of(trials))
+    assert len(timed) == len(left) * 2
+    assert (failed["candidate"], failed["result"]) == ("hopper 128×64, 4 stages", dropped[large])
+    assert (hung["kernel"], hung["result"]) == ("backward_q", "did not end")
 
 
 def test_float32_is_checked_and_timed_as_such_and_in_little_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, _ = workers(lambda task: "" if task.shape.dtype == "fp32" else "of another type", lambda *which: False)
-    ignored = {"on_stage": lambda stage, count: None, "on_step": lambda step: None, "workers": inside}
-    found = tried(EMPTY_32, "cuda:0", hopper=True, **ignored)  # type: ignore[arg-type]
-    assert found.dropped == ()
-    assert {trial.candidate for trial in found.trials} == set(candidates(128, bits=32, hopper=True, portable=False))
-    assert {trial.shape.dtype for trial in found.trials} == {"fp32"}
-    assert {trial.shape.queries for trial in found.trials} == set(EMPTY_32.study.lengths)
+    processes(monkeypatch, lambda task: "" if task.shape.dtype == "fp32" else "of another type", lambda *which: False)
+    offered = candidates(H200, 128, bits=32, hopper=True, portable=False)
+    trials, dropped = tried(offered, (80, 128), "fp32", "cuda:0")
+    assert dropped == {}
+    assert {trial.tiles for trial in trials} == set(offered)
+    assert {trial.shape.dtype for trial in trials} == {"fp32"}
+    assert {trial.shape.queries for trial in trials} == set(LENGTHS["fp32"])
     # At a rate that spilling kernels reach, and with 12 calls of each, about a minute: 80 and 128 are the most work.
-    assert 12 * sum(trial.flops for trial in found.trials) / 2e12 < 60
-
-
-def test_without_a_gpu_there_is_nothing_to_tune(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(Unsupported, match="kernels need CUDA"):
-        tune_attention(TuningStudy(), Observer())
+    assert 12 * sum(trial.flops for trial in trials) / 2e12 < 60
 
 
 # --- what is chosen -----------------------------------------------------------------------------------------------
 
+Times = dict[tuple[Kernel, int, int], tuple[float, float]]
 
-def tuning(times: dict[tuple[TunedKernel, int, int], tuple[float, float]]) -> AttentionTuning:
+
+def tuning(times: Times) -> list[Trial]:
     """By kernel, stages and length, the times without and with a mask; the same for both head dimensions."""
-    trials = tuple(
-        TileTrial(candidate=tile(kernel, stages), shape=shape, device_s=(1e3, seconds, 0.0), flops=1e12)
+    return [
+        Trial(tile(kernel, stages), shape, (1e3, seconds, 0.0))
         for (kernel, stages, tokens), (full_s, causal_s) in times.items()
         for head_dim in (80, 128)
         for shape in timed_shapes(head_dim)
         if shape.queries == tokens
         for seconds in ((causal_s if shape.causal else full_s),)
-    )
-    return with_choice(dataclasses.replace(EMPTY, trials=trials))
+    ]
 
 
 def test_one_row_serves_where_one_candidate_is_the_fastest_or_near_it() -> None:
@@ -375,7 +333,7 @@ def test_one_row_serves_where_one_candidate_is_the_fastest_or_near_it() -> None:
             ("forward", 3, LONG): (9.00, 5.00),
         }
     )
-    assert found.chosen == (ChosenTiles(candidate=tile("forward", 3)),)
+    assert chosen_of(found) == [tile("forward", 3)]
 
 
 def test_short_sequences_get_a_row_of_their_own_where_it_pays() -> None:
@@ -387,10 +345,7 @@ def test_short_sequences_get_a_row_of_their_own_where_it_pays() -> None:
             ("backward_q", 3, LONG): (9.00, 5.00),
         }
     )
-    assert found.chosen == (
-        ChosenTiles(candidate=tile("backward_q", 2), tokens=2048),
-        ChosenTiles(candidate=tile("backward_q", 3)),
-    )
+    assert chosen_of(found) == [tile("backward_q", 2, tokens=2048), tile("backward_q", 3)]
 
 
 def test_the_fastest_is_so_over_all_shapes_and_not_in_seconds() -> None:
@@ -402,14 +357,14 @@ def test_the_fastest_is_so_over_all_shapes_and_not_in_seconds() -> None:
             ("forward", 3, LONG): (90.0, 3.0),
         }
     )
-    assert found.slowdowns("forward", 128, LONG) == {
+    assert slowdowns([trial for trial in found if trial.shape.queries == LONG]) == {
         tile("forward", 2): pytest.approx(math.sqrt(100 / 90)),
         tile("forward", 3): pytest.approx(math.sqrt(3 / 2)),
     }
-    assert found.chosen == (ChosenTiles(candidate=tile("forward", 2)),)
+    assert chosen_of(found) == [tile("forward", 2)]
 
 
-TWO_ROWS = {
+TWO_ROWS: Times = {
     ("forward", 2, SHORT): (1.0, 0.5),
     ("forward", 3, SHORT): (2.0, 1.0),
     ("forward", 2, LONG): (10.0, 5.0),
@@ -418,98 +373,77 @@ TWO_ROWS = {
 
 
 def test_rows_say_how_long_and_which_was_chosen() -> None:
-    found = tuning(TWO_ROWS)  # type: ignore[arg-type]
-    rows = [(r["tokens"], r["candidate"], r["slowdown"], r["result"]) for r in tuning_rows(found)]
-    assert rows == [
+    found = tuning(TWO_ROWS)
+    rows = list(result_rows(found, {}, chosen_of(found)))
+    assert [(row["tokens"], row["candidate"], row["slowdown"], row["result"]) for row in rows] == [
         (SHORT, "hopper 128×64, 2 stages", 1.0, "chosen"),
-        (SHORT, "hopper 128×64, 3 stages", 2.0, None),
+        (SHORT, "hopper 128×64, 3 stages", 2.0, ""),
         (LONG, "hopper 128×64, 3 stages", 1.0, "chosen"),
-        (LONG, "hopper 128×64, 2 stages", 2.0, None),
+        (LONG, "hopper 128×64, 2 stages", 2.0, ""),
     ]
-    assert tuning_rows(found)[0]["time_s"] == pytest.approx(math.sqrt(0.5))
-    assert tuning_rows(found)[0]["flops_per_s"] == pytest.approx(1e12 / math.sqrt(0.5))
-    assert "chosen" in render(tuning_document(found), width=100)
-    assert json.loads(tuning_json(found))["trials"][0]["device_s"] == [1000.0, 0.5, 0.0]
+    assert rows[0]["time_s"] == pytest.approx(math.sqrt(0.5))
+    # Two products of 2 B H S² D each, half of it with a mask, and twice the time without: at one rate for a dimension.
+    rates = [4.0 * 65_536 * 4 * SHORT * head_dim for head_dim in (80, 128)]
+    assert rows[0]["flops_per_s"] == pytest.approx(math.sqrt(rates[0] * rates[1]))
 
 
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
 def test_what_is_written_is_what_the_kernels_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = table_before(packaged_table())
-    text = table_with(tuning(TWO_ROWS), before)  # type: ignore[arg-type]
-    mine = {"gpu": "NVIDIA H200", "bits": 16, "box": 128, "kernel": "forward"}
-    kept = [row for row in read_table(before) if any(getattr(row, name) != value for name, value in mine.items())]
+    text = table_with(chosen_of(tuning(TWO_ROWS)), BEFORE)
+    mine = {"gpu": H200, "bits": 16, "box": 128, "kernel": "forward"}
+    kept = [row for row in read_table(BEFORE) if any(getattr(row, name) != value for name, value in mine.items())]
     short, long = read_table(text)[len(kept) :]
     assert list(read_table(text)[: len(kept)]) == kept
-    assert short == Tiles(**tile("forward", 2).row(), gpu="NVIDIA H200", tokens=2048)
-    assert long == Tiles(**tile("forward", 3).row(), gpu="NVIDIA H200")
+    assert short == tile("forward", 2, tokens=2048)
+    assert long == tile("forward", 3)
 
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
     monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: True)
     read: Any = triton_tuning._found.__wrapped__
-    assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2048) == short
-    assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2049) == long
+    assert read("forward", H200, (9, 0), 16, 128, 2048) == short
+    assert read("forward", H200, (9, 0), 16, 128, 2049) == long
     assert read("forward", "NVIDIA H100", (9, 0), 16, 128, 2048).gpu == "sm90"
 
 
-def test_rows_of_32_bits_are_written_beside_those_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
-    before = table_before(packaged_table())
-    shorts, longs = timed_shapes(128, "fp32")[:2], timed_shapes(128, "fp32")[2:]
-    narrow, wide = candidates(128, bits=32, hopper=True, portable=False)[:2]
-    times = [(narrow, shorts, 1.0), (narrow, longs, 3.0), (wide, shorts, 2.0), (wide, longs, 2.0)]
-    trials = tuple(
-        TileTrial(candidate=candidate, shape=shape, device_s=(seconds,), flops=1e9)
-        for candidate, shapes, seconds in times
-        for shape in shapes
-    )
-    found = with_choice(dataclasses.replace(EMPTY_32, trials=trials))
-    assert found.chosen == (ChosenTiles(candidate=narrow, tokens=2048), ChosenTiles(candidate=wide))
-    assert [(row["tokens"], row["bits"], row["result"]) for row in tuning_rows(found)] == [
-        (shorts[0].queries, 32, "chosen"),
-        (shorts[0].queries, 32, None),
-        (longs[0].queries, 32, "chosen"),
-        (longs[0].queries, 32, None),
+def test_rows_of_32_bits_are_written_beside_those_of_16() -> None:
+    shapes = timed_shapes(128, "fp32")
+    narrow, wide = candidates(H200, 128, bits=32, hopper=True, portable=False)[:2]
+    trials = [
+        Trial(tiles, shape, (seconds,))
+        for tiles, of_lengths in ((narrow, (1.0, 3.0)), (wide, (2.0, 2.0)))
+        for shape, seconds in zip(shapes, (of_lengths[0], of_lengths[0], of_lengths[1], of_lengths[1]), strict=True)
     ]
-    assert "32 bits" in render(tuning_document(found), width=100)
-
-    text = table_with(found, before)
-    mine = "NVIDIA H200", 32, 128, "forward"
-    others = [row for row in read_table(before) if (row.gpu, row.bits, row.box, row.kernel) != mine]
-    assert list(read_table(text)[:-2]) == others
-    monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
-    read: Any = triton_tuning._found.__wrapped__
-    assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2049) == Tiles(**wide.row(), gpu="NVIDIA H200")
-    assert read("forward", "NVIDIA H200", (9, 0), 32, 128, 2048).tokens == 2048
-    assert read("forward", "NVIDIA H200", (9, 0), 16, 128, 2048).bits == 16
+    chosen = chosen_of(trials)
+    assert chosen == [dataclasses.replace(narrow, tokens=2048), wide]
+    mine = H200, 32, 128, "forward"
+    others = [row for row in read_table(BEFORE) if (row.gpu, row.bits, row.box, row.kernel) != mine]
+    assert list(read_table(table_with(chosen, BEFORE))) == others + chosen
 
 
 def test_tuning_again_changes_a_row_and_nothing_else() -> None:
-    once = table_with(tuning(TWO_ROWS), table_before(packaged_table()))  # type: ignore[arg-type]
-    assert table_with(tuning(TWO_ROWS), once) == once  # type: ignore[arg-type]
-    slower = {key: (1.0, 1.0) if key[1] == 3 else (2.0, 2.0) for key in TWO_ROWS}
-    again = table_with(tuning(slower), once)  # type: ignore[arg-type]
-    old, new = ({row for row in read_table(text) if row.gpu == "NVIDIA H200"} for text in (once, again))
+    once = table_with(chosen_of(tuning(TWO_ROWS)), BEFORE)
+    assert table_with(chosen_of(tuning(TWO_ROWS)), once) == once
+    slower: Times = {key: (1.0, 1.0) if key[1] == 3 else (2.0, 2.0) for key in TWO_ROWS}
+    again = table_with(chosen_of(tuning(slower)), once)
+    old, new = ({row for row in read_table(text) if row.gpu == H200} for text in (once, again))
     assert [row.stages for row in new if (row.kernel, row.bits, row.box) == ("forward", 16, 128)] == [3]
     assert set(read_table(once)) - old == set(read_table(again)) - new
 
 
-def test_a_table_without_new_rows_keeps_its_rows_and_its_head() -> None:
-    text = packaged_table().read_text(encoding="utf-8")
-    written = table_with(EMPTY, text)
-    assert read_table(written) == read_table(text)
-    assert written.splitlines()[0] == text.splitlines()[0]
+def test_a_table_without_new_rows_is_the_committed_one() -> None:
+    assert table_with([], BEFORE) == BEFORE
 
 
 def test_names_and_fields_survive_toml() -> None:
-    row = {**tile(warps=8).row(), "gpu": 'the "µ" \\ card', "tokens": 2048}
-    assert read_table(rows_text([row])) == (Tiles(**row),)
+    row = dataclasses.replace(tile(warps=8, tokens=2048), gpu='the "µ" \\ card')
+    assert read_table(table_with([row], BEFORE))[-1] == row
 
 
-def test_a_file_that_is_no_table_is_left_alone(tmp_path: Path) -> None:
-    path = tmp_path / "tiles.toml"
-    assert read_table(table_before(path))  # there is none yet: the package's
-    for text in ("[project]", "[[tiles]]\nkernel = ", 'tiles = ["forward"]', '[[tiles]]\nkernel = "forward"\n'):
-        path.write_text(text)
-        with pytest.raises(UserError, match="is not a table of tiles"):
-            table_before(path)
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr("sys.argv", ["tune_attention"])
+    with pytest.raises(SystemExit):
+        tune_attention.main()
+    assert "flash_triton's kernels need CUDA" in capsys.readouterr().err

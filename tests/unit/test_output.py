@@ -17,7 +17,7 @@ from tests.attention_records import make_benchmark
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.profiles import profiled_run
-from tests.runs import ENVIRONMENT, make_run, out_of_memory
+from tests.runs import make_run, out_of_memory
 from tests.unit.memory_records import prediction_of, watched_run
 
 import steplab
@@ -26,13 +26,11 @@ from steplab.cli.output import chosen_format, emit
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import KINDS, Destination, folder_for, refuse_the_same
 from steplab.lab.keeping import checked_name
-from steplab.records.attention_tuning import AttentionTuning, DroppedTiles
 from steplab.records.codec import encode
 from steplab.records.finding import Findings
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import run_row
-from steplab.report.attention.tuning import tuning_document, tuning_json
 from steplab.report.kit.document import Document
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import memory_document
@@ -43,7 +41,6 @@ from steplab.report.profile.document import profile_document
 from steplab.report.profile.findings import findings_document
 from steplab.report.run.columns import rows_document
 from steplab.report.sections import SECTIONS, Context
-from steplab.specs.attention_tuning import TileCandidate, TuningStudy
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
@@ -297,17 +294,6 @@ def test_one_output_is_not_replaced_by_another_kind_of_output(tmp_path: Path) ->
 WATCHED = watched_run()
 assert WATCHED.memory_profile is not None
 PREDICTED = prediction_of(WATCHED.memory_profile)
-TUNED = AttentionTuning(
-    study=TuningStudy(),
-    gpu="NVIDIA H200",
-    environment=ENVIRONMENT,
-    dropped=(
-        DroppedTiles(
-            candidate=TileCandidate(kernel="forward", variant="portable", box=64, queries=64, keys=64, stages=2),
-            why="out of resources",
-        ),
-    ),
-)
 
 
 def shown(record: Record) -> Document:
@@ -324,7 +310,6 @@ DOCUMENTS: dict[str, Document] = {
     "collectives": shown(make_comm()),
     "data parallelism": shown(make_ddp_run()),
     "precision": precision_document([], [make_run()]),
-    "tiles": tuning_document(TUNED),
     "findings": findings_document(
         PROFILED,
         Findings(run_id="aaaa", created_utc="2026-11-21T08:00:00Z", steplab_version="0.1.0", step_s=1.0, findings=()),
@@ -360,7 +345,6 @@ def test_what_is_written_whole_as_json_is_known_again(tmp_path: Path) -> None:
     for text in (
         encode(findings).decode(),
         encode(make_run()).decode(),
-        tuning_json(TUNED),
         encode(PREDICTED).decode(),
     ):
         path = tmp_path / "whole.json"

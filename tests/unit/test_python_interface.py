@@ -25,7 +25,7 @@ from steplab.records.codec import encode_with_summary
 from steplab.store.database import Store
 
 COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "cli" / "commands").glob("[!_]*.py")}
-UNDER_ANOTHER_NAME = {"run": "measure", "list": "list_records", "import": "import_files", "tune": None}
+UNDER_ANOTHER_NAME: dict[str, str | None] = {"run": "measure", "list": "list_records", "import": "import_files"}
 UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "schema": None, "completion": None}
 """Commands without a function of their name: the name that there is, or None."""
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 import msgspec
 
 from steplab.records.attention import AttentionCell
-from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
 from steplab.records.comm import CommCell, CommFacts
 from steplab.records.ddp import DdpCell, DdpFacts
@@ -22,7 +21,6 @@ from steplab.records.numerics import Numerics
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
 from steplab.specs.attention_study import AttentionStudy
-from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec
@@ -130,7 +128,6 @@ JOBS = {
     "audit": Job(work=_HERE + "precision.session:audit_step", task=AuditTask, result=Numerics),
     "ceilings": Job(work=_HERE + "machine.ceilings:measure_ceilings", task=str, result=Ceilings),
     "shares": Job(work="steplab.fake_step.shares:predict_shares", task=SharesTask, result=CompiledShares),
-    "tuning": Job(work=_HERE + "attention.tuning:tune_attention", task=TuningStudy, result=AttentionTuning),
     "attention": Job(
         work=_HERE + "attention.session:measure_attention", task=CellsTask[AttentionStudy], cell=AttentionCell
     ),

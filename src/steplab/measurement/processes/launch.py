@@ -25,14 +25,12 @@ from steplab.measurement.processes.messages import Request
 from steplab.measurement.processes.ranks import refuse_too_many
 from steplab.measurement.processes.started import named
 from steplab.measurement.progress import OnProgress
-from steplab.records.attention_tuning import AttentionTuning
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import encode, new_head
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
-from steplab.specs.attention_tuning import TuningStudy
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
 
@@ -115,17 +113,6 @@ def numerics_in_child(
         return answer.result
     assert isinstance(answer.result, Failure)
     return Numerics(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
-
-
-def tuning_in_child(study: TuningStudy, on_progress: OnProgress = lambda progress: None) -> AttentionTuning:
-    """Measure candidates for the tiles of flash_triton in a new process, which starts worker processes.
-
-    Raises UserError if there is no GPU, and SteplabError if the process dies.
-    """
-    tuning: AttentionTuning = ask("tuning", study, on_progress=on_progress).unless_failed(
-        "attention could not be tuned"
-    )
-    return tuning
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,8 +1,8 @@
 """Which kernel, and of what tiles, for a GPU and a shape: read from a committed table, never searched for at first use.
 
 The table (triton_tiles.toml) has rows for GPUs by name, rows for all of a compute capability ("sm90"), and rows for
-"any" GPU, in this order of preference. `steplab tune attention` measures the candidates and writes rows for the GPU at
-hand.
+"any" GPU, in this order of preference. `python -m benchmarks.tune_attention` measures candidates and writes the rows of
+the GPU at hand.
 """
 
 import tomllib

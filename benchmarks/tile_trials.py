@@ -1,7 +1,7 @@
 """Checks and times one kernel of flash_triton with given tiles.
 
-Runs in the processes of `workers`, one function for each kind of task; results that several tasks share are cached
-between them.
+Runs in the processes of `tune_attention`, one function for each kind of task; results that the tasks of a process
+share are cached between them.
 """
 
 import time
@@ -23,7 +23,6 @@ from steplab.ops.attention.triton_forward import triton_forward
 from steplab.ops.attention.triton_tensors import writable
 from steplab.ops.attention.triton_tuning import Tiles
 from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_tuning import TileCandidate
 
 MOST_ERROR = {16: 2.0, 32: 4.0}
 """The largest error, as a multiple of plain attention's in the same number format, by the bits of that format. In 32
@@ -43,7 +42,7 @@ class CheckTask:
     """A candidate to be compiled and compared with float64."""
 
     device: str
-    candidate: TileCandidate
+    tiles: Tiles
     shape: AttentionSpec
     """A small shape that is not a whole number of tiles."""
 
@@ -53,7 +52,7 @@ class TimeTask:
     """Candidates for one kernel, to be timed in turns."""
 
     device: str
-    candidates: tuple[TileCandidate, ...]
+    candidates: tuple[Tiles, ...]
     shape: AttentionSpec
 
 
@@ -96,25 +95,25 @@ def _opened(name: str) -> Device:
 
 def _wrong(task: CheckTask) -> str:
     solved = _solved(task.device, task.shape)
-    run = launcher(task.candidate, task.shape, solved.problem)
+    run = launcher(task.tiles, task.shape, solved.problem)
     first = [result.clone() for result in run()]
     if not all(torch.equal(again, result) for again, result in zip(run(), first, strict=True)):
         return "a second run gives other bits"
     o, lse, (dq, dk, dv) = solved.problem.o, solved.problem.lse, solved.gradients
-    if task.candidate.kernel == "forward":
+    if task.tiles.kernel == "forward":
         o, own_lse = first
-        if not float((own_lse - lse).abs().max()) <= MOST_LSE_ERROR[task.candidate.bits]:
+        if not float((own_lse - lse).abs().max()) <= MOST_LSE_ERROR[task.tiles.bits]:
             return "the log-sum-exp is wrong"
-    elif task.candidate.kernel == "backward_kv":
+    elif task.tiles.kernel == "backward_kv":
         dk, dv = first
     else:
         (dq,) = first
     for error in solved.reference.errors(o, (dq, dk, dv)):
-        if error.tensor in _MADE[task.candidate.kernel]:
+        if error.tensor in _MADE[task.tiles.kernel]:
             assert error.plain_relative is not None
             if error.relative is None:
                 return f"{error.tensor} not finite"
-            if error.relative > MOST_ERROR[task.candidate.bits] * error.plain_relative:
+            if error.relative > MOST_ERROR[task.tiles.bits] * error.plain_relative:
                 return f"error of {error.tensor} {error.relative:.1e}, plain attention's {error.plain_relative:.1e}"
     return ""
 
@@ -166,12 +165,11 @@ def _warm_up(call: Callable[[], object], device: Device) -> float:
     return (time.perf_counter() - started) / calls
 
 
-def launcher(candidate: TileCandidate, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
+def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
     """A function that launches the candidate and returns its outputs: output and log-sum-exp, dK and dV, or dQ."""
-    tiles = Tiles(gpu="any", **candidate.row())
     q, k, v, do = problem.inputs.q, problem.inputs.k, problem.inputs.v, problem.inputs.do
     causal, scale = shape.causal, float(shape.dim**-0.5)
-    if candidate.kernel == "forward":
+    if tiles.kernel == "forward":
         return lambda: triton_forward(q, k, v, causal=causal, scale=scale, tiles=tiles)
     operands = prepared(do, q, k, v, problem.o, problem.lse, causal=causal, scale=scale)
     dq, dk, dv = (writable(torch.empty_like(x)) for x in (q, k, v))
@@ -184,7 +182,7 @@ def launcher(candidate: TileCandidate, shape: AttentionSpec, problem: _Problem) 
         sweep_for_queries(operands, dq, tiles)
         return (dq[..., : shape.dim],)
 
-    return keys_and_values if candidate.kernel == "backward_kv" else queries
+    return keys_and_values if tiles.kernel == "backward_kv" else queries
 
 
 @cache
