@@ -15,6 +15,7 @@ from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
+from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
 from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel, ShardedOptimizer
@@ -192,6 +193,50 @@ def an_optimizer_that_is_not_sharded_alike_is_refused() -> None:
         DataParallel(modules.plain(), to_owners=True, compress="bf16")
     with pytest.raises(Unsupported, match="peer_copy on cpu"):
         ShardedOptimizer(modules.plain().parameters(), torch.optim.SGD, exchange="peer_copy", lr=0.1)
+
+
+@cases.in_a_small_world
+def an_overflow_that_one_rank_has_found_is_an_overflow_on_all() -> None:
+    """Weights and scales are those of training in which every rank has all averages."""
+    rank, whole = dist.get_rank(), DataParallel(modules.plain())
+    model = DataParallel(copy.deepcopy(whole.module), to_owners=True)
+    plain = torch.optim.AdamW(whole.parameters(), lr=0.01)
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.AdamW, owners=model.owners, lr=0.01)
+    scalers = [torch.amp.GradScaler("cpu", 8.0), ShardedGradScaler("cpu", 8.0)]
+    for step, (batch,) in enumerate(batches(STEPS, 1, 3, 8)):
+        for net, optimizer, scaler in ((whole, plain, scalers[0]), (model, sharded, scalers[1])):
+            scaler.scale(mean_square(net, batch[rank], rank)).backward()
+            net.finish_gradient_synchronization()
+            gradient = next(net.parameters()).grad
+            if gradient is not None and step == 1:
+                gradient[0] = torch.inf
+            before = [p.detach().clone() for p in net.parameters()]
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert all(map(torch.equal, before, net.parameters())) == (step == 1)
+            optimizer.zero_grad()
+        assert all(map(torch.equal, whole.parameters(), model.parameters()))
+        assert [scaler.get_scale() for scaler in scalers] == [8.0 if step == 0 else 4.0] * 2
+
+
+@cases.in_a_small_world
+def a_gradient_scaler_that_asks_one_rank_alone_is_refused_on_all() -> None:
+    """At its first step, or where it was asked before the step, when the ranks have found different things."""
+    for unscaled in (False, True):
+        model = DataParallel(modules.plain(), to_owners=True)
+        sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, owners=model.owners, lr=0.1)
+        scaler = torch.amp.GradScaler("cpu", 8.0)
+        scaler.scale(mean_square(model, torch.ones(3, 8, dtype=torch.float64), 0)).backward()
+        model.finish_gradient_synchronization()
+        if unscaled:
+            for parameter in model.parameters():
+                if parameter.grad is not None and dist.get_rank() == 1:
+                    parameter.grad.fill_(torch.inf)
+            scaler.unscale_(sharded)
+        with pytest.raises(UserError, match=r"asks all ranks for overflows: use .*ShardedGradScaler, and call its"):
+            scaler.step(sharded)
+        sharded.step()  # without a scaler it is a step as any other
 
 
 def _swapped(owners: Any) -> dict[Tensor, int]:

@@ -4,7 +4,7 @@ import dataclasses
 import gc
 import gzip
 import os
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from weakref import ref
@@ -192,6 +192,72 @@ class Around(torch.optim.Optimizer):
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
         super().__init__(list(parameters), {})
         self.inner = torch.optim.SGD([p for group in self.param_groups for p in group["params"]])
+
+
+class Counting(torch.optim.Optimizer):
+    """Counts its steps in each group that has a gradient, as many optimizers beside torch's do, and in an attribute;
+    both are in the size of the step."""
+
+    def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
+        super().__init__(groups, {"lr": 0.1})
+        self.num_steps = 0
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.num_steps += 1
+        for group in self.param_groups:
+            with_gradient = [p for p in group["params"] if p.grad is not None]
+            if with_gradient:
+                group["step"] = group.get("step", 0) + 1
+            for parameter in with_gradient:
+                parameter.sub_(parameter.grad, alpha=group["lr"] / (group["step"] + self.num_steps))
+
+
+def test_steps_that_an_optimizer_counts_in_its_groups_are_counted_once_for_all_parts() -> None:
+    """Of groups of which one has no gradient in the second update, and a rate that changes between updates."""
+    model, whole = Layers(), Layers()
+    whole.load_state_dict(model.state_dict())
+    optimizers = [
+        Counting([{"params": net.first.parameters()}, {"params": net.second.parameters(), "lr": 0.2}])
+        for net in (model, whole)
+    ]
+    update = UpdateByParts(optimizers[0])
+    x = torch.ones(2, 4, dtype=torch.float64)
+    for step in range(4):
+        for net, optimizer in zip((model, whole), optimizers, strict=True):
+            optimizer.zero_grad()
+            net(x, both=step != 1).backward()
+            optimizer.param_groups[0]["lr"] = 0.1 / (step + 1)
+        for parameter in (*model.second.parameters(), *model.first.parameters()):
+            update.of([parameter])
+        optimizers[1].step()
+        assert all(map(torch.equal, model.parameters(), whole.parameters()))
+        counts = [[o.num_steps, *(group.get("step") for group in o.param_groups)] for o in optimizers]
+        assert counts == [[step + 1, step + 1, step or 1]] * 2
+
+
+@pytest.mark.parametrize(
+    ("counts", "said"),
+    [
+        (lambda group: group["count"].add_(1), "each step changes a tensor in its parameter groups"),
+        (lambda group: group.update(seen=group["params"][0].numel()), "its seen depends on the parameters that a step"),
+    ],
+)
+def test_an_update_that_parts_would_change_is_refused(counts: Callable[[dict[str, Any]], Any], said: str) -> None:
+    model = Layers()
+
+    class Odd(torch.optim.SGD):
+        def step(self, closure: Any = None) -> None:  # type: ignore[override]
+            counts(self.param_groups[0])
+
+    def updated_in_parts() -> None:
+        for parameter in model.first.parameters():
+            update.of([parameter])
+
+    update = UpdateByParts(Odd([{"params": model.first.parameters(), "count": torch.zeros(())}]))
+    with pytest.raises(Unsupported, match=f"updating some parameters by Odd is not supported: {said}"):
+        updated_in_parts()
+    assert list(model.first.parameters()) == update._optimizer.param_groups[0]["params"]
 
 
 def test_what_needs_all_gradients_first_is_refused_by_name() -> None:

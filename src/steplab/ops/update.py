@@ -8,6 +8,7 @@ all parameters together (LBFGS) need all gradients first.
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from typing import Any
 from weakref import ReferenceType, ref
 
 import torch
@@ -18,38 +19,94 @@ from steplab.errors import Unsupported, UserError
 
 
 class UpdateByParts:
-    """Steps of an optimizer that update some of its parameters each."""
+    """Steps of an optimizer that update some of its parameters each, and together what one step of all of them does.
+
+    A parameter that comes again begins the next update. Some optimizers count steps in their parameter groups or their
+    attributes: every part of an update finds the numbers from before it, which so change once in each.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         """Groups that are added to the optimizer later are not updated. Raises Unsupported for LBFGS, and for an
         optimizer around another one, as those are that shard its state."""
-        why = None
-        if isinstance(optimizer, torch.optim.LBFGS):
-            why = "it updates all parameters as one vector"
-        elif any(isinstance(inner, torch.optim.Optimizer) for inner in vars(optimizer).values()):
-            why = "it leaves the step to an optimizer within it, which would update all parameters for each part"
-        if why:
-            raise Unsupported(f"updating some parameters by {type(optimizer).__name__}", why, "use another optimizer")
         self._optimizer = optimizer
+        if isinstance(optimizer, torch.optim.LBFGS):
+            raise self._unsupported("it updates all parameters as one vector")
+        if any(isinstance(inner, torch.optim.Optimizer) for inner in vars(optimizer).values()):
+            raise self._unsupported(
+                "it leaves the step to an optimizer within it, which would update all parameters for each part"
+            )
         self._group_of = {
             parameter: place for place, group in enumerate(optimizer.param_groups) for parameter in group["params"]
         }
+        self._updated: set[Tensor] = set()
+        self._before: list[dict[str, float | None]] = []
+        """The numbers in each group, and in the attributes, as they were before the update."""
+        self._counted: list[dict[str, float | None]] = []
+        """Those that the update has changed."""
 
     def of(self, parameters: Sequence[Tensor]) -> None:
-        """Update these that have gradients; any that are not the optimizer's stay as they are."""
+        """Update these that have gradients; any that are not the optimizer's stay as they are.
+
+        Raises Unsupported, and the update is not a whole one, where a step changes a tensor in a parameter group, or
+        numbers there depend on which parameters it updates.
+        """
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         parts: list[list[Tensor]] = [[] for _ in groups]
         for parameter in parameters:
             if parameter in self._group_of:
                 parts[self._group_of[parameter]].append(parameter)
+        self._begin_part([parameter for part in parts for parameter in part])
         try:
             for group, part in zip(groups, parts, strict=True):
                 group["params"] = part
+            versions = [_versions(group) for group in groups]
             self._optimizer.step()
+            if versions != [_versions(group) for group in groups]:
+                raise self._unsupported("each step changes a tensor in its parameter groups, which each part would do")
         finally:
             for group, params in zip(groups, whole, strict=True):
                 group["params"] = params
+        self._end_part()
+
+    def _places(self) -> list[dict[str, Any]]:
+        return [*self._optimizer.param_groups, vars(self._optimizer)]
+
+    def _begin_part(self, parameters: Sequence[Tensor]) -> None:
+        """Put back the numbers from before the update, which begins here if one of the parameters comes again."""
+        places = self._places()
+        if not self._before or not self._updated.isdisjoint(parameters):
+            self._updated.clear()
+            self._before, self._counted = [_numbers(place) for place in places], [{} for _ in places]
+        self._updated.update(parameters)
+        for place, before, counted in zip(places, self._before, self._counted, strict=True):
+            for name in counted:
+                if name in before:
+                    place[name] = before[name]
+                else:
+                    del place[name]
+
+    def _end_part(self) -> None:
+        """Note which numbers the step has changed; a group without parameters in a part may not have been counted."""
+        for place, before, counted in zip(self._places(), self._before, self._counted, strict=True):
+            for name, value in _numbers(place).items():
+                has_changed = value is not None and (name not in before or before[name] != value)
+                if has_changed and counted.setdefault(name, value) != value:
+                    raise self._unsupported(f"its {name} depends on the parameters that a step updates")
+            place.update(counted)
+
+    def _unsupported(self, why: str) -> Unsupported:
+        what = f"updating some parameters by {type(self._optimizer).__name__}"
+        return Unsupported(what, why, "use another optimizer")
+
+
+def _numbers(place: dict[str, Any]) -> dict[str, float | None]:
+    return {name: value for name, value in place.items() if value is None or isinstance(value, float | int)}
+
+
+def _versions(group: dict[str, Any]) -> list[tuple[str, int, int]]:
+    """The tensors among a group's options, and how often each was changed."""
+    return [(name, id(value), value._version) for name, value in group.items() if isinstance(value, Tensor)]
 
 
 class UpdateInBackward:

@@ -37,7 +37,15 @@ class ShardedOptimizer(torch.optim.Optimizer):
     Learning-rate schedulers, step hooks and `zero_grad` work on it as on any optimizer: `param_groups` holds all
     parameters, and the options in it are those the update uses. A weight used in several places counts once. Frozen
     parameters are not exchanged as long as none of those that began frozen is trained.
+
+    With `owners` each rank has other gradients, so a gradient scaler has to ask all ranks whether there is an overflow:
+    call `unscale_` and then `step` of torch's ShardedGradScaler.
     """
+
+    found_inf: Tensor
+    grad_scale: Tensor | None
+    """Both are there while a gradient scaler calls `step`: what it has found, and by what gradients are still to be
+    divided."""
 
     def __init__(
         self,
@@ -79,6 +87,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._copies_through = exchange
         self._copies: ParameterCopies | None = None
         self._given_owners = owners or {}
+        # torch.amp.GradScaler then calls `step` where it has found an overflow too, and gives what it has found.
+        self._step_supports_amp_scaling = bool(self._given_owners) and self._ranks.size > 1
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
         self._owner: dict[Tensor, int] = {}
         self._flats: list[FlatParameters] = []
@@ -190,9 +200,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """Update the owned parameters and exchange them; `closure`, if given, is evaluated once, on every rank.
 
         On return the new parameters can be used; those of modules named in `overlap_with` may be under way still.
+        A step by a gradient scaler does nothing, on all ranks, where it has found an overflow. Raises UserError, on all
+        ranks, where the scaler has not asked all of them.
         """
         assert self._local is not None
         self.wait()
+        if self._overflowed():
+            return None
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -203,6 +217,23 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()  # some optimizers count in their groups
         self._exchange()
         return loss
+
+    def _overflowed(self) -> bool:
+        """Whether a gradient scaler is calling that has found an overflow. A rank that skipped a step by itself would
+        leave the others waiting for its parameters, and scale its next loss otherwise than they do."""
+        if not hasattr(self, "found_inf"):
+            return False
+        found = int(bool(self.found_inf))
+        unscaled = self.grad_scale is None
+        most, negated_least = self._ranks.host_maximum(torch.tensor([found, -found])).tolist()
+        if unscaled and most == -negated_least:
+            return bool(most)
+        del self.found_inf, self.grad_scale  # the scaler does not get to it
+        raise UserError(
+            "a gradient scaler's step of gradients that are averaged on their owners needs one that asks all ranks for "
+            "overflows: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its "
+            "unscale_(optimizer) before its step(optimizer)"
+        )
 
     def overlap_with(self, *modules: nn.Module) -> None:
         """Let each of these modules wait for its parameters before its forward pass, rather than `step` for all.
