@@ -189,6 +189,23 @@ def test_targets_need_not_lie_side_by_side(implementation: str, reduction: str) 
         torch.testing.assert_close(found, together, rtol=0, atol=0)
 
 
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("implementation", IN_CHUNKS)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_a_constant_added_to_the_logits_changes_no_bit(implementation: str, label_smoothing: float) -> None:
+    """Softmax and loss depend on differences alone. These logits are exact in float32 with the constant too."""
+    torch.manual_seed(0)
+    differences = (torch.randn(1300, 1) * 5 * 2**9).round() / 2**9
+    case = make_case(6, 1, 1300, dtype=torch.float32, reduction="none", label_smoothing=label_smoothing)
+    case = replace(case, hidden=torch.ones(6, 1), weight=differences)
+    found = [
+        results_of(replace(case, weight=differences + constant), implementation) for constant in (0.0, 8192.0, -16000.0)
+    ]
+    for name in ("loss", "weight"):
+        assert torch.equal(found[1][name], found[0][name])
+        assert torch.equal(found[2][name], found[0][name])
+
+
 # --- targets that are none ------------------------------------------------------------------------------------------
 
 

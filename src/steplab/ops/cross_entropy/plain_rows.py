@@ -16,15 +16,17 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
     is_ignored_n1 = (targets_n == terms.ignore_index).unsqueeze(1)
     is_entry_n1 = ((targets_n >= 0) & (targets_n < num_entries)).unsqueeze(1)
     index_n1 = targets_n.unsqueeze(1).clamp(0, num_entries - 1)
-    at_target_n1 = x_nV.gather(1, index_n1)
     largest_n1 = x_nV.amax(1, keepdim=True)
-    mean_n1 = x_nV.mean(1, keepdim=True) if terms.label_smoothing else 0.0
-    exponentials_nV = (x_nV - largest_n1).exp_()
+    # All differences are from the largest logit: the log-sum-exp itself is rounded by as much as the logits are large.
+    below_nV = x_nV - largest_n1
+    at_target_n1 = below_nV.gather(1, index_n1)
+    mean_n1 = below_nV.mean(1, keepdim=True) if terms.label_smoothing else 0.0
+    exponentials_nV = below_nV.exp_()
     sum_n1 = exponentials_nV.sum(1, keepdim=True)
     lse_n1 = sum_n1.log() + largest_n1
 
     smoothing = terms.label_smoothing
-    loss_n1 = lse_n1 - (1 - smoothing) * at_target_n1 + terms.z_loss * lse_n1.square()
+    loss_n1 = sum_n1.log() - (1 - smoothing) * at_target_n1 + terms.z_loss * lse_n1.square()
     if smoothing:
         loss_n1 = loss_n1 - smoothing * mean_n1
     loss_n1 = torch.where(is_entry_n1, loss_n1, torch.nan).masked_fill(is_ignored_n1, 0)

@@ -3,7 +3,9 @@
 A program has one row. It reads the row for its log-sum-exp, and again to overwrite it by its gradient; the second time
 much of the row is still in the L2 cache. Each lane keeps a running maximum and a sum relative to it for the columns
 that it sees, so that lanes meet once a row and not once a block (Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"). Exponentials are powers of two, which the hardware has.
+calculation for softmax"). Exponentials are powers of two, which the hardware has. What is rounded is a logit's
+difference from the largest one, and never a product or a sum of the size of the logits: with logits near 10,000 that
+would leave the softmax three digits.
 """
 
 import triton
@@ -18,17 +20,16 @@ LOWEST = tl.constexpr(-1e38)
 @triton.jit
 def _taken_in(x, largest, total):
     """Each lane's maximum and sum of exponentials relative to it, with one more logit."""
-    x *= LOG2_E
     # One exponential for both cases: either x is the new maximum and the sum shrinks, or x adds a part of it.
-    ratio = tl.exp2(-tl.abs(x - largest))
+    ratio = tl.exp2(-tl.abs(x - largest) * LOG2_E)
     total = tl.where(x > largest, total * ratio + 1.0, total + ratio)
     return tl.maximum(largest, x), total
 
 
 @triton.jit
-def _gradient(x, lse_2, factor, uniform, is_target, target_part, scale):
-    """The gradient of the loss with respect to logits."""
-    gradient = tl.exp2(x * LOG2_E - lse_2) * factor - uniform
+def _gradient(x, top, log_2, factor, uniform, is_target, target_part, scale):
+    """The gradient of the loss with respect to logits; 2^log_2 is the sum of exponentials relative to `top`."""
+    gradient = tl.exp2((x - top) * LOG2_E - log_2) * factor - uniform
     return tl.where(is_target, gradient - target_part, gradient) * scale
 
 
@@ -63,6 +64,7 @@ def cross_entropy_softmax_kernel(
     else:
         is_entry = (target >= 0) & (target < num_entries)
         at_target = tl.load(row_ptr + target, mask=is_entry, other=float("nan")).to(tl.float32)
+        base = tl.maximum(at_target, LOWEST)  # which any finite logit may be for the mean of the row
         largest = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         plain_total = tl.zeros([BLOCK], tl.float32)
@@ -70,19 +72,19 @@ def cross_entropy_softmax_kernel(
             x = tl.load(row_ptr + start + columns).to(tl.float32)
             largest, total = _taken_in(x, largest, total)
             if SMOOTHED:
-                plain_total += x
+                plain_total += x - base
         if whole < num_entries:
             inside = whole + columns < num_entries
             x = tl.load(row_ptr + whole + columns, mask=inside, other=float("-inf")).to(tl.float32)
             largest, total = _taken_in(x, largest, total)
             if SMOOTHED:
-                plain_total += tl.where(inside, x, 0.0)
+                plain_total += tl.where(inside, x - base, 0.0)
         top = tl.max(largest, 0)
-        lse_2 = top + tl.log2(tl.sum(total * tl.exp2(largest - top), 0))
-        lse = lse_2 * LN_2
-        loss = lse - (1.0 - label_smoothing) * at_target + z_loss * lse * lse
+        log_2 = tl.log2(tl.sum(total * tl.exp2((largest - top) * LOG2_E), 0))
+        lse = top + log_2 * LN_2
+        loss = log_2 * LN_2 + (1.0 - label_smoothing) * (top - at_target) + z_loss * lse * lse
         if SMOOTHED:
-            loss -= label_smoothing * tl.sum(plain_total, 0) / num_entries
+            loss += label_smoothing * ((top - base) - tl.sum(plain_total, 0) / num_entries)
         tl.store(losses_ptr + row, loss)
         if WITH_GRADIENT:
             scale = tl.load(scale_ptr + row * scale_stride)
@@ -92,13 +94,13 @@ def cross_entropy_softmax_kernel(
             for start in range(0, whole, BLOCK):
                 x = tl.load(row_ptr + start + columns).to(tl.float32)
                 is_target = start + columns == target
-                gradient = _gradient(x, lse_2, factor, uniform, is_target, target_part, scale)
+                gradient = _gradient(x, top, log_2, factor, uniform, is_target, target_part, scale)
                 tl.store(row_ptr + start + columns, gradient.to(row_ptr.dtype.element_ty))
             if whole < num_entries:
                 inside = whole + columns < num_entries
                 x = tl.load(row_ptr + whole + columns, mask=inside, other=float("-inf")).to(tl.float32)
                 is_target = whole + columns == target
-                gradient = _gradient(x, lse_2, factor, uniform, is_target, target_part, scale)
+                gradient = _gradient(x, top, log_2, factor, uniform, is_target, target_part, scale)
                 tl.store(row_ptr + whole + columns, gradient.to(row_ptr.dtype.element_ty), mask=inside)
 
 
