@@ -65,6 +65,24 @@ def test_it_is_said_where_nothing_else_tells_cells_apart() -> None:
     ]
 
 
+def test_equal_runs_are_called_by_their_names_and_those_of_one_name_by_their_ids_too() -> None:
+    names = ("before", "after", "after", "", "a\x1b[31m\nb" + 40 * "c")
+    runs = [
+        make_run({"context": context}, seed=seed, id=f"id{context}-{seed}", name=name,
+                 created_utc=f"2026-11-23T08:00:0{seed}Z")
+        for context in (64, 128) for seed, name in enumerate(names)
+    ]  # fmt: skip
+    assert labels(runs)[:5] == [
+        "context 64 · before",
+        "context 64 · after (id64-1)",
+        "context 64 · after (id64-2)",
+        "context 64 · run 4",
+        f"context 64 · a b{7 * 'c'}…{21 * 'c'}",
+    ]
+    series = arrange(cells_of(runs))[0].series
+    assert series[:4] == ("before", "run 2", "run 3", "run 4"), "a name stands for a series whose runs all have it"
+
+
 def test_no_two_cells_share_a_label_or_a_place() -> None:
     runs = grid({"model": ["tiny", "small"], "context": [64, 128], "precision": ["fp32", "bf16"], "warmup": [0, 5]})
     runs += [make_run({"context": 64, "warmup": 5, "steps": steps}, seed=7) for steps in (1, 10)]

@@ -105,7 +105,8 @@ def _file_in(text: str) -> tuple[Path | None, str]:
 def _found(text: str, records: Sequence[Record]) -> Found:
     environments = (record.environment for record in records)
     commits = dict.fromkeys(env.git_commit for env in environments if env and env.git_commit)
-    side = Side(told=text, ids=tuple(record.id for record in records), commits=tuple(commits))
+    names = dict.fromkeys(record.name for record in records if record.name)
+    side = Side(told=text, ids=tuple(record.id for record in records), commits=tuple(commits), names=tuple(names))
     return Found(side=side, records=tuple(records))
 
 

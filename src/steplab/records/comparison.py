@@ -166,6 +166,8 @@ class Side:
     """The records that this is."""
     commits: tuple[str, ...] = ()
     """Commits of the working directories in which they were measured; empty: none known."""
+    names: tuple[str, ...] = ()
+    """The names that they have, each once; empty: none has one."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -20,6 +20,7 @@ from steplab.report.kit.document import (
     notes_section,
     table_of,
 )
+from steplab.report.kit.labels import short_name
 from steplab.report.kit.quantities import LABEL
 from steplab.report.turns.document import RATIO_IN_TURNS
 
@@ -43,7 +44,7 @@ def compare_document(comparison: Comparison) -> Document:
     with_interval = next((group for group in _GROUPS if group in rated), None)
     figures = [_group(comparison, group, title, explained=group == with_interval) for group, title in _GROUPS.items()]
     return Document(
-        title=f"{comparison.b.told} (B) against {comparison.a.told} (A)",
+        title=f"{_title(comparison.b)} (B) against {_title(comparison.a)} (A)",
         verdict=verdict(comparison),
         sections=(
             *_picture(comparison.figures),
@@ -159,8 +160,17 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
         yield "allowed to differ", unlike_words(found)
 
 
+def _title(side: Side) -> str:
+    """What was asked for; where that is not the one name that all its records have, the name before it."""
+    if len(side.names) != 1 or side.names[0] == side.told:
+        return side.told
+    return f"{short_name(side.names[0])}, {side.told}"
+
+
 def _side(side: Side) -> str:
     ids = ", ".join(side.ids[:5]) + (f" and {len(side.ids) - 5} more" if len(side.ids) > 5 else "")
+    if len(side.names) == 1:
+        ids = f"{short_name(side.names[0])}: {ids}"
     commits = f", measured at commit {', '.join(side.commits)}" if side.commits else ""
     return f"{units.counted(len(side.ids), 'record')} ({ids}){commits}"
 

@@ -10,7 +10,10 @@ import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
+from steplab.printing import plain
+
 _MEASURED_PX = 100.0
+_LONGEST_NAME = 32
 LINE = 1.25
 """Height of a line of text, as a multiple of its size."""
 
@@ -76,6 +79,11 @@ def shortened(text: str, most: int) -> str:
     head = most // 3
     tail = most - 1 - head
     return text if len(text) <= most else f"{text[:head]}…{text[len(text) - tail :]}"
+
+
+def short_name(name: str) -> str:
+    """A name that a user gave, on one line, without what steers its reader, and in at most 32 characters."""
+    return shortened(" ".join(plain(name).split()), _LONGEST_NAME)
 
 
 def fitted(text: str, width_px: float, size_px: float) -> str:

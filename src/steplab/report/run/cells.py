@@ -13,6 +13,7 @@ from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.axes import Layout
 from steplab.report.kit.grouping import grouped
+from steplab.report.kit.labels import short_name
 from steplab.specs.step import STEP_FIELDS
 
 _STEP = {field.column: field for field in STEP_FIELDS}
@@ -38,7 +39,7 @@ COMPARED = tuple(field for field in FIELDS if _ROLES.get(field) != "device")
 _PANEL_ORDER = {name: field.about.panel for name, field in _STEP.items()} | {"device": 7, "torch": 8}
 """Order in which fields split a crowded chart into panels, the lowest number first."""
 _MAIN = (*AXES, "pass", "precision", "compile", "attention")
-_USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN} | {"repeat": "1"}
+_USUAL = {name: str(field.default) for name, field in _STEP.items() if name not in _MAIN}
 """Values that a long label leaves out: the defaults of all fields but the main ones."""
 _MOST_SAID = 4
 """Fields up to which a label has usual values too."""
@@ -56,6 +57,8 @@ class RunCell:
     """A value for every one of FIELDS; None where the run does not say."""
     unsaid: frozenset[str] = frozenset()
     """Fields that a label leaves out, because others distinguish the cell."""
+    called: str = ""
+    """What a label says in place of the number among equal runs."""
 
     @property
     def id(self) -> str:
@@ -72,10 +75,29 @@ def cells_of(runs: Sequence[Run]) -> list[RunCell]:
         key = tuple(values.values())
         seen[key] = seen.get(key, 0) + 1
         cells.append(RunCell(run=run, values=values | {"repeat": seen[key]}))
+    equal = grouped(cells, lambda cell: tuple(cell.values[field] for field in FIELDS if field != "repeat"))
+    cells = [cell for group in equal.values() for cell in _called(group)]
     alike = grouped(cells, lambda cell: _key(cell, _WHAT))
     cells = [replace(cell, unsaid=_unsaid(cell, alike[_key(cell, _WHAT)])) for cell in cells]
     ranks = {field: _ranks(field, cells) for field in FIELDS}
     return sorted(cells, key=lambda cell: [ranks[field][cell.values[field]] for field in FIELDS])
+
+
+def _called(equal: Sequence[RunCell]) -> list[RunCell]:
+    """Equal cells, each with the name of its run, and its id where another has the same; else with its number.
+
+    The name of a run without a step is said already: it stands for the model.
+    """
+    names = [short_name(cell.run.name) for cell in equal]
+    called = []
+    for cell, name in zip(equal, names, strict=True):
+        if not name:
+            called.append(replace(cell, called=said("repeat", cell.values["repeat"])))
+        elif cell.run.spec is None:
+            called.append(replace(cell, called=f"run {cell.id}"))
+        else:
+            called.append(replace(cell, called=name if names.count(name) == 1 else f"{name} ({cell.id})"))
+    return called
 
 
 def _unsaid(cell: RunCell, alike: Sequence[RunCell]) -> frozenset[str]:
@@ -140,7 +162,13 @@ def axis_name(field: str) -> str:
 def label(cell: RunCell, fields: Sequence[str]) -> str:
     """Label of a cell by the fields that distinguish it, or by its model where none does."""
     telling = _telling([field for field in fields if field not in cell.unsaid], cell.values)
-    return " · ".join(said(field, cell.values[field]) for field in telling or ("model",))
+    return " · ".join(_said_of((cell,), field, cell.values[field]) for field in telling or ("model",))
+
+
+def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
+    """Text of a value that these cells share, together with its field; their name for it if they have one."""
+    names = {cell.called for cell in cells} if field == "repeat" else set()
+    return names.pop() if len(names) == 1 else said(field, value)
 
 
 def _telling(fields: Sequence[str], values: Mapping[str, Scalar]) -> list[str]:
@@ -178,7 +206,7 @@ def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
         inside = [cell for cell in cells if _key(cell, panel_fields) == values]
         panels.append(
             Panel(
-                title=_series_label(panel_fields, values) if panel_fields else "",
+                title=_series_label(inside, panel_fields, values) if panel_fields else "",
                 marks=tuple((positions.index(_key(c, axes)), series.index(_key(c, rest)), c) for c in inside),
             )
         )
@@ -186,7 +214,7 @@ def arrange(cells: Sequence[RunCell]) -> tuple[Layout, tuple[Panel, ...]]:
         outer=axis_name(axes[0]) if axes else None,
         inner=axis_name(axes[1]) if len(axes) > 1 else None,
         positions=tuple(_position_label(cells, axes, position) for position in positions),
-        series=tuple(_series_label(rest, key) for key in series),
+        series=tuple(_series_label([c for c in cells if _key(c, rest) == key], rest, key) for key in series),
         ordered=bool(axes) and axes[-1] in ("context", "batch"),
     )
     return layout, tuple(panels)
@@ -207,13 +235,15 @@ def _distinct(cells: Sequence[RunCell], fields: Sequence[str]) -> list[tuple[Sca
     return sorted(keys, key=lambda key: [rank[value] for rank, value in zip(ranks, key, strict=True)])
 
 
-def _series_label(fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
+def _series_label(cells: Sequence[RunCell], fields: Sequence[str], key: tuple[Scalar, ...]) -> str:
     values = dict(zip(fields, key, strict=True))
-    return " · ".join(said(field, values[field]) for field in _telling(fields, values)) or "other"
+    return " · ".join(_said_of(cells, field, values[field]) for field in _telling(fields, values)) or "other"
 
 
 def _position_label(cells: Sequence[RunCell], axes: Sequence[str], key: tuple[Scalar, ...]) -> tuple[str, str]:
     if not axes:
         return (label(cells[0], ()), "")
+    if axes == ["repeat"]:
+        return (_said_of([cell for cell in cells if _key(cell, axes) == key], "repeat", key[0]), "")
     outer = short(axes[0], key[0])
     return (outer, short(axes[1], key[1])) if len(axes) > 1 else (outer, "")
