@@ -158,7 +158,7 @@ def test_a_file_that_is_no_configuration_is_named(guarded: Program, content: str
 )
 def test_a_file_that_is_no_study_is_refused(guarded: Program, study: str) -> None:
     guarded.write("study.toml", study)
-    complaint(guarded.here("sweep", "study.toml"), 2)
+    assert "study study.toml" in complaint(guarded.here("study", "study.toml"), 2)
 
 
 def test_debug_shows_where_an_error_comes_from(guarded: Program) -> None:
@@ -361,7 +361,7 @@ def _file(program: Program, name: str, lines: list[str]) -> Path:
 def test_a_line_that_is_no_record_is_named_and_nothing_is_imported(filled: Program, lines: list[str], bad: str) -> None:
     before = digests(filled.store.parent)
     _file(filled, "bad.jsonl", [lines[1], "", bad, lines[2]])
-    said = complaint(filled("import", "bad.jsonl"), 1)
+    said = complaint(filled("import", "bad.jsonl"), 2)
     assert "line 3" in said
     assert "nothing was imported" in said
     assert digests(filled.store.parent) == before
@@ -371,7 +371,7 @@ def test_a_newer_format_of_record_is_refused_with_the_remedy(filled: Program, li
     before = digests(filled.store.parent)
     newer = json.dumps(json.loads(lines[1]) | {"schema": "steplab.run/2"})
     _file(filled, "newer.jsonl", [lines[2], newer])
-    said = complaint(filled("import", "newer.jsonl"), 1)
+    said = complaint(filled("import", "newer.jsonl"), 2)
     assert all(word in said for word in ("line 2", "steplab.run/2", "upgrade"))
     assert digests(filled.store.parent) == before
 
@@ -387,7 +387,7 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
     before = digests(filled.store.parent)
     _file(filled, "good.jsonl", lines[1:])
     _file(filled, "bad.jsonl", ["garbage"])
-    said = complaint(filled("import", "good.jsonl", "bad.jsonl"), 1)
+    said = complaint(filled("import", "good.jsonl", "bad.jsonl"), 2)
     assert "bad.jsonl" in said
     assert "line 1" in said
     assert digests(filled.store.parent) == before
@@ -395,7 +395,7 @@ def test_a_bad_line_in_the_second_of_two_files_names_it_and_imports_neither(fill
 
 def test_bytes_that_are_no_text_are_refused(guarded: Program) -> None:
     (guarded.cwd / "bytes.jsonl").write_bytes(b'{"schema": "steplab.run/1", "id": "\xff\xfe"}\n')
-    assert "line 1" in complaint(guarded("import", "bytes.jsonl"), 1)
+    assert "line 1" in complaint(guarded("import", "bytes.jsonl"), 2)
 
 
 def test_a_gzip_file_that_is_cut_off_is_refused(guarded: Program) -> None:

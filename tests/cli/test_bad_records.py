@@ -77,7 +77,7 @@ def test_import_refuses_a_record_that_cannot_be_right_and_all_beside_it(
 ) -> None:
     write(tmp_path / "first.jsonl", OTHER)
     write(tmp_path / "runs.jsonl", GOOD, with_columns_unlike(PROFILED))
-    assert main(["import", "first.jsonl", "runs.jsonl"]) == 1
+    assert main(["import", "first.jsonl", "runs.jsonl"]) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert line.startswith("steplab: runs.jsonl, line 2: record bbbb00000001: profile.timeline.")
     assert line.endswith("nothing was imported")

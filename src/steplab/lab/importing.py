@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO
 
-from steplab.errors import UserError
+from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import open_store
 from steplab.limits import LimitReached, Limits
 from steplab.records.record import Record
@@ -24,11 +24,14 @@ def import_files(
     """Store the records in files of JSON lines, plain or compressed by gzip or xz, all or none; `-` is standard input.
 
     Returns how many were added and how many were already stored. Raises UserError for a file that cannot be read or has
-    more than the limits allow (None: the usual ones), or if no file holds a record, and SteplabError, with file and
-    line, for a line that is not a valid record or that has the id of another record.
+    more than the limits allow (None: the usual ones), with file and line for a line that is not a valid record, and if
+    no file holds a record; SteplabError, with file and line, for a line with the id of another record in the store.
     """
     given = [Path(file) for file in ((files,) if isinstance(files, (str, Path)) else files)]
-    found = [foreign for file in given for foreign in _records(file, limits or Limits())]
+    try:
+        found = [foreign for file in given for foreign in _records(file, limits or Limits())]
+    except UserError as error:
+        raise UserError(f"{error}; nothing was imported") from error
     if not found:
         raise UserError(f"nothing to import: no record in {', '.join(map(str, given))}")
     with open_store(store, write=True) as opened:
@@ -69,6 +72,9 @@ def _in_lines(file: Path, stream: IO[bytes], limits: Limits) -> Iterator[Foreign
         if unpacked.damage:
             raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")
         if line.strip():
-            yield read_foreign(f"{file}, line {number}", line)
+            try:
+                yield read_foreign(f"{file}, line {number}", line)
+            except SteplabError as error:
+                raise UserError(str(error)) from error
     if unpacked.damage:
         raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")

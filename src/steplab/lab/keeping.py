@@ -1,6 +1,8 @@
 """Open the store, begin the record of an imported file, and keep a measurement even if the store fails."""
 
 import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -68,11 +70,20 @@ def imported_run(path: Path, name: str | None) -> Run:
 def checked_import(path: Path, run: Run) -> Run:
     """The record of an imported file with its texts cleaned. Raises UserError if a value in it cannot be right."""
     run = cleaned(run)
-    try:
+    with named_file(path):
         check(run)
-    except SteplabError as error:
-        raise UserError(f"{path} holds what cannot be right: {error}") from error
     return run
+
+
+@contextmanager
+def named_file(path: Path | str) -> Iterator[None]:
+    """What the content of a file that the user named cannot be used for: another file is to be named (UserError)."""
+    try:
+        yield
+    except UserError:
+        raise
+    except SteplabError as error:
+        raise UserError(f"{path}: {error}") from error
 
 
 class NotStored(SteplabError):

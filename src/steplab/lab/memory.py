@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-from steplab.errors import SteplabError, Unsupported, UserError
+from steplab.errors import Unsupported, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
+from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
@@ -172,10 +172,7 @@ def read_memory(
     history = read_snapshot(snapshot, on_progress=tell, limits=limits)
     if marks:
         check_same_history(marks, history, beside)
-    try:
-        return digest(history, marks, file=file, unwatched_peak_bytes=unwatched_peak_bytes)
-    except SteplabError as error:
-        raise SteplabError(f"{snapshot}: {error}") from error
+    return digest(history, marks, file=file, unwatched_peak_bytes=unwatched_peak_bytes)
 
 
 def import_snapshot(
@@ -193,13 +190,12 @@ def import_snapshot(
     The record has a memory profile and nothing else. If the marks that `memory` writes are in the same folder
     (step.pickle, step.marks.json), its categories are owners, as in the measured record; otherwise they are memory from
     before the history begins and memory allocated since. Raises UserError for a file that cannot be read or is not a
-    snapshot or has more than the limits allow (None: the usual ones), SteplabError for one without any allocation.
+    snapshot, has more than the limits allow (None: the usual ones) or has no allocation.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
-        run = dataclasses.replace(
-            imported_run(path, name),
-            memory_profile=read_memory(path, on_progress, file=path.name, limits=limits),
-            notes=("timing: an imported snapshot has no timing",),
-        )
+        run = imported_run(path, name)
+        with named_file(path):
+            found = read_memory(path, on_progress, file=path.name, limits=limits)
+        run = dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
         return keep(opened, checked_import(path, run))

@@ -7,7 +7,7 @@ from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.files import Destination, folder_for, rescue, unread
-from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, open_store
+from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
 from steplab.lab.measuring import asked_step
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.utilization import with_utilizations
@@ -97,10 +97,11 @@ def import_trace(
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
+        run = imported_run(path, name)
+        with named_file(path):
+            found = read_profile(path, None, on_progress, file=path.name, limits=limits)
         run = dataclasses.replace(
-            imported_run(path, name),
-            profile=read_profile(path, None, on_progress, file=path.name, limits=limits),
-            notes=("timing, memory: an imported trace has only profiled steps",),
+            run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
         )
         return keep(opened, checked_import(path, run))
 

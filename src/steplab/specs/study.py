@@ -143,7 +143,11 @@ def load_study(source: str, overrides: Grid) -> StudySpec:
 
     Raises UserError for an unknown preset, an unreadable file, or a file that is not a study.
     """
-    return _study(source, content_of("study", source, STUDIES, _hint), overrides)
+    content = content_of("study", source, STUDIES, _hint)
+    try:
+        return _study(source, content, overrides)
+    except UserError as error:
+        raise UserError(f"study {source}: {error}") from error
 
 
 def _hint(text: str) -> str:
@@ -155,14 +159,14 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     tables = ("grid", *STEP_PARTS, *BENCHMARKS)
     for key, value in content.items():
         if key not in ("description", "gpus", "include", *tables):
-            raise UserError(f"study {source}: unknown key '{key}'; a study has a description and [[grid]] tables")
+            raise UserError(f"unknown key '{key}'; a study has a description and [[grid]] tables")
         if key in tables and not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
-            raise UserError(f"study {source}: '{key}' must be a list of [[{key}]] tables")
+            raise UserError(f"'{key}' must be a list of [[{key}]] tables")
     gpus, included = content.get("gpus", 0), content.get("include", [])
     if not isinstance(gpus, int) or gpus < 0:
-        raise UserError(f"study {source}: 'gpus' must be a number of GPUs, not {gpus!r}")
+        raise UserError(f"'gpus' must be a number of GPUs, not {gpus!r}")
     if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names(STUDIES)):
-        raise UserError(f"study {source}: 'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
+        raise UserError(f"'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
     name, description = Path(source).stem, str(content.get("description", ""))
 
     def grids(kind: str) -> list[Grid]:

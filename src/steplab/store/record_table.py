@@ -57,7 +57,7 @@ def read_foreign(where: str, line: bytes) -> ForeignRecord:
     try:
         check(decode(line))
     except SteplabError as error:
-        raise SteplabError(f"{where}: {error}; nothing was imported") from error
+        raise SteplabError(f"{where}: {error}") from error
     return ForeignRecord(where=where, body=line.strip())
 
 

@@ -1,0 +1,58 @@
+"""A file that the user names and that is not what it should be is a wrong request, whichever command reads it."""
+
+import gzip
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tests.cli.program import Program, complaint
+
+READERS = {
+    "import": ("runs.jsonl", ("import", "{}")),
+    "import-trace": ("trace.json", ("import-trace", "{}")),
+    "import-trace of a database": ("trace.sqlite", ("import-trace", "{}")),
+    "import-snapshot": ("snapshot.pickle", ("import-snapshot", "{}")),
+    "compare": ("runs.jsonl", ("compare", "{}", "last")),
+    "study": ("study.toml", ("study", "{}")),
+    "plan": ("config.json", ("plan", "memory", "--model", "hf:{}")),
+    "run": ("config.json", ("run", "--model", "hf:{}")),
+}
+"""A command that reads a file, and the name of one that it takes for its own."""
+
+
+def _folder(path: Path) -> None:
+    path.mkdir()
+
+
+def _holds(content: bytes) -> Callable[[Path], object]:
+    return lambda path: path.write_bytes(content)
+
+
+CONTENTS: dict[str, Callable[[Path], object]] = {
+    "missing": lambda path: None,
+    "a folder": _folder,
+    "empty": _holds(b""),
+    "prose": _holds(b"Dear reader,\nthis is no such file.\n"),
+    "bytes": _holds(bytes(range(256)) * 9),
+    "a beginning of JSON": _holds(b'{"schema": "steplab.run/1", "id": "a'),
+    "JSON of another program": _holds(json.dumps({"traceEvents": [], "schema": "novel.chapter/1"}).encode()),
+    "deeply nested": _holds(b"[" * 100_000),
+    "a snapshot of nothing": _holds(pickle.dumps({"segments": [], "device_traces": []})),
+    "a compressed file cut short": _holds(gzip.compress(b"x" * 10_000)[:20]),
+    "the beginning of a database": _holds(b"SQLite format 3\0" + bytes(200)),
+}
+
+
+@pytest.mark.parametrize(("name", "command"), READERS.values(), ids=READERS.keys())
+def test_a_file_that_is_not_what_it_should_be_is_named_and_refused_as_usage(
+    steplab: Program, name: str, command: tuple[str, ...]
+) -> None:
+    for number, (what, make) in enumerate(CONTENTS.items()):
+        file = f"{number}-{name}"
+        make(steplab.cwd / file)
+        result = steplab.here(*(word.format(file) for word in command))
+        assert result.code == 2, (what, result)
+        assert file in complaint(result, 2), what
+    assert not steplab.store.exists() or not steplab.rows()
