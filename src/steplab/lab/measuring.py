@@ -1,12 +1,12 @@
 """Measure one step, store its record and return it."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
-from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.machine import device_kind_here
 from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
@@ -15,6 +15,7 @@ from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
 from steplab.specs.recipe import resolve_with_recipe
 from steplab.specs.step import StepSpec
+from steplab.store.database import Store
 
 
 def measure(
@@ -24,6 +25,7 @@ def measure(
     store: Path | str | None = None,
     timeout_s: float | None = None,
     on_progress: OnProgress = lambda progress: None,
+    place: Place | None = None,
     **fields: object,
 ) -> Run:
     """Measure one training step in a process of its own, and store the record.
@@ -52,9 +54,13 @@ def measure(
         return with_notes(dataclasses.replace(run, name=name), chosen.notes)
     with open_store(store, write=True) as opened:
         run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
-        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
-        keep(opened, run)
-        return run
+        return keep(opened, completed(run, name, chosen.notes, opened), place)
+
+
+def completed(run: Run, name: str, notes: Sequence[str], store: Store) -> Run:
+    """The record of a step as it was measured, with its name, its utilizations and further notes."""
+    run = with_utilizations(dataclasses.replace(run, name=name), store)
+    return dataclasses.replace(run, notes=(*run.notes, *notes))
 
 
 def asked_step(

@@ -9,12 +9,11 @@ from contextlib import suppress
 from pathlib import Path
 
 from steplab.errors import Unsupported, UserError
-from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
-from steplab.lab.measuring import asked_step
+from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.utilization import with_utilizations
 from steplab.limits import Limits
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
@@ -61,7 +60,7 @@ def memory(
         written = folder / "step.pickle"
         marks = marks_beside(written)
         run = measure_in_child(chosen.spec, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
-        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
+        run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():
                 if marks_target:

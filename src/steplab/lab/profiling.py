@@ -4,13 +4,12 @@ import dataclasses
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
-from steplab.lab.measuring import asked_step
+from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.utilization import with_utilizations
 from steplab.limits import Limits
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
@@ -64,7 +63,7 @@ def profile(
             timeout_s=timeout_s,
             on_progress=on_progress,
         )
-        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), chosen.notes)
+        run = completed(run, name, chosen.notes, opened)
         if nsys and run.timing:
             run = _with_notes_on_nsys(run, written)
         try:

@@ -13,15 +13,14 @@ import msgspec
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.attention import attention_study, measure_attention
-from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.comm import comm_study, measure_comm
 from steplab.lab.ddp import ddp_study, measure_ddp
 from steplab.lab.keeping import NotStored, Place, keep, open_store
 from steplab.lab.machine import doctor
+from steplab.lab.measuring import measure
 from steplab.lab.memory import memory
 from steplab.lab.profiling import profile
-from steplab.lab.utilization import with_utilizations
-from steplab.measurement.processes.launch import measure_in_child, numerics_in_child
+from steplab.measurement.processes.launch import numerics_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
@@ -77,35 +76,27 @@ def jobs_of(study: StudySpec) -> list[StudyJob]:
 # --- steps ------------------------------------------------------------------------------------------------
 
 
-def _time(
-    spec: StepSpec, *, name: str, store: Path | str | None, place: Place, timeout_s: float, on_progress: OnProgress
-) -> Run:
-    """Time one step; one that is refused becomes a record as well, so that it is a row among the others."""
-    with open_store(store, write=True) as opened:
-        notes: tuple[str, ...] = ()
-        try:
-            chosen = choose_checkpointing(spec)
-            notes = chosen.notes
-            run = measure_in_child(chosen.spec, timeout_s=timeout_s, on_progress=on_progress)
-        except SteplabError as error:
-            run = _refused(Run, spec, error)
-        run = with_notes(with_utilizations(dataclasses.replace(run, name=name), opened), notes)
-        return keep(opened, run, place)
-
-
-def _watch(
-    measure: Callable[..., Run], spec: StepSpec, *, store: Path | str | None, place: Place, **options: Any
-) -> Run:
-    """The same for a step that is profiled or whose memory is watched."""
+def _measured(
+    kind: Callable[..., Any],
+    work: Callable[..., Record],
+    spec: StepSpec,
+    *,
+    store: Path | str | None,
+    place: Place,
+    **options: Any,
+) -> Record:
+    """Measure one step; one that is refused becomes a record of that kind as well, so that it is a row among the
+    others."""
     try:
-        return measure(spec, store=store, place=place, **options)
+        return work(spec, store=store, place=place, **options)
     except NotStored:
         raise
     except SteplabError as error:
         with open_store(store, write=True) as opened:
             if place.cell in opened.finished_cells(place.study_id):  # measured, and only what was watched is missing
                 raise
-            return keep(opened, dataclasses.replace(_refused(Run, spec, error), name=options["name"]), place)
+            failure = Failure(kind="error", message=str(error))
+            return keep(opened, kind(**new_head(), name=options["name"], spec=spec, failure=failure), place)
 
 
 def _audit(
@@ -113,22 +104,15 @@ def _audit(
 ) -> Numerics:
     """Audit one step in its precision."""
     with open_store(store, write=True) as opened:
-        try:
-            record = numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
-        except SteplabError as error:
-            record = _refused(Numerics, spec, error)
+        record = numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
         return keep(opened, dataclasses.replace(record, name=name), place)
 
 
-def _refused(kind: Callable[..., Any], spec: StepSpec, error: SteplabError) -> Any:
-    failure = Failure(kind="error", message=str(error))
-    return kind(**new_head(), spec=spec, failure=failure)
-
-
+_time = partial(_measured, Run, measure)
 _STEPS: dict[str, tuple[str, Measure]] = {
-    "profile": ("profile", partial(_watch, profile)),
-    "memory": ("memory", partial(_watch, memory)),
-    "precision": ("audit", _audit),
+    "profile": ("profile", partial(_measured, Run, profile)),
+    "memory": ("memory", partial(_measured, Run, memory)),
+    "precision": ("audit", partial(_measured, Numerics, _audit)),
 }
 """What each part of steps is called, and what measures it."""
 

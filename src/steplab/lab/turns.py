@@ -1,6 +1,5 @@
 """Measure steps in turns on one device, store their records and compare them."""
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -9,12 +8,11 @@ from typing import Any, Self
 
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
-from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
-from steplab.lab.measuring import asked_step
+from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.revisions import checked_out
-from steplab.lab.utilization import with_utilizations
 from steplab.measurement.processes.conversation import HERE, Surroundings
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
@@ -92,8 +90,8 @@ class StoredSession:
             self._session.measure([side], side.spec.steps)
         self._present.remove(side)
         notes = self._notes.pop(id(side), ())
-        run = with_utilizations(dataclasses.replace(self._session.leave(side), name=self._name), self._store)
-        self.stored.append(keep(self._store, with_notes(run, notes)))
+        run = keep(self._store, completed(self._session.leave(side), self._name, notes, self._store))
+        self.stored.append(run)
         return run
 
 
