@@ -224,7 +224,7 @@ def _recorded(walk: Walk, found: _Findings, name: str, notes: tuple[str, ...]) -
         untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
         untried_s=sum(candidate.takes_s for candidate in untried) if untried else None,
         by_hand=found.by_hand(best),
-        alternating=walk.taking.alternating,
+        alternating=walk.taking.session.alternating,
     )
 
 

@@ -137,7 +137,7 @@ def _tried(
         changed = taking.enter(words, with_fields(spec, fields))
     except UserError as error:  # the device, or this build of torch, does not do that
         return str(error)
-    taking.measure([unchanged, changed], spec.steps)
+    taking.session.measure([unchanged, changed], spec.steps)
     return taking.leave(changed)
 
 

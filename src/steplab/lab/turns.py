@@ -1,10 +1,10 @@
 """Measure steps in turns on one device, store their records and compare them."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
@@ -14,7 +14,7 @@ from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.revisions import checked_out
 from steplab.measurement.processes.conversation import HERE, Surroundings
-from steplab.measurement.processes.turns import Session
+from steplab.measurement.processes.turns import Session, Side
 from steplab.measurement.progress import OnProgress
 from steplab.records.comparison import Ratio
 from steplab.records.run import Run
@@ -30,15 +30,16 @@ class StoredSession:
     interrupted."""
 
     def __init__(self, session: Session, store: Store, name: str) -> None:
-        self._session, self._store, self._name = session, store, name
-        self._present: list[Any] = []
-        self._notes: dict[int, tuple[str, ...]] = {}
-        """What was chosen for each side that is present, by the side's identity."""
+        self.session = session
+        """The session itself, which measures the sides."""
+        self._store, self._name = store, name
+        self._present: dict[Side, tuple[str, ...]] = {}
+        """What was chosen for each side that is present."""
         self.stored: list[Run] = []
         """The records, in the order in which sides left."""
 
     def __enter__(self) -> Self:
-        self._session.__enter__()
+        self.session.__enter__()
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -47,50 +48,23 @@ class StoredSession:
                 if side.run is not None:
                     self.leave(side)
         finally:
-            self._session.__exit__(*exception)
+            self.session.__exit__(*exception)
         if exception and exception[0] is KeyboardInterrupt and self.stored:
             raise KeyboardInterrupt(f"stored with the turns until then: {', '.join(run.id for run in self.stored)}")
 
-    @property
-    def alternating(self) -> str | None:
-        """Why each turn has a process of its own; None: processes stay alive and wait."""
-        return self._session.alternating
-
-    def resume(self) -> None:
-        """Have processes wait for their turns again, once a side has left that did not fit beside another."""
-        self._session.resume()
-
-    def limit(self, timeout_s: float | None) -> None:
-        """Set the time limit of sides that enter from now on."""
-        self._session.timeout_s = timeout_s
-
-    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Any:
+    def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
         """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""
         chosen = choose_checkpointing(spec)
-        side = self._session.enter(label, chosen.spec, surroundings)
-        self._notes[id(side)] = chosen.notes
-        self._present.append(side)
+        side = self.session.enter(label, chosen.spec, surroundings)
+        self._present[side] = chosen.notes
         return side
 
-    def measure(
-        self,
-        sides: Sequence[Any],
-        steps: int,
-        *,
-        is_enough: Callable[[int], bool] = lambda rounds: False,
-        alternates: bool = True,
-    ) -> None:
-        """Measure `steps` further steps of each side, in turns, or fewer if after a round that is enough; without
-        `alternates` none of sides that do not fit together."""
-        self._session.measure(sides, steps, is_enough=is_enough, alternates=alternates)
-
-    def leave(self, side: Any) -> Run:
+    def leave(self, side: Side) -> Run:
         """End a side, and store its record; a side that had no turn is measured by itself first."""
         if side.failure is None and side.run is None:
-            self._session.measure([side], side.spec.steps)
-        self._present.remove(side)
-        notes = self._notes.pop(id(side), ())
-        run = keep(self._store, completed(self._session.leave(side), self._name, notes, self._store))
+            self.session.measure([side], side.spec.steps)
+        notes = self._present.pop(side)
+        run = keep(self._store, completed(self.session.leave(side), self._name, notes, self._store))
         self.stored.append(run)
         return run
 
@@ -149,7 +123,7 @@ def ab(
         for number, spec in enumerate(specs):
             on_side(label_of(number))
             present.append(taking.enter(label_of(number), spec, HERE if number else first))
-        taking.measure(present, steps.pop())
+        taking.session.measure(present, steps.pop())
         runs = tuple(taking.leave(side) for side in present)
     others = runs[1:]
     return Compared(

@@ -25,6 +25,7 @@ from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import Remark, UserError
 from steplab.lab.explaining import failure_words
 from steplab.lab.turns import StoredSession
+from steplab.measurement.processes.turns import Side
 from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
@@ -140,8 +141,8 @@ class Walk:
     on_best: Callable[[Run], None] = lambda run: None
     """Called with the record of the fastest step when that has new samples."""
     attempts: list[Attempt] = field(default_factory=list)
-    runs: dict[int, Run] = field(default_factory=dict)
-    """The record of each side that has left, by the side's identity."""
+    runs: dict[Side, Run] = field(default_factory=dict)
+    """The record of each side that has left."""
     start: Any = None
     """The side of the first step; None before it was built."""
     best: Any = None
@@ -175,8 +176,8 @@ class Walk:
             self._make_room()
         elif left_s < trial_s:
             self._say_that_time_is_over(took_s)
-        if self._goes_on() and not self.taking.alternating:
-            self.taking.measure([self.best], _FIRST_STEPS)
+        if self._goes_on() and not self.taking.session.alternating:
+            self.taking.session.measure([self.best], _FIRST_STEPS)
         self._look_at_best()
         while self._goes_on() and (candidate := self._next()):
             self._try(candidate)
@@ -193,13 +194,13 @@ class Walk:
         """The changes of the fastest step that were not tried, the next one first."""
         return sorted(self._candidates(), key=self._rank) if self._goes_on() else []
 
-    def leave(self, side: Any) -> Run | None:
+    def leave(self, side: Side) -> Run | None:
         """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
         if self.interrupted and side.run is None and not side.failure:
             return None
-        if id(side) not in self.runs:
-            self.runs[id(side)] = self.taking.leave(side)
-        return self.runs[id(side)]
+        if side not in self.runs:
+            self.runs[side] = self.taking.leave(side)
+        return self.runs[side]
 
     # --- what is next -------------------------------------------------------------------------------------
 
@@ -217,7 +218,7 @@ class Walk:
         if candidate.promise is None:
             return 2, takes_s
         share = candidate.promise.share
-        if share <= (SEPARATE if self.taking.alternating else _LEAST_GAIN):
+        if share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
             return (3 if share > 0 else 4), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
@@ -249,7 +250,7 @@ class Walk:
     def _trial_s(self, other_s: float | None) -> float:
         """Seconds of a comparison of the fastest step with another of that length, without compilation."""
         known_s = [each for each in (step_s(self.best.run), other_s) if each]
-        if self.taking.alternating:
+        if self.taking.session.alternating:
             return _MOST_PROCESSES * median(self._built_s) + self.steps * sum(known_s)
         return median(self._built_s) + (median(self._turns) * sum(known_s) if self._turns else 0.0)
 
@@ -278,7 +279,7 @@ class Walk:
         if self.budget_s is None:
             return True
         left_s = self._left_s()
-        self.taking.limit(max(left_s, 1.0))
+        self.taking.session.timeout_s = max(left_s, 1.0)
         return left_s > 0 and left_s >= takes_s
 
     def _left_s(self) -> float:
@@ -292,7 +293,8 @@ class Walk:
 
     def _say_that_time_is_over(self, took_s: float) -> None:
         took, budget = format_time(took_s), format_time(self.budget_s or 0.0)
-        doing, as_long = ("measuring", "at least twice as long") if self.taking.alternating else ("building", "as long")
+        anew = self.taking.session.alternating
+        doing, as_long = ("measuring", "at least twice as long") if anew else ("building", "as long")
         why = f"{doing} the step as given took {took} of the budget of {budget}, and each change takes {as_long}"
         warnings.warn(Remark(f"{why}: only the step as given is measured"), stacklevel=2)
 
@@ -318,15 +320,15 @@ class Walk:
         elif attempt.ratio is None:
             attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
         attempt.took_s = decided_s - began_s
-        if attempt.ratio and not self.taking.alternating:
+        if attempt.ratio and not self.taking.session.alternating:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
         self._look_at_best()
 
     def _take_first_turn(self, side: Any) -> None:
         """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""
-        if self.taking.alternating:
-            self.taking.measure([side], self.steps)
+        if self.taking.session.alternating:
+            self.taking.session.measure([side], self.steps)
 
     def _measure(self, sides: Sequence[Any], most_s: float = 0.0) -> None:
         """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
@@ -340,19 +342,19 @@ class Walk:
             return ratio.decision not in ("lower", "higher") and ratio.low < 1 - _LEAST_GAIN
 
         began_s, alternates = self.clock(), not self._wait_together
-        self.taking.measure(
+        self.taking.session.measure(
             sides,
             self.steps,
             is_enough=lambda rounds: rounds >= FEWEST and not is_open(_PLAIN),
             alternates=alternates,
         )
         most_s = max(most_s, _MOST_ROUNDS * (self.clock() - began_s))
-        while self.clock() - began_s < most_s and not self.taking.alternating and is_open(_LEAST_GAIN):
-            self.taking.measure(sides, self.steps, alternates=alternates)
-        if self.taking.alternating and not alternates:
-            why = f"beside the fastest step: {self.taking.alternating}"
+        while self.clock() - began_s < most_s and not self.taking.session.alternating and is_open(_LEAST_GAIN):
+            self.taking.session.measure(sides, self.steps, alternates=alternates)
+        if self.taking.session.alternating and not alternates:
+            why = f"beside the fastest step: {self.taking.session.alternating}"
             sides[1].failure = Failure(kind="out_of_memory", message=why)
-            self.taking.resume()
+            self.taking.session.resume()
 
     @property
     def _wait_together(self) -> bool:
@@ -367,7 +369,7 @@ class Walk:
         before, after = sides
         if before.run is None or after.run is None or before.failure or after.failure:
             return None
-        return step_ratio(before.run, after.run, threshold=None if self.taking.alternating else threshold)
+        return step_ratio(before.run, after.run, threshold=None if self.taking.session.alternating else threshold)
 
     def _look_at_best(self) -> None:
         if self.best.run and not self.best.failure:
