@@ -24,10 +24,10 @@ from steplab.comparison.samples import FEWEST, SEPARATE
 from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import Remark, UserError
 from steplab.lab.explaining import failure_words
+from steplab.lab.outlook import Outlook, Promise
 from steplab.lab.turns import StoredSession
 from steplab.measurement.processes.turns import Side
 from steplab.records.comparison import Ratio
-from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
@@ -51,16 +51,6 @@ _MOST_PROCESSES = 3
 """Processes of a comparison, at most, where each turn is one: the fastest step, the other, the fastest again."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Promise:
-    """The predicted gain of a change."""
-
-    share: float
-    """Share of the step that it saves; negative if it costs time."""
-    source: str
-    """What predicts it."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -107,22 +97,6 @@ class Candidate:
     """Seconds that trying it takes, as far as is known."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Outlook:
-    """What is known beforehand of the changes of a step."""
-
-    changes: Callable[[StepSpec], Sequence[Change]]
-    """Gives those that apply to a step, in the order in which they are tried where nothing else decides."""
-    forecast: Callable[[StepSpec, Change], Promise | None]
-    """Predicts what a change of a step saves; None: it is not known."""
-    recipe: Callable[[StepSpec], Sequence[Change]]
-    """Gives those of them that the recipe `fast` sets."""
-    meant: Callable[[StepSpec, str, str], str]
-    """Gives what a value of a field of a step comes to on the device; two values may come to the same."""
-    compile_s: Callable[[StepSpec], float]
-    """Gives the seconds that compiling a step takes; 0 where that is not known."""
-
-
 @dataclass(eq=False, kw_only=True)
 class Walk:
     """A walk under way, and what it has found so far."""
@@ -136,10 +110,6 @@ class Walk:
     clock: Callable[[], float]
     on_change: Callable[[str], None] = lambda what: None
     """Called with what is measured next."""
-    on_start: Callable[[Environment | None, bool], None] = lambda environment, may_profile: None
-    """Called with the environment of the first step once that is built, and whether there is time to profile it."""
-    on_best: Callable[[Run], None] = lambda run: None
-    """Called with the record of the fastest step when that has new samples."""
     attempts: list[Attempt] = field(default_factory=list)
     runs: dict[Side, Run] = field(default_factory=dict)
     """The record of each side that has left."""
@@ -171,7 +141,7 @@ class Walk:
         self._built_s.append(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0))
         trial_s, left_s = self._trial_s(measured_s), self._left_s()
         # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
-        self.on_start(self.start.environment, left_s >= 2 * trial_s)
+        self.outlook.look(self.start.environment, may_profile=left_s >= 2 * trial_s)
         if self.best.failure:
             self._make_room()
         elif left_s < trial_s:
@@ -227,7 +197,7 @@ class Walk:
         return [
             Candidate(
                 change=change,
-                promise=self.outlook.forecast(spec, change),
+                promise=self.outlook.promise(spec, change),
                 takes_s=trial_s + self.outlook.compile_s(change.made(spec)),
             )
             for change in (*self._untried_of(spec), *self._rest_of_recipe(spec))
@@ -373,7 +343,7 @@ class Walk:
 
     def _look_at_best(self) -> None:
         if self.best.run and not self.best.failure:
-            self.on_best(self.best.run)
+            self.outlook.see(self.best.run)
 
     def _attempt(self, change: Change, promise: Promise | None, *, by_itself: bool = False) -> Attempt:
         """Build the fastest step with a change; `by_itself`: so that it is known whether it runs."""
@@ -398,7 +368,7 @@ class Walk:
             if not makes_room or change not in self._untried_of(self.best.spec):
                 continue
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
-            attempt = self._attempt(change, self.outlook.forecast(self.best.spec, change), by_itself=True)
+            attempt = self._attempt(change, self.outlook.promise(self.best.spec, change), by_itself=True)
             if attempt.side is None:
                 continue
             attempt.kept = True
