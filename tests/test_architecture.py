@@ -64,6 +64,7 @@ FACTS = (
     "steplab.ops.cross_entropy.implementations",
     "steplab.ops.adamw.block",
     "steplab.ops.rms_norm.programs",
+    "steplab.ops.triton_places",
     "steplab.parallel.grouping",
     "steplab.parallel.owner_slots",
     "steplab.parallel.ownership",

@@ -22,6 +22,8 @@ from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.observer import Observer
+from steplab.measurement.precision import session as audit_session
+from steplab.measurement.precision.session import numerics_here
 from steplab.measurement.step import session
 from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.loop import Phase
@@ -32,6 +34,7 @@ from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
+from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES
 
@@ -507,6 +510,10 @@ def allocate() -> None:
     torch.empty(HUGE_BYTES, dtype=torch.uint8)
 
 
+def lack() -> None:
+    raise Unsupported("this", "no kernel for it", "use another")
+
+
 def refuse() -> None:
     raise UserError("not like this")
 
@@ -562,6 +569,10 @@ def exploding_in_the_factory() -> tuple[nn.Module, Callable[[], Tensor]]:
 
 def allocating() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Failing(0, allocate), batch
+
+
+def lacking() -> tuple[nn.Module, Callable[[], Tensor]]:
+    return Failing(0, lack), batch
 
 
 def refusing() -> tuple[nn.Module, Callable[[], Tensor]]:
@@ -648,12 +659,41 @@ def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> No
     assert "\n" not in run.failure.message
 
 
-def test_a_kernel_the_device_lacks_is_a_failure_that_names_the_choice() -> None:
-    run = measured(attention="sdpa_cudnn")
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"attention": "flash_triton"}, "attention flash_triton on cpu .*it is for cuda; use --attention sdpa"),
+        ({"attention": "sdpa_cudnn"}, "attention sdpa_cudnn on cpu .*it is for cuda; use --attention sdpa"),
+        ({"attention": "flex"}, "attention flex on cpu .*no backward pass there; use --attention sdpa"),
+        ({"loss": "fused"}, "loss fused on cpu .*its kernel is for CUDA; use --loss chunked, or plain"),
+    ],
+)
+def test_a_kernel_that_the_device_lacks_is_refused_before_a_model_is_built(
+    monkeypatch: pytest.MonkeyPatch, fields: dict[str, object], said: str
+) -> None:
+    """By what times a step, and by the audit of its numbers."""
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    monkeypatch.setattr(session, "build_workload", None)
+    monkeypatch.setattr(audit_session, "build_workload", None)
+    with pytest.raises(Unsupported, match=said):
+        measured(**fields)
+    with pytest.raises(Unsupported, match=said):
+        numerics_here(resolve_step(TINY | fields), "cpu", Observer())
+
+
+def test_a_kernel_that_a_test_may_run_on_a_cpu_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    spec = resolve_step(TINY | {"attention": "flash_triton", "loss": "fused"})
+    refuse_unserved_kernels(spec, "cpu")
+    with pytest.raises(Unsupported, match="attention flash_triton on mps"):
+        refuse_unserved_kernels(spec, "mps")
+
+
+def test_an_operator_that_refuses_a_step_while_it_runs_is_a_failure_that_says_why() -> None:
+    run = of_this_file(lacking)
     assert run.failure is not None
-    assert run.failure.kind == "error"
-    assert "sdpa_cudnn" in run.failure.message
-    assert "choose sdpa" in run.failure.message
+    assert (run.failure.kind, run.failure.phase) == ("error", "warmup")
+    assert run.failure.message == "this is not supported: no kernel for it; use another"
 
 
 def test_a_request_that_cannot_be_served_is_no_measurement() -> None:

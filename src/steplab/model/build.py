@@ -17,7 +17,7 @@ from steplab.ops.attention.choice import device_name
 from steplab.ops.attention.plain import Span, no_span
 from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
-from steplab.ops.triton_device import runs_on
+from steplab.ops.triton_places import runs_on
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec

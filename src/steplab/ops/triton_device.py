@@ -1,9 +1,5 @@
-"""Where Triton's kernels run, and what they refuse.
+"""What Triton's kernels refuse, and the device on which they start."""
 
-They run on CUDA, and on a CPU under Triton's interpreter, which is for tests.
-"""
-
-import os
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -12,14 +8,10 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from steplab.errors import Unsupported
+from steplab.ops.triton_places import runs_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Formats of tensors that a kernel computing in float32 serves."""
-
-
-def runs_on(device_type: str) -> bool:
-    """Whether Triton's kernels run on such a device."""
-    return device_type == "cuda" or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:

@@ -1,10 +1,11 @@
-"""Which attention implementation runs a step: which ones can on a CUDA device, and which one `auto` chooses."""
+"""Which attention implementation runs a step: which ones can on a device, and which one `auto` chooses."""
 
 import dataclasses
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_table import Choice, choose
-from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, why_not
+from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
+from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
@@ -12,12 +13,20 @@ _DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master"
 """Precision of a step -> number format of the tensors that its attention receives."""
 
 
-def refuse_unserved_attention(spec: StepSpec) -> None:
-    """Raise Unsupported if the attention that `spec` names cannot take its tensors on CUDA."""
+def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
+    """Raise Unsupported if the attention that `spec` names cannot take its tensors on such a device, or, on a CPU, has
+    no backward pass and the step has one."""
     shape = spec.model.shape
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return  # it has built its attention itself, or has none
-    if why := _why_not(spec.attention, spec):
+    row = implementation(spec.attention)
+    if device != "cuda" and not (row.package == "triton" and runs_on(device)):
+        why = why_not(spec.attention, device=device, dtype=_DTYPES[spec.precision])
+        if why is None and device == "cpu" and not row.trains_on_cpu and spec.pass_name != "forward":
+            why = "it has no backward pass there"
+        if why is not None:
+            raise Unsupported(f"attention {spec.attention} on {device}", why, "use --attention sdpa")
+    elif why := _why_not(spec.attention, spec):
         in_half = dataclasses.replace(spec, precision="bf16")
         other = "" if _DTYPES[spec.precision] != FP32 or _why_not(spec.attention, in_half) else ", or --precision bf16"
         instead = f"use --attention sdpa, which chooses a kernel that does{other}"

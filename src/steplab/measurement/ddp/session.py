@@ -26,8 +26,8 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
 from steplab.records.timing import joined
-from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.ddp import DdpStudy, Variant
+from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.units import format_bytes
 
 _ROOM = 0.92
@@ -54,8 +54,7 @@ def ddp_here(
     """
     device = world.device.torch_device
     refuse_unserved(study.step.precision, device)
-    if device.type == "cuda":
-        refuse_unserved_attention(study.step)
+    refuse_unserved_kernels(study.step, device.type)
     observer.on_environment(read_environment(device))
     session = _Session(study, world, observer, traces if study.profiled_steps else None)
     session.measure_baseline(reported=0 in numbers)

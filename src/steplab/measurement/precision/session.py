@@ -26,6 +26,7 @@ from steplab.model.workload import Workload
 from steplab.records.codec import new_head
 from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
+from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.specs.step import AUTOCAST, StepSpec
 
 _LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_master": torch.bfloat16, "bf16_pure": torch.bfloat16}
@@ -51,6 +52,7 @@ def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -
     device = open_device(spec.device if spec else device_name)
     if spec is not None:
         refuse_unserved(spec.precision, device.torch_device)
+        refuse_unserved_kernels(spec, device.torch_device.type)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     observer.on_stage("sums", 0)

@@ -31,9 +31,9 @@ from steplab.records.ranks import RankSamples
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
 from steplab.records.turns import Turn, Turns
-from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.cuda_graph import refuse_unserved_graph
+from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.specs.step import StepSpec
 from steplab.specs.update import OVERLAPPED
 
@@ -55,9 +55,8 @@ def measure_here(
     """
     device = world.device if world else open_device(spec.device)
     refuse_unserved(spec.precision, device.torch_device)
-    if device.torch_device.type == "cuda":
-        refuse_unserved_attention(spec)
-    elif spec.cuda_graph == "step":
+    refuse_unserved_kernels(spec, device.torch_device.type)
+    if spec.cuda_graph == "step":
         refuse_unserved_graph(device.torch_device.type)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from steplab.errors import Unsupported, UserError
 from steplab.ops.adamw import block
 from steplab.ops.adamw.reference import Rates, adamw_step
-from steplab.ops.triton_device import on_device_of, runs_on
+from steplab.ops.triton_device import on_device_of
+from steplab.ops.triton_places import runs_on
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")

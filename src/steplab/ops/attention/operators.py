@@ -5,7 +5,6 @@ log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). They have no
 functions.py.
 """
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ from steplab.ops.attention.shapes import refuse_unserved
 from steplab.ops.attention.triton_backward import triton_backward
 from steplab.ops.attention.triton_forward import triton_forward
 from steplab.ops.torch_library import define
+from steplab.ops.triton_places import runs_on
 
 _num_modes = torch._C._len_torch_dispatch_stack
 _FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"
@@ -134,7 +134,7 @@ def _interpreter_lacks(q: Tensor) -> bool:
 
 def _refuse_without_interpreter(q: Tensor, k: Tensor, causal: bool) -> None:
     refuse_unserved("flash_triton", q, k, causal=causal, device="cuda" if q.is_cpu else None)
-    if q.is_cpu and os.environ.get("TRITON_INTERPRET") != "1":
+    if q.is_cpu and not runs_on("cpu"):
         raise Unsupported(
             "attention 'flash_triton' on a CPU",
             "it needs TRITON_INTERPRET=1 in the environment (slow, for tests)",
