@@ -22,6 +22,7 @@ _LARGEST_SIZE = 2**63
 _TIME = (("s", 1.0), ("ms", 1e-3), ("µs", 1e-6), ("ns", 1e-9))
 _ONE_DECIMAL_FROM = 0.001  # share from which one decimal of a percentage says enough
 _SMALLEST_SHARE = 1e-6  # share below which digits would only be zeros
+_COUNT_SUFFIXES = {"M": 1e6, "B": 1e9, "T": 1e12}
 _TIME_SUFFIXES = {"µs": 1e-6, "us": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0, "h": 3600.0, "d": 86_400.0}
 
 
@@ -127,6 +128,19 @@ def parse_share(text: str) -> float:
     if not 0 < share < 1:
         raise UserError(f"'{text}' is not a share between 0 and 1; write it as 3% or 0.03")
     return share
+
+
+def parse_count(text: str) -> float:
+    """A number of tokens from '300B', '15T', '1.5e12': B is a thousand millions, as models are named."""
+    cleaned = text.strip()
+    scale = _COUNT_SUFFIXES.get(cleaned[-1:].upper(), 0.0)
+    try:
+        count = float(cleaned[:-1]) * scale if scale else float(cleaned)
+    except ValueError:
+        count = -1.0
+    if not 0 < count < float("inf"):
+        raise UserError(f"'{text}' is not a number of tokens; write it as 300B, 15T or 1.5e12")
+    return count
 
 
 def parse_bytes(text: str) -> int:

@@ -74,7 +74,7 @@ def test_sizes_that_do_not_divide(fields: dict[str, object], message: str) -> No
             "one process .* leave it out, or start several: --layout dp=2",
         ),
         ({"layout": "dp=2", "data_parallel": "flat", "bucket_size_mb": "5"}, "use --data-parallel bucketed"),
-        ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2"),
+        ({"layout": "dp=2", "microbatches": 2}, "layout dp=2 has no pipeline; .* --layout pp=2.* --accumulation"),
         ({"pass": "forward", "accumulation": 1}, "accumulation .* no gradients to accumulate; .* --pass train"),
         ({"pipeline_schedule": "1f1b"}, "a step of one process has no pipeline"),
         ({"layout": "dp=2", "reshard_after_forward": "auto"}, "use a layout with fsdp, as --layout fsdp=2"),

@@ -13,12 +13,14 @@ import pytest
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
-from steplab.lab.layout_planning import plan_layout
+from steplab.lab.layout_planning import plan_layout, plan_layouts
 from steplab.plan.layout.search import layouts_of
 from steplab.plan.memory import predict_memory
 from steplab.records.layout_plan import LayoutPlan
+from steplab.report.kit.document import Table
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import render
+from steplab.report.plan.compared_layouts import compared_layouts_document
 from steplab.report.plan.layouts import layout_rows, layouts_document
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.resolve import resolve_step
@@ -160,23 +162,78 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
         planned(**asked)
 
 
-def test_models_that_are_not_known_are_refused(tmp_path: Path) -> None:
+def test_models_that_are_not_known_are_refused() -> None:
     with pytest.raises(Unsupported, match="use `steplab plan accounting`"):
         planned(spec={"model": "xxl"})
     with pytest.raises(Unsupported, match="replace the sizes of a built-in model"):
         planned(spec={"model": "toy"})
+
+
+def test_a_configuration_is_planned_as_the_transformer_with_its_parts(tmp_path: Path) -> None:
     config = {
         "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1376,
         "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
     }  # fmt: skip
     (tmp_path / "llama.json").write_text(json.dumps(config))
-    with pytest.raises(Unsupported, match="same parts") as refused:
-        planned(spec={"model": f"hf:{tmp_path / 'llama.json'}"})
-    typed = shlex.split(str(refused.value).partition("same parts, ")[2])
+    plan = planned(spec=JOB | {"model": f"hf:{tmp_path / 'llama.json'}"})
+    assert plan.spec.model.label == "hf:llama"
+    typed = shlex.split(plan.notes[0].partition("all of them, as ")[2])
     keys = (option.removeprefix("--").replace("-", "_") for option in typed[::2])
     fields = dict(zip(keys, typed[1::2], strict=True))
     named = resolve_step(fields).model.shape
-    assert named == shape_of(resolve_step({"model": f"hf:{tmp_path / 'llama.json'}"}).model, "comparing")
+    assert named == shape_of(plan.spec.model, "comparing")
+    assert plan.candidates == planned(spec=JOB | fields).candidates
+
+
+def test_a_stated_network_is_reached_as_that_of_the_catalogue() -> None:
+    """400 Gb/s is what the catalogue has for H100s; half of it is what half of the reached bandwidth is."""
+    small = JOB | {"model": "small"}
+    known = planned(spec=small)
+    stated, half = (planned(spec=small, links=[f"network={number}Gb/s"]) for number in (400, 200))
+    assert stated.candidates == known.candidates
+    assert known.network_bytes_per_s is not None
+    reached = known.network_bytes_per_s / 2
+    assert half.network_bytes_per_s == reached
+    assert half.candidates == planned(spec=small, links=[f"network={reached / 1e9!r}"]).candidates
+    assert "17.3 GB/s (0.691 of the 200 Gb/s of InfiniBand NDR)" in render(layouts_document(half), "md")
+    with pytest.raises(UserError, match="given twice"):
+        planned(links=["network=200Gb/s", "network=45"])
+
+
+def test_a_training_takes_its_steps_one_after_the_other() -> None:
+    plan = planned(tokens=1e12)
+    time = plan.candidates[0].time
+    assert time is not None
+    days = 1e12 / (64 * 2048) * time.seconds / 86_400
+    said = next(each for each in layouts_document(plan).verdict.sentences if "GPU-hours" in each)
+    assert said.startswith(f"1.00 T tokens take about {days:.1f} days (")
+
+
+def test_what_is_trained_with_is_named_beside_defaults() -> None:
+    told = layouts_document(planned(spec={"model": "small", "compile": "block"}, gpus=2, global_batch=2)).verdict
+    assert any("faster with --precision bf16 --attention sdpa;" in said for said in told.sentences)
+
+
+def test_alternatives_stand_side_by_side_with_their_best_layouts() -> None:
+    given: dict[str, Any] = {"gpus": [1, 8], "global_batches": [64], "gpu_names": ["H100 SXM", "A100 SXM 40GB"]}
+    plans = plan_layouts({name: [value] for name, value in JOB.items()}, **given, tokens=1e12)
+    document = compared_layouts_document(plans)
+    assert isinstance(document.data, Table)
+    rows = document.data.rows
+    assert [row["alternative"] for row in rows] == [
+        "1 × H100 SXM", "8 × H100 SXM", "1 × A100 SXM 40GB", "8 × A100 SXM 40GB",
+    ]  # fmt: skip
+    assert plans[1] == planned(tokens=1e12, gpus=8)
+    best = plans[1].candidates[0]
+    assert best.time is not None
+    assert (rows[1]["options"], rows[1]["step_s"]) == (best.options, best.time.seconds)
+    assert rows[1]["gpu_hours"] == pytest.approx(1e12 / (64 * 2048) * best.time.seconds / 3600 * 8)
+    # 2.7b has 3.4e9 parameters, and 16 bytes of state for each.
+    assert rows[2]["step_s"] is None
+    assert "needs" in str(rows[2]["options"])
+    answer = " ".join(document.verdict.sentences)
+    assert "Most tokens/s: 8 × H100 SXM" in answer
+    assert "fits for 1 × A100 SXM 40GB" in answer
 
 
 def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:
@@ -244,5 +301,9 @@ def test_the_command_ranks_layouts(capsys: pytest.CaptureFixture[str]) -> None:
     )
     assert code == 0
     assert "Layouts on 4 GPUs, H200 SXM" in capsys.readouterr().out
+    assert main(shlex.split("plan layout --model small --gpus 2,4 --global-batch 8 --format csv --tokens 3B")) == 0
+    assert len(capsys.readouterr().out.splitlines()) == 3
+    assert main(shlex.split("plan layout --model small --gpus some --global-batch 16")) == 2
+    assert main(shlex.split("plan layout --model small --gpus 4 --global-batch 16 --tokens many")) == 2
     assert main(shlex.split("plan layout --model small --layout dp=4 --gpus 4 --global-batch 16")) == 2
     assert main(shlex.split("plan memory --model small --layout dp=2 --variant zero9")) == 2

@@ -1,8 +1,10 @@
 """Rank the layouts of a job on GPUs that are not at hand; this needs neither torch nor a GPU."""
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.keeping import open_store
@@ -20,6 +22,7 @@ from steplab.specs.hf_shape import shape_of
 from steplab.specs.layout import Layout
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
+from steplab.specs.study import Grid
 from steplab.specs.update import AFTER
 
 
@@ -32,14 +35,17 @@ def plan_layout(
     gpus_per_node: int | None = None,
     links: Sequence[str] = (),
     profile: str | None = None,
+    tokens: float | None = None,
     store: Path | str | None = None,
     **fields: object,
 ) -> LayoutPlan:
     """Every factorisation of `gpus` into dp, fsdp, tp and pp: which fit, and how long a step takes on each.
 
     `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
-    `network=45`, in GB/s of one GPU; `profile` is a record of `steplab comm`, whose lines replace stated links. With
-    checkpointing `auto` each layout has the one of none, selective and full with which it is fastest.
+    `network=45`, in GB/s that one GPU reaches, or `network=400Gb/s`, as an adapter's bandwidth is stated; `profile` is
+    a record of `steplab comm`, whose lines replace stated links. With checkpointing `auto` each layout has the one of
+    none, selective and full with which it is fastest. `tokens` are those of the whole training. A transformers
+    configuration is planned as steplab's Transformer with the same parts.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -53,12 +59,12 @@ def plan_layout(
     # Some fields are for several processes alone, and some steps are refused for one process alone.
     spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
     given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
-    _refuse_unknown_model(given.model)
-    refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
-    asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
+    known = dataclasses.replace(given, model=_splittable(given.model))
+    refuse_unknown_memory(dataclasses.replace(known, layout=Layout(dp=max(gpus, 2))))
+    asked = dataclasses.replace(known, layout=Layout(), update=AFTER)
     refuse_unknown_step(asked, chosen)
     machine = _machine(hardware, gpus_per_node, links, profile, store)
-    return plan_of_layouts(
+    found = plan_of_layouts(
         LayoutJob(
             spec=asked,
             update=given.update,
@@ -70,18 +76,63 @@ def plan_layout(
             workspace_bytes=workspace_of(hardware.device_names[0]).value,
         )
     )
+    found = dataclasses.replace(found, tokens=tokens)
+    return found if known == given else _as_given(found, given)
 
 
-def _refuse_unknown_model(model: ModelSpec) -> None:
-    """Raise Unsupported for a model whose split is not known; of a configuration with the name of one that is."""
+def plan_layouts(
+    grid: Grid,
+    *,
+    gpus: Sequence[int],
+    global_batches: Sequence[int],
+    gpu_names: Sequence[str],
+    links: Sequence[str] = (),
+    **given: Any,
+) -> tuple[LayoutPlan, ...]:
+    """The plan of each alternative: every combination of the values. `grid` has a list for each field of the step,
+    `links` lists such as `network=200Gb/s,400Gb/s`, and `given` what all share, as in `plan_layout`."""
+    return tuple(
+        plan_layout(
+            gpus=number,
+            global_batch=sequences,
+            gpu=name,
+            links=chosen,
+            **given,
+            **dict(zip(grid, values, strict=True)),
+        )
+        for values in itertools.product(*grid.values())
+        for name in gpu_names
+        for chosen in itertools.product(*map(_each_link, links))
+        for sequences in global_batches
+        for number in gpus
+    )
+
+
+def _each_link(text: str) -> list[str]:
+    """The alternatives that a text such as network=200Gb/s,400Gb/s names."""
+    name, equals, values = text.partition("=")
+    return [f"{name}{equals}{value.strip()}" for value in values.split(",")]
+
+
+def _splittable(model: ModelSpec) -> ModelSpec:
+    """The model whose split is known: a built-in one, or the one with the parts of a configuration. Raises Unsupported
+    for another."""
     doing = f"planning layouts of {model.label}"
-    if model.shape is None:
-        alike = StepSpec(model=ModelSpec(name="small", kind="transformer", shape=shape_of(model, doing)))
-        why = "what its ranks share is known of steplab's own Transformer alone"
-        raise Unsupported(doing, why, f"plan the one with the same parts, {options(alike)}")
-    if not model.shape.num_heads:
+    shape = shape_of(model, doing)
+    if not shape.num_heads:
         why = "it is a size for planning only, which no layout can split"
         raise Unsupported(doing, why, "use `steplab plan accounting`")
+    return model if model.shape else ModelSpec(name="small", kind="transformer", shape=shape)
+
+
+def _as_given(plan: LayoutPlan, given: StepSpec) -> LayoutPlan:
+    """The plan of the Transformer with the parts of a configuration, as that of the configuration."""
+    note = (
+        f"{given.model.label} is planned as steplab's Transformer with the same parts; of a transformers model "
+        "`steplab run` takes layouts of dp and fsdp, and of that Transformer all of them, as "
+        f"{options(StepSpec(model=_splittable(given.model)))}"
+    )
+    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, model=given.model), notes=(note, *plan.notes))
 
 
 def _machine(
@@ -91,7 +142,8 @@ def _machine(
     profile: str | None,
     store: Path | str | None,
 ) -> Cluster:
-    machine = machine_of(hardware, gpus_per_node, _bandwidths(links))
+    reached, stated = _bandwidths(links)
+    machine = machine_of(hardware, gpus_per_node, reached, network_stated_bytes_per_s=stated)
     if profile is None:
         return machine
     with open_store(store, write=False) as opened:
@@ -101,14 +153,30 @@ def _machine(
     return with_profile(machine, record.profile, f"the communication profile of record {record.id}")
 
 
-def _bandwidths(links: Sequence[str]) -> dict[str, float]:
-    found: dict[str, float] = {}
+def _bandwidths(links: Sequence[str]) -> tuple[dict[str, float], float | None]:
+    """Bytes per second that are reached over each link that was given, and those that are stated of the network."""
+    reached: dict[str, float] = {}
+    stated: float | None = None
     for text in links:
         name, _, value = text.partition("=")
+        is_stated = name == "network" and value.endswith(_STATED)
         try:
-            found[name] = float(value) * 1e9
+            number = float(value.removesuffix(_STATED) if is_stated else value.removesuffix("GB/s"))
         except ValueError:
-            raise UserError(f"--link takes a link and GB/s of one GPU, as network=45, not '{text}'") from None
-        if not found[name] > 0:
+            raise UserError(
+                f"--link takes a link and GB/s that one GPU reaches, as network=45, or what is stated of its adapter, "
+                f"as network=400{_STATED}, not '{text}'"
+            ) from None
+        if not 0 < number < float("inf"):
             raise UserError(f"--link {name} must be more than 0 GB/s, not {value}")
-    return found
+        if is_stated:
+            stated = number * 1e9 / 8
+        else:
+            reached[name] = number * 1e9
+    if stated and "network" in reached:
+        raise UserError("--link network is given twice, as stated and as reached; leave one out")
+    return reached, stated
+
+
+_STATED = "Gb/s"
+"""Unit in which vendors state an adapter's bandwidth."""

@@ -116,6 +116,14 @@ class LayoutPlan:
     num_as_fast: int
     """How many of the first layouts cannot be told from the fastest, because their intervals overlap with its
     prediction."""
+    network: str = ""
+    """Network between nodes, such as InfiniBand NDR; empty: none is known."""
+    network_bytes_per_s: float | None = None
+    """Bytes per second of one GPU, in one direction, that messages are taken to reach over it; None: not known."""
+    network_stated_bytes_per_s: float | None = None
+    """The bandwidth that is stated for it, of which that is a share; None: what is reached was given, or nothing."""
+    tokens: float | None = None
+    """Tokens of the whole training; None: not asked for."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU of the fastest at its central time, under every convention."""
     sources: tuple[str, ...] = ()
@@ -129,6 +137,11 @@ class LayoutPlan:
     def between_nodes(self) -> bool:
         """Whether messages cross a network between nodes, of whose times there is no measurement."""
         return self.gpus > self.gpus_per_node
+
+    @property
+    def tokens_per_step(self) -> int:
+        """Tokens in a step of all GPUs."""
+        return self.global_batch * self.spec.context
 
     def __repr__(self) -> str:
         fastest = next((each for each in self.candidates if each.time), None)

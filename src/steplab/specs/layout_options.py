@@ -60,6 +60,12 @@ def no_pipeline(layout: Layout) -> str | None:
     return _no_axis(layout, "pp", "has no pipeline")
 
 
+def no_microbatches(layout: Layout) -> str | None:
+    """Why there are no microbatches, for which those of gradient accumulation are easily taken; None if there are."""
+    why = no_pipeline(layout)
+    return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
+
+
 def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
     if getattr(layout, axis) > 1:
         return None

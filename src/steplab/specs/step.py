@@ -361,7 +361,7 @@ class StepSpec:
             default_words="one per sequence",
             group="processes",
             least=1,
-            unused=lambda spec: layout_options.no_pipeline(spec.layout),
+            unused=lambda spec: layout_options.no_microbatches(spec.layout),
             shown=lambda spec: spec.num_microbatches,
             axis_name="microb.",
             said="{} microbatch{es}",

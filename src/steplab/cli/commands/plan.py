@@ -5,11 +5,12 @@ For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
 
 from steplab.cli.options import SPREAD, GivenFields, PageOptions, Recipe, step_options
+from steplab.errors import UserError
 from steplab.specs.model import SIZE_FIELDS
 from steplab.specs.step import FIELDS
 
@@ -156,23 +157,26 @@ class JobOptions(GivenFields):
 @plan.command
 def layout(
     *,
-    gpus: Annotated[int, Parameter(help="Number of GPUs")],
-    global_batch: Annotated[int, Parameter(help="Sequences in a step of all GPUs together")],
-    gpu: Annotated[str, Parameter(help="GPU of the hardware catalogue")] = "H200 SXM",
+    gpus: Annotated[str, Parameter(help="Number of GPUs, or several: 64,512")],
+    global_batch: Annotated[str, Parameter(help="Sequences in a step of all GPUs together")],
+    gpu: Annotated[str, Parameter(help="GPU of the hardware catalogue, or several: 'H100 SXM,H200 SXM'")] = "H200 SXM",
     gpus_per_node: Annotated[
         int | None, Parameter(help="GPUs of a node [default: that of the vendor's cluster, else 8]")
     ] = None,
     link: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Bus bandwidth that replaces a stated one, in GB/s of one GPU: node=330 or network=45 [may be "
-            "repeated]",
+            help="Bus bandwidth that is reached, in GB/s of one GPU: node=330 or network=45; or what is stated of the "
+            "network of one GPU: network=400Gb/s [may be repeated]",
             negative="",
             show_default=False,
         ),
     ] = (),
     profile: Annotated[
         str | None, Parameter(help="Record of `steplab comm` whose communication profile replaces the node's link")
+    ] = None,
+    tokens: Annotated[
+        str | None, Parameter(help="Tokens of the whole training, as 300B or 15T, for its days and GPU-hours")
     ] = None,
     step: JobOptions = JobOptions(),
     out: PageOptions = PageOptions(),
@@ -185,27 +189,48 @@ def layout(
     options that are shown are taken by `steplab run` as they are. A page
     (--output plan.html) shows memory and time of the fastest as a picture.
 
+    Options of the step, --gpus, --gpu, --global-batch and --link take lists:
+    then each combination is planned, and the best layouts stand side by side.
+
     For example: steplab plan layout --model 8b --context 4096 --precision bf16 --attention sdpa_cudnn --compile
-    default --checkpointing full --gpus 64 --gpu "H100 SXM" --global-batch 512
+    default --checkpointing auto --gpus 64,512 --gpu "H100 SXM" --global-batch 512 --tokens 2T
     """
     from steplab.cli.progress import shown
-    from steplab.lab.layout_planning import plan_layout
+    from steplab.lab.layout_planning import plan_layouts
+    from steplab.report.plan.compared_layouts import compared_layouts_document
     from steplab.report.plan.layouts import layouts_document
+    from steplab.units import parse_count
 
-    fields: dict[str, Any] = step.fields()
     chosen = _chosen(out)
     with shown("planning the layouts"):
-        found = plan_layout(
-            **fields,
-            gpus=gpus,
-            global_batch=global_batch,
-            gpu=gpu,
-            gpus_per_node=gpus_per_node,
+        found = plan_layouts(
+            step.grid(),
+            gpus=_numbers("--gpus", gpus),
+            global_batches=_numbers("--global-batch", global_batch),
+            gpu_names=_parts(gpu),
             links=link,
+            gpus_per_node=gpus_per_node,
             profile=profile,
+            tokens=None if tokens is None else parse_count(tokens),
             store=out.store,
         )
-    _write(layouts_document(found), chosen, out, found)
+    if len(found) == 1:
+        _write(layouts_document(found[0]), chosen, out, found[0])
+    else:
+        _write(compared_layouts_document(found), chosen, out, found)
+
+
+def _parts(text: str) -> list[str]:
+    """The parts of a list with commas."""
+    return [part.strip() for part in text.split(",")]
+
+
+def _numbers(option: str, text: str) -> list[int]:
+    """Whole numbers in a list with commas. Raises UserError for anything else."""
+    try:
+        return [int(part) for part in _parts(text)]
+    except ValueError:
+        raise UserError(f"{option} takes whole numbers, as 64 or 64,512, not '{text}'") from None
 
 
 @plan.command

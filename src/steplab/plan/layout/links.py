@@ -14,7 +14,7 @@ from steplab.costs.communication import bus_factor
 from steplab.errors import UserError
 from steplab.records.comm import CommFit
 from steplab.specs.hardware import HardwareSpec
-from steplab.specs.network import NetworkSpec, network_of
+from steplab.specs.network import network_of
 
 REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
 """Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks: 1 / beta of the
@@ -38,6 +38,8 @@ class Cluster:
     """Name of the network; empty: none is known."""
     network_bytes_per_s: float | None
     """Bandwidth that is reached by one adapter in one direction; None: not known."""
+    network_stated_bytes_per_s: float | None
+    """Bandwidth that is stated for it, of which that is a share; None: what is reached was given, or nothing."""
     sources: tuple[str, ...]
     calls_s: Mapping[str, float] = field(default_factory=dict)
     """Measured alpha by collective, within a node; those that are missing are as NCCL's model has them."""
@@ -60,9 +62,16 @@ class Group:
         return min(max(gpus_per_node // self.stride, 1), self.size)
 
 
-def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping[str, float] | None = None) -> Cluster:
-    """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that replace stated
-    ones. Raises UserError for another name of a link."""
+def machine_of(
+    hardware: HardwareSpec,
+    gpus_per_node: int | None,
+    links: Mapping[str, float] | None = None,
+    *,
+    network_stated_bytes_per_s: float | None = None,
+) -> Cluster:
+    """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that are reached, in
+    place of a share of stated ones; network_stated_bytes_per_s: an adapter's, in place of the catalogue's, of which
+    that share is reached. Raises UserError for another name of a link."""
     given = dict(links or {})
     if unknown := set(given) - {"node", "network"}:
         raise UserError(f"there is no link '{unknown.pop()}'; choose node or network, as in --link network=45")
@@ -70,22 +79,23 @@ def machine_of(hardware: HardwareSpec, gpus_per_node: int | None, links: Mapping
     one_way = hardware.interconnect_bytes_per_s / 2
     sources = [hardware.sources["interconnect_bytes_per_s"]]
     node = {name: given.get("node", share * one_way) for name, share in REACHED.items()}
-    between = given.get("network", REACHED["all_reduce"] * network.bytes_per_s if network else None)
-    if network and "network" not in given:
+    stated = network_stated_bytes_per_s or (network.bytes_per_s if network else None)
+    stated = None if "network" in given else stated
+    between = REACHED["all_reduce"] * stated if stated else given.get("network")
+    if network and stated == network.bytes_per_s:
         sources.append(network.source)
+    elif stated:
+        sources.append(f"given: network {8 * stated / 1e9:g} Gb/s, stated")
     sources += [f"given: {name} {value / 1e9:g} GB/s" for name, value in given.items()]
     return Cluster(
         gpus_per_node=gpus_per_node or (network.gpus_per_node if network else 8),
         node=hardware.interconnect,
         node_bytes_per_s=node,
-        network=_name(network, given),
+        network=network.name if network else "network" if between else "",
         network_bytes_per_s=between,
+        network_stated_bytes_per_s=stated,
         sources=tuple(sources),
     )
-
-
-def _name(network: NetworkSpec | None, given: Mapping[str, float]) -> str:
-    return network.name if network else "network" if "network" in given else ""
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:

@@ -81,10 +81,10 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
             f"no network of {job.gpu.name} is known, so layouts whose messages leave a node have no time; "
             "give its bandwidth in GB/s of one GPU, as --link network=45"
         )
-    elif job.gpus > job.machine.gpus_per_node:
+    elif job.gpus > job.machine.gpus_per_node and job.machine.network_stated_bytes_per_s:
         notes.append(
-            "between nodes no measurement stands behind the times: adapters are taken to reach as much of their stated "
-            "bandwidth as NVLink does, or what --link network gives"
+            "between nodes adapters are taken to reach as much of their stated bandwidth as NVLink does; --link "
+            "network=200Gb/s states another, and --link network=45 gives what is reached, in GB/s of one GPU"
         )
     return LayoutPlan(
         spec=job.spec,
@@ -95,6 +95,9 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
         usable_bytes=search.usable_bytes,
         candidates=(*fitting, *others),
         num_as_fast=_num_as_fast(fitting),
+        network=job.machine.network,
+        network_bytes_per_s=job.machine.network_bytes_per_s,
+        network_stated_bytes_per_s=job.machine.network_stated_bytes_per_s,
         utilizations=_utilizations(fitting, job.gpu),
         sources=tuple(dict.fromkeys((*job.gpu.sources, *job.machine.sources))),
         notes=tuple(notes),

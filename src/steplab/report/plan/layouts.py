@@ -64,10 +64,10 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     best, time = fitting[0], fitting[0].time
     fit = "fits" if len(fitting) == 1 else "fit"
     yield (
-        f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about {_span(time)} "
+        f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about {time_words(time)} "
         "a step."
     )
-    tokens = plan.global_batch * plan.spec.context / time.seconds
+    tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
     rate = f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
     yield " ".join(rate.split())
@@ -76,10 +76,51 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
             "none of them is known to be faster."
         )
+    if plan.tokens:
+        yield f"{units.format_count(plan.tokens)} tokens {_training(plan, plan.tokens, time)}."
     if plan.between_nodes:
-        yield "No measurement stands behind the times of messages between nodes; the notes say what is assumed."
+        yield (
+            "No measurement stands behind the times of messages between nodes, of which each GPU is taken to send "
+            f"{network_words(plan)}."
+        )
     if _may_recompute(plan):
         yield "--checkpointing auto also tries what recomputation lets fit."
+    if slow := [option for field, value, option in _SLOW if getattr(plan.spec, field) == value]:
+        yield (
+            f"Steps are mostly faster with {' '.join(slow)}; options take lists, as --attention plain,sdpa, and then "
+            "the best layouts stand side by side."
+        )
+
+
+_SLOW = (
+    ("precision", "fp32", "--precision bf16"),
+    ("attention", "plain", "--attention sdpa"),
+    ("compile", "off", "--compile block"),
+)
+"""Values of a step that are defaults and not what is trained with at scale: field, value, and the option instead."""
+
+
+def network_words(plan: LayoutPlan) -> str:
+    """What messages between nodes are taken to reach, and of what."""
+    reached = units.format_rate(plan.network_bytes_per_s or 0.0, "B/s")
+    stated = plan.network_stated_bytes_per_s
+    if stated is None:
+        return f"{reached} ({plan.network}, as given)"
+    share = units.three_digits((plan.network_bytes_per_s or 0.0) / stated)
+    return f"{reached} ({share} of the {8 * stated / 1e9:g} Gb/s of {plan.network})"
+
+
+def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
+    """How long a training takes, and how many hours of all GPUs together."""
+    days, low, high = (training_days(plan, tokens, each) for each in (time.seconds, time.low_s, time.high_s))
+    show = units.three_digits
+    hours = units.format_count(24 * days * plan.gpus)
+    return f"take about {show(days)} days ({show(low)} to {show(high)}), {hours} GPU-hours"
+
+
+def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
+    """Days that so many tokens take with steps of this length."""
+    return tokens / plan.tokens_per_step * step_s / 86_400
 
 
 def _may_recompute(plan: LayoutPlan) -> bool:
@@ -97,7 +138,8 @@ def _nothing_found(plan: LayoutPlan) -> str:
     return f"None of {number} fits; the table says why."
 
 
-def _span(time: LayoutTime) -> str:
+def time_words(time: LayoutTime) -> str:
+    """A predicted time with its interval."""
     show = units.format_time
     return f"{show(time.seconds)} ({show(time.low_s)} to {show(time.high_s)} with a probability of 90 %)"
 
@@ -152,11 +194,10 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
     }
     if time is None:
         return row
-    tokens = plan.global_batch * plan.spec.context
     return row | {
         "step_s": time.seconds,
         **row_of(time, "low_s", "high_s"),
-        "tokens_per_s": round(tokens / time.seconds),
+        "tokens_per_s": round(plan.tokens_per_step / time.seconds),
         **row_of(time, *(name for name, _, _ in _PARTS)),
         "as_fast": number <= plan.num_as_fast,
         "between_nodes": plan.between_nodes,

@@ -1,0 +1,131 @@
+"""Alternatives of a job side by side: numbers of GPUs, kinds of GPU, networks and steps, each with its best layout."""
+
+from collections.abc import Iterator, Sequence
+
+from steplab import units
+from steplab.records.layout_plan import LayoutCandidate, LayoutPlan
+from steplab.records.rows import Row
+from steplab.report.kit.document import Column, Document, Table, Verdict, named_section, notes_section
+from steplab.report.kit.quantities import BYTES, COUNT, DIGITS, NUMBER, PERCENT, TIME
+from steplab.report.plan.layouts import time_words, training_days
+from steplab.specs.step import describe
+from steplab.specs.study import labels
+
+_MOST_ROWS = 40
+
+
+def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
+    """One row for each alternative: its best layout, with time and memory, or why there is none."""
+    names = _names(plans)
+    table = _table(plans, names)
+    return Document(
+        title=f"Layouts of {units.counted(len(plans), 'alternative')}",
+        subtitle=_shared(plans),
+        verdict=Verdict(sentences=tuple(_verdict(plans, names))),
+        sections=(
+            named_section("Best layout of each", table),
+            *notes_section(tuple(dict.fromkeys(note for plan in plans for note in plan.notes))),
+            *notes_section(tuple(dict.fromkeys(source for plan in plans for source in plan.sources)), "Sources"),
+        ),
+        data=table,
+    )
+
+
+def _names(plans: Sequence[LayoutPlan]) -> list[str]:
+    """What tells each alternative from the others, in words."""
+    steps = labels([plan.spec for plan in plans]) if len({plan.spec for plan in plans}) > 1 else [""] * len(plans)
+    networks = [f"{_network(plan)} between nodes" for plan in plans]
+    batches = [units.counted(plan.global_batch, "sequence") for plan in plans]
+    telling = [[f"{plan.gpus} × {plan.gpu}" for plan in plans]]
+    if len({(plan.gpu, network) for plan, network in zip(plans, networks, strict=True)}) > len({p.gpu for p in plans}):
+        telling.append(networks)  # they do not follow from the GPU
+    if len(set(batches)) > 1:
+        telling.append(batches)
+    return [" · ".join(filter(None, (*words, step))) for *words, step in zip(*telling, steps, strict=True)]
+
+
+def _network(plan: LayoutPlan) -> str:
+    stated, reached = plan.network_stated_bytes_per_s, plan.network_bytes_per_s
+    if stated:
+        return f"{8 * stated / 1e9:g} Gb/s"
+    return units.format_rate(reached, "B/s") if reached else "unknown network"
+
+
+def _shared(plans: Sequence[LayoutPlan]) -> str:
+    """The step and its batch as far as all alternatives have them."""
+    parts = [set(describe(plan.spec).split(" · ")) for plan in plans]
+    common = set.intersection(*parts)
+    words = [part for part in describe(plans[0].spec).split(" · ") if part in common and not part.startswith("batch ")]
+    if len({plan.global_batch for plan in plans}) == 1:
+        words.append(f"global batch of {units.counted(plans[0].global_batch, 'sequence')}")
+    return " · ".join(words)
+
+
+def _best(plan: LayoutPlan) -> LayoutCandidate | None:
+    """The fastest layout that fits, for certain or nearly so."""
+    first = plan.candidates[0] if plan.candidates else None
+    return first if first and first.time else None
+
+
+def _verdict(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Iterator[str]:
+    found = [(name, plan, best) for name, plan in zip(names, plans, strict=True) if (best := _best(plan))]
+    timed = [(plan.tokens_per_step / best.time.seconds, name, plan, best) for name, plan, best in found if best.time]
+    if timed:
+        rate, name, _, best = max(timed, key=lambda one: one[0])
+        assert best.time is not None
+        yield (
+            f"Most tokens/s: {name}, with {best.options}: {units.format_count(rate)} tokens/s, a step in about "
+            f"{time_words(best.time)}."
+        )
+        each, who = max((rate / plan.gpus, name) for rate, name, plan, _ in timed)
+        if who != name:
+            yield f"Most for each GPU: {who}, {units.three_digits(each)} tokens/s."
+    if without := [name for name, plan in zip(names, plans, strict=True) if not _best(plan)]:
+        yield f"No layout with a known time fits for {units.listed(without)}."
+
+
+def _table(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Table:
+    return Table(
+        name="alternatives",
+        columns=(
+            Column(key="alternative", header="alternative", wraps_from=18),
+            Column(key="options", header="best layout", wraps_from=30),
+            Column(key="step_s", header="step", quantity=TIME),
+            Column(key="low_s", header="at least", quantity=TIME, rank=1),
+            Column(key="high_s", header="at most", quantity=TIME, rank=1),
+            Column(key="tokens_per_s", header="tokens/s", quantity=COUNT),
+            Column(key="tokens_per_s_per_gpu", header="per GPU", quantity=DIGITS),
+            Column(key="mfu", header="MFU", quantity=PERCENT),
+            Column(key="days", header="days", quantity=DIGITS),
+            Column(key="gpu_hours", header="GPU-hours", quantity=COUNT),
+            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+            Column(key="verdict", header="memory", rank=2),
+            Column(key="num_fitting", header="fitting", quantity=NUMBER, rank=3),
+        ),
+        rows=tuple(_row(name, plan) for name, plan in zip(names, plans, strict=True)),
+        caption="The fastest layout of each alternative that fits, by the step time of its slowest ranks, with a 90 % "
+        "interval. MFU counts causal FLOPs. Memory is of the ranks that need most; fitting is the number of layouts "
+        "that fit for certain. Alternatives on one kind of GPU share most of their error, so their order is surer than "
+        "the intervals suggest. `steplab plan layout` with one value for each option ranks all layouts of one of them.",
+        first=_MOST_ROWS,
+    )
+
+
+def _row(name: str, plan: LayoutPlan) -> Row:
+    best = _best(plan)
+    row: Row = {"alternative": name, "gpus": plan.gpus, "gpu": plan.gpu, "global_batch": plan.global_batch}
+    row |= {"network_bytes_per_s": plan.network_bytes_per_s, "options": None, "step_s": None}
+    row |= dict.fromkeys(("low_s", "high_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "days", "gpu_hours"))
+    row |= {"reserved_bytes": None, "verdict": None}
+    row |= {"num_fitting": sum(each.verdict == "fits" for each in plan.candidates)}
+    if best is None or best.time is None:
+        closest = plan.candidates[0] if plan.candidates else None
+        return row | {"options": f"{closest.layout}: {closest.reason}" if closest else None, "verdict": "does not fit"}
+    rate = plan.tokens_per_step / best.time.seconds
+    row |= {"options": best.options, "step_s": best.time.seconds, "low_s": best.time.low_s, "high_s": best.time.high_s}
+    row |= {"tokens_per_s": round(rate), "tokens_per_s_per_gpu": rate / plan.gpus}
+    row |= {"mfu": next((used.value for used in plan.utilizations if used.convention == "causal"), None)}
+    if plan.tokens:
+        days = training_days(plan, plan.tokens, best.time.seconds)
+        row |= {"days": days, "gpu_hours": 24 * days * plan.gpus}
+    return row | {"reserved_bytes": best.reserved_bytes, "verdict": best.verdict}
