@@ -91,16 +91,10 @@ def plan_layouts(
 ) -> tuple[LayoutPlan, ...]:
     """The plan of each alternative: every combination of the values. `grid` has a list for each field of the step,
     `links` lists such as `network=200Gb/s,400Gb/s`, and `given` what all share, as in `plan_layout`."""
+    steps: list[dict[str, Any]] = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
     return tuple(
-        plan_layout(
-            gpus=number,
-            global_batch=sequences,
-            gpu=name,
-            links=chosen,
-            **given,
-            **dict(zip(grid, values, strict=True)),
-        )
-        for values in itertools.product(*grid.values())
+        plan_layout(**step, **given, gpus=number, global_batch=sequences, gpu=name, links=chosen)
+        for step in steps
         for name in gpu_names
         for chosen in itertools.product(*map(_each_link, links))
         for sequences in global_batches
