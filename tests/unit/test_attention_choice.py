@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from tests.documents import chapter_says
 
 from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
@@ -131,6 +132,16 @@ def test_the_committed_table_has_names_that_there_are() -> None:
         assert set(entry.implementations) <= set(IMPLEMENTATIONS) - {"auto", "plain", "sdpa_math", "flash_reference"}
         assert all(row[0] > 0 and min(row[1:]) > 0 for row in entry.rows)
         assert entry.dtype in ("float32", "bfloat16", "float16")
+
+
+def test_the_chapter_counts_the_rows_in_which_flash_triton_is_the_fastest() -> None:
+    entries = [entry for entry in table() if entry.dtype == "bfloat16"]
+    fastest = [
+        min(zip(row[1:], entry.implementations, strict=True))[1] == "flash_triton"
+        for entry in entries
+        for row in entry.rows
+    ]
+    chapter_says("attention", f"takes the least time in {sum(fastest)} of {len(fastest)} rows")
 
 
 def test_the_documented_choice_is_made() -> None:

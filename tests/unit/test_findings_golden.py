@@ -9,6 +9,7 @@ from statistics import median
 
 import msgspec
 import pytest
+from tests.documents import chapter_says
 
 from steplab.explain.api import DIAGNOSES, explain
 from steplab.explain.fusing import FUSABLE, MOST_LEFT
@@ -54,6 +55,12 @@ def cell_of(run: Run) -> str:
 
 def found_in(run: Run) -> dict[str, Finding]:
     return {finding.kind: finding for finding in explain(run)}
+
+
+def test_the_most_that_compiling_left_is_of_the_steps_that_were_recorded_both_ways(runs: dict[str, Run]) -> None:
+    both = [name for name in runs if name.endswith("-default") and name.replace("-default", "-off") in runs]
+    most = f"{100 * MOST_LEFT.memory_bound:.0f} % of *L* and {100 * MOST_LEFT.kernels:.0f} % of the kernels"
+    chapter_says("explain", f"any of {len(both)} steps that an H200 ran both ways: {most}")
 
 
 def test_every_diagnosis_is_held_to_a_recorded_profile() -> None:

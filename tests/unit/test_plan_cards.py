@@ -6,6 +6,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from tests.documents import chapter_says
 
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES, RESERVED_MARGIN, fits_of
 from steplab.plan.memory import predict_memory
@@ -41,6 +42,7 @@ def test_the_margin_is_not_wider_than_the_most_fragmented_step_asks_for() -> Non
     assert found.reserved_bytes is not None
     over = max(reserved_bytes for _, reserved_bytes in worst) / found.reserved_bytes - 1
     assert RESERVED_MARGIN - 0.02 < over < RESERVED_MARGIN
+    chapter_says("memory_formulas", f"reserved {100 * over:.1f} % more than predicted")
 
 
 def test_what_lies_outside_was_never_more() -> None:

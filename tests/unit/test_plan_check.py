@@ -13,7 +13,8 @@ from statistics import median
 import msgspec
 import pytest
 from benchmarks.fit_rates import as_toml, committed_records, fit_step, loaded, records_to_fit, source_of
-from benchmarks.rates_of_kernels import ProductTime, fit_products, relative_error
+from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error
+from tests.documents import chapter_says
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
@@ -23,13 +24,22 @@ from steplab.plan.dry_run.events import Product
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import product_s
 from steplab.plan.public import PublicLayout, PublicRow, load_of, read_rows, step_of
-from steplab.plan.rates import ProductRates, StackRates, StepRates, fitted_rates, gpu_named, with_rates
+from steplab.plan.rates import (
+    AttentionRates,
+    ProductRates,
+    StackRates,
+    StepRates,
+    fitted_rates,
+    gpu_named,
+    with_rates,
+)
 from steplab.plan.search import search
 from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit import html
+from steplab.report.kit.document import Row, Table
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
@@ -74,6 +84,59 @@ def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_
     assert median(errors(own)) < 0.05 < median(constant)
     assert percentile(errors(own), 90) < 0.10 < percentile(constant, 90)
     assert sum(bool(check.inside) for check in own) >= 0.85 * len(own)
+
+
+SOURCES = {
+    "MosaicML, A100 SXM 40GB": "A100 SXM 40GB, mosaicml",
+    "MosaicML, A100 SXM 80GB": "A100 SXM 80GB, mosaicml",
+    "MosaicML, H100 SXM": "H100 SXM, mosaicml",
+    "MosaicML, all": "mosaicml",
+    "InternEvo, 8 to 1024 A100s": "internevo",
+    "NeuSight, fp32, one GPU": "neusight",
+    "vTrain, 64 A100s, 26 layouts (no fit)": "vtrain",
+    "Megatron-LM 2020, 1 to 8 A100s (no fit)": "megatron-lm",
+    "nanotron, 8 and 64 H100s (no fit)": "nanotron",
+    "Korthikanti et al. 2022 (no fit)": "korthikanti 2022",
+    "BigScience, 384 A100s (no fit)": "bigscience",
+    "KempnerForge, 1 and 4 H200s (no fit)": "kempnerforge",
+}
+"""Rows of the chapter's table, and the groups of a check that they are."""
+
+
+def tables_of(checks: Iterable[TimeCheck]) -> dict[str, tuple[Row, ...]]:
+    blocks = [block for section in check_document(list(checks)).sections for block in section.blocks]
+    return {block.name: block.rows for block in blocks if isinstance(block, Table)}
+
+
+def test_the_chapter_tells_the_errors_of_today() -> None:
+    tables = tables_of(checked())
+    groups = {row["value"]: row for row in tables["groups"]}
+    columns = ("median_error", "p90_error", "worst_error", "constant_median", "constant_p90")
+    for name, group in SOURCES.items():
+        row = groups[group]
+        middle, p90, worst, constant, constant_p90 = (f"{100 * float(row[key] or 0):.1f} %" for key in columns)
+        inside = f"{100 * float(row['inside'] or 0):.0f} %"
+        cells = (name, row["number"], middle, p90, worst, inside, constant, constant_p90)
+        chapter_says("plan_time", f"| {' | '.join(map(str, cells))} |")
+    lone = groups["torchao"]
+    chapter_says("plan_time", f"| torchao, 8 H100s (no fit) | 1 | {100 * float(lone['worst_error'] or 0):.1f} % | | |")
+    pairs = {row["source"]: (int(row["number"] or 0), float(row["right"] or 0)) for row in tables["ranking"]}
+    (count, right), (of_vtrain, right_of_vtrain), (few, right_of_few) = (
+        pairs[source] for source in ("all", "vtrain", "bigscience")
+    )
+    chapter_says(
+        "plan_time",
+        f"has {len(published())} steps that others measured, with the file and line of each; {len(checked())} are",
+        f"Of {count} pairs of one job",
+        f"{100 * right:.0f} % are predicted in the measured order: "
+        f"{100 * right_of_vtrain:.0f} % of vTrain's {of_vtrain},",
+        f"and {right_of_few * few:.0f} of BigScience's {few},",
+    )
+    chapter_says(
+        "plan_layout",
+        f"ranks {100 * right:.0f} % of {count} pairs",
+        f"account for {of_vtrain} of them, and one job on 384 for {few}, of which {right_of_few * few:.0f} are right",
+    )
 
 
 def test_more_gpus_of_one_job_take_longer_as_measured() -> None:
@@ -297,6 +360,17 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
         fitted = records_to_fit(committed_records(), hardware, rates.held_out, rates.until_utc)
         assert source_of(fitted, hardware) == rates.source, "python -m benchmarks.fit_rates would print another table"
         assert fitted[-1].created_utc == rates.until_utc
+        runs = [record for record in fitted if isinstance(record, Run)]
+        passes = {len(each) for each in rates.attention.values()}
+        chapter_says(
+            "plan_time",
+            f"{len(ProductRates.__struct_fields__)} for each of {', '.join(rates.products)}",
+            f"{len(product_times(runs))} products of eager profiles, by shape",
+            f"3, and a share for each of {len(rates.streaming.shares)} kinds of operators",
+            f"{len(AttentionRates.__struct_fields__)} for each of {passes.pop()} passes of {len(rates.attention)} "
+            "implementations",
+            f"{len(runs)} steps of steplab's own Transformer by one process, and {len(fitted) - len(runs)} benchmarks",
+        )
 
 
 def test_the_file_of_rates_reads_back() -> None:

@@ -3,15 +3,18 @@
 import dataclasses
 import gzip
 from collections import Counter
+from collections.abc import Sequence
 from functools import cache
 from itertools import chain
 from pathlib import Path
+from statistics import median
 from typing import Any, cast
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.documents import chapter_says
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
@@ -96,7 +99,7 @@ def test_the_state_of_every_recorded_variant_is_exact() -> None:
             assert found.gradients_bytes == expected, cell.contender.label
         assert found.optimizer_bytes == pytest.approx(memory.optimizer_bytes, rel=tolerated), cell.contender.label
         compared += 1
-    assert compared > 30
+    chapter_says("plan_layout", f"data-parallel variants on 2 and 4 GPUs | {compared} | exact | exact |")
 
 
 def test_what_peer_copies_share_is_exact_in_a_study_of_todays_buckets() -> None:
@@ -109,7 +112,7 @@ def test_what_peer_copies_share_is_exact_in_a_study_of_todays_buckets() -> None:
 
 
 def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
-    errors = []
+    errors, of_sharded = [], []
     for study, cell in cells():
         rank = cell.ranks[0]
         assert rank.peak is not None
@@ -121,17 +124,29 @@ def test_the_peak_of_every_recorded_variant_is_within_three_percent() -> None:
             again = study.facts.gradient_bytes if study.facts else 0  # both sets of buckets are there for a while
             found += again
         if cell.contender.kind == "sharded":  # its gradients go one by one, of which the plan keeps some too long
+            of_sharded.append(found / real - 1)
             assert 0 < found / real - 1 < (0.04 if study.study.processes == 2 else 0.05)
             continue
         errors.append(found / real - 1)
     assert len(errors) >= 22
     assert max(map(abs, errors)) < 0.03
     assert sorted(map(abs, errors))[len(errors) // 2] < 0.012
+    chapter_says(
+        "plan_layout",
+        f"where it is known | {cases_of(errors)}, but for torch DDP |",
+        f"by peer copies | {cases_of(of_sharded)} too high |",
+    )
+
+
+def cases_of(errors: Sequence[float]) -> str:
+    """Cells of the chapter's table: how many, their median and their worst."""
+    sizes = [abs(error) for error in errors]
+    return f"{len(sizes)} | {100 * median(sizes):.1f} % | {100 * max(sizes):.1f} %"
 
 
 def test_every_rank_of_every_recorded_layout() -> None:
     """Eager layouts within 1 % and compiled ones, an estimate, within 4 %; what is reserved within 8 %."""
-    compared = 0
+    errors: dict[str, list[float]] = {"eager": [], "compiled": [], "reserved": []}
     for run in records("layout_h200_202611.jsonl.gz"):
         assert isinstance(run, Run)
         assert run.spec is not None
@@ -141,8 +156,16 @@ def test_every_rank_of_every_recorded_layout() -> None:
             said = f"{run.spec.layout} {rank.ranks}"
             assert rank.peak_bytes == pytest.approx(real.peak_allocated_bytes, rel=tolerated), said
             assert rank.reserved_bytes == pytest.approx(real.peak_reserved_bytes, rel=0.08), said
-            compared += 1
-    assert compared == 31
+            errors["eager" if run.spec.compile == "off" else "compiled"].append(
+                rank.peak_bytes / real.peak_allocated_bytes - 1
+            )
+            errors["reserved"].append(rank.reserved_bytes / real.peak_reserved_bytes - 1)
+    chapter_says(
+        "plan_layout",
+        f"every group of ranks | {cases_of(errors['eager'])} |",
+        f"an estimate | {cases_of(errors['compiled'])} |",
+        f"| reserved | {cases_of(errors['reserved'])} |",
+    )
 
 
 # --- against the dry run of one process ---------------------------------------------------------------------------

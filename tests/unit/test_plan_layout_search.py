@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.documents import chapter_says
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
@@ -128,7 +129,7 @@ def test_four_thousand_gpus_take_seconds() -> None:
     """By the processor's time, since tests share their machine."""
     started = time.process_time()
     plan = planned(gpus=4096, global_batch=4096, spec=JOB | {"model": "8b", "checkpointing": "full"})
-    assert len(plan.candidates) == 455
+    chapter_says("plan_layout", f"{len(plan.candidates)} layouts of 4,096 GPUs take")
     assert time.process_time() - started < 15  # 3 s on a quiet one; a hosted one is slower
 
 
