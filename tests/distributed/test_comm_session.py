@@ -15,7 +15,8 @@ from tests.distributed.shared_memory import SharedMemory
 from steplab.errors import Unsupported
 from steplab.measurement.comm.calls import Call, MakeCall, make_call, peer_copy_call
 from steplab.measurement.comm.data import Buffers
-from steplab.measurement.comm.session import measure_comm_here
+from steplab.measurement.comm.session import measure_comm
+from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
@@ -64,7 +65,7 @@ def measured(asked: CommStudy, make: MakeCall = make_call, indices: Sequence[int
         on_facts=facts.append,
     )
     chosen = range(len(asked.cells)) if indices is None else indices
-    measure_comm_here(asked, chosen, world(), observer, make)
+    measure_comm(CellsTask(study=asked, groups=[list(chosen)]), observer, world(), make)
     assert under_way == [*chosen]
     assert [rank.host for rank in facts[0].ranks] == ["host0", "host1", "host2"]
     assert facts[0].ranks[1].device.startswith("cpu ")
@@ -178,4 +179,4 @@ def only_the_cells_asked_for_are_measured() -> None:
 def what_this_machine_cannot_serve_is_refused_on_all_ranks() -> None:
     cuda = CommStudy(cells=comm_cells({"backend": ["nccl"]}, num_processes=2, on_gpus=True), num_processes=2)
     with pytest.raises(Unsupported, match=r"nccl .*not every process has a CUDA device.*--gpus"):
-        measure_comm_here(cuda, [0], world(), Observer())
+        measure_comm(CellsTask(study=cuda, groups=[[0]]), Observer(), world())

@@ -16,8 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steplab.errors import UserError
 from steplab.measurement.ddp import session as ddp_session
 from steplab.measurement.ddp.measured import MeasuredVariant
-from steplab.measurement.ddp.session import ddp_here
+from steplab.measurement.ddp.session import measure_ddp
 from steplab.measurement.ddp.variant import VariantStep
+from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
@@ -148,7 +149,8 @@ def sharded_parameters_are_sent_as_a_layout_sends_them_and_as_the_formula_says()
 def told(study: DdpStudy, numbers: Sequence[int], traces: Path | None) -> tuple[dict[int, DdpCell], list[DdpFacts]]:
     cells: dict[int, DdpCell] = {}
     facts: list[DdpFacts] = []
-    ddp_here(study, numbers, world_here(), Observer(on_cell=cells.__setitem__, on_facts=facts.append), traces)
+    task = CellsTask(study=study, groups=[list(numbers)], traces=str(traces) if traces else None)
+    measure_ddp(task, Observer(on_cell=cells.__setitem__, on_facts=facts.append), world_here())
     return cells, facts
 
 

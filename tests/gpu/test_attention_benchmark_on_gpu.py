@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from steplab.measurement.attention.session import measure_attention_here
+from steplab.measurement.attention.session import measure_attention
+from steplab.measurement.jobs import CellsTask
 from steplab.measurement.observer import Observer
 from steplab.plan.attention_memory import plain_account
 from steplab.records.attention import AttentionCell
@@ -26,7 +27,7 @@ def measured(*cells: AttentionSpec) -> list[AttentionCell]:
     numbers = {cell: index for index, cell in enumerate(study.cells)}
     groups = [[numbers[cell] for cell in group] for group in study.groups()]
     observer = Observer(on_cell=lambda index, cell: found.__setitem__(index, cell))
-    assert measure_attention_here(study, groups, observer)
+    measure_attention(CellsTask(study=study, groups=groups), observer)
     return [found[index] for index in sorted(found)]
 
 

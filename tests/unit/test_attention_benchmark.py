@@ -17,8 +17,9 @@ from steplab.lab.attention import attention_cells
 from steplab.measurement.attention import repeats as attention_repeats
 from steplab.measurement.attention import session as attention_session
 from steplab.measurement.attention.error import Inputs, Reference
-from steplab.measurement.attention.session import measure_attention_here
+from steplab.measurement.attention.session import measure_attention
 from steplab.measurement.attention.variant import make_attention, make_inputs
+from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.cells_launch import measure_cells
@@ -26,6 +27,7 @@ from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
+from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.specs.attention import AttentionSpec
@@ -74,11 +76,16 @@ class Bench:
         return function
 
     def run(self, study: AttentionStudy, groups: list[list[int]] | None = None) -> bool:
+        """Whether it came to its end, where it tells the clocks."""
+        environments: list[Environment] = []
         observer = Observer(
+            on_environment=environments.append,
             on_under_way=lambda cells: self.under_way.append(list(cells)),
             on_cell=lambda index, cell: self.results.__setitem__(index, cell),
         )
-        return measure_attention_here(study, groups or [list(range(len(study.cells)))], observer, self.make)
+        task = CellsTask(study=study, groups=groups or [list(range(len(study.cells)))])
+        measure_attention(task, observer, make=self.make)
+        return len(environments) == 2
 
 
 @pytest.fixture
@@ -274,7 +281,7 @@ def test_a_failure_leaves_none_of_its_tensors_behind(bench: Bench) -> None:
 
     study = study_of("plain", "sdpa")
     observer = Observer(on_cell=lambda index, cell: bench.results.__setitem__(index, cell))
-    assert measure_attention_here(study, [[0, 1]], observer, make)
+    measure_attention(CellsTask(study=study, groups=[[0, 1]]), observer, make=make)
     assert held
     assert bench.results[1].failure is None
 

@@ -49,34 +49,29 @@ class _Broken(Exception):
     """The device no longer answers, or holds memory that nothing refers to."""
 
 
-def measure_attention(task: CellsTask[AttentionStudy], observer: Observer, world: World | None = None) -> None:
-    """The job: measure the task's cells in this process as far as it can; a new process measures the rest."""
-    measure_attention_here(task.study, task.groups, observer)
-
-
-def measure_attention_here(
-    study: AttentionStudy,
-    groups: Sequence[Sequence[int]],
+def measure_attention(
+    task: CellsTask[AttentionStudy],
     observer: Observer,
+    world: World | None = None,
     make: MakeAttention = make_attention,
-) -> bool:
-    """Measure these groups of the study's cells; returns False if the rest needs a new process.
+) -> None:
+    """The job: measure the task's cells in this process as far as it can; a new process measures the rest.
 
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
+    study = task.study
     device = open_device(study.device)
-    for dtype in dict.fromkeys(study.cells[index].dtype for group in groups for index in group):
+    for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):
         refuse_unserved(dtype, device.torch_device)
     environment = read_environment(device.torch_device)
     observer.on_environment(environment)
     session = _Session(study, device, observer, make)
     try:
-        for group in groups:
+        for group in task.groups:
             session.measure(group)
     except _Broken:
-        return False
+        return
     observer.on_environment(read_clocks(environment, device.torch_device))
-    return True
 
 
 class _Session:

@@ -41,20 +41,17 @@ class _Found:
     failure: Failure | None = None
 
 
-def measure_comm(task: CellsTask[CommStudy], observer: Observer, world: World | None) -> None:
-    """The job: measure the task's cells on this rank; every rank does it."""
-    assert world is not None  # the study has at least two processes
-    measure_comm_here(task.study, task.numbers, world, observer)
-
-
-def measure_comm_here(
-    study: CommStudy, indices: Sequence[int], world: World, observer: Observer, make: MakeCall = make_call
+def measure_comm(
+    task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """Measure these of the study's cells; every rank of the world calls this, and its observer is told of all cells.
+    """The job: measure the task's cells on this rank; every rank of the world calls this, and its observer is told of
+    all cells.
 
     Raises Unsupported for a request that this machine cannot serve at all.
     """
-    for index in indices:
+    assert world is not None  # the study has at least two processes
+    study = task.study
+    for index in task.numbers:
         _refuse(study.cells[index], world)
     observer.on_stage("build", 0)
     environment = read_environment(world.device.torch_device)
@@ -63,7 +60,7 @@ def measure_comm_here(
     observer.on_environment(environment)
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
     session = _Session(study, world, observer, make)
-    for index in indices:
+    for index in task.numbers:
         session.measure(index)
     observer.on_environment(read_clocks(environment, world.device.torch_device))
 

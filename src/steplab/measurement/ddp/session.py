@@ -8,7 +8,6 @@ next one is built.
 
 import dataclasses
 import time
-from collections.abc import Sequence
 from pathlib import Path
 
 import torch
@@ -39,26 +38,19 @@ _SPARE = 1.2
 
 
 def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | None) -> None:
-    """The job: measure the task's cells on this rank; every rank calls this."""
-    assert world is not None  # the study has at least two processes
-    ddp_here(task.study, task.numbers, world, observer, Path(task.traces) if task.traces else None)
+    """The job: measure the task's cells on this rank; every rank calls this.
 
-
-def ddp_here(
-    study: DdpStudy, numbers: Sequence[int], world: World, observer: Observer, traces: Path | None = None
-) -> None:
-    """Measure these variants of the study, by their numbers, on this rank; every rank calls it.
-
-    Rank 0 writes traces into the folder `traces`, named by those numbers. Raises UserError or Unsupported for a step
-    that cannot be served.
+    Rank 0 writes traces, named by the cells' numbers. Raises UserError or Unsupported for a step that cannot be served.
     """
-    device = world.device.torch_device
+    assert world is not None  # the study has at least two processes
+    study, device = task.study, world.device.torch_device
     refuse_unserved(study.step.precision, device)
     refuse_unserved_kernels(study.step, device.type)
     observer.on_environment(read_environment(device))
-    session = _Session(study, world, observer, traces if study.profiled_steps else None)
-    session.measure_baseline(reported=0 in numbers)
-    for number in numbers:
+    traces = Path(task.traces) if task.traces and study.profiled_steps else None
+    session = _Session(study, world, observer, traces)
+    session.measure_baseline(reported=0 in task.numbers)
+    for number in task.numbers:
         if number != 0:
             session.measure(number)
 
