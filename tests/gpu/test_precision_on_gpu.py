@@ -4,10 +4,11 @@ import pytest
 import torch
 from torch import nn
 
+from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.rules import op_name, rule_of
-from steplab.measurement.precision.session import numerics_here
+from steplab.measurement.precision.session import audit_step
 from steplab.records.numerics import Audit
 from steplab.specs.resolve import resolve_step
 
@@ -20,7 +21,8 @@ LOW = {"fp16": "float16", "bf16": "bfloat16"}
 
 
 def audit(**fields: object) -> Audit:
-    record = numerics_here(resolve_step({"model": "toy", "device": "cuda"} | fields), "", Observer())
+    spec = resolve_step({"model": "toy", "device": "cuda"} | fields)
+    record = audit_step(AuditTask(spec=spec, device="cuda"), Observer())
     assert record.failure is None
     assert record.audit is not None
     return record.audit

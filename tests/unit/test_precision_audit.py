@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from steplab.errors import Unsupported, UserError
+from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as precision_session
-from steplab.measurement.precision.accumulation import dtype_name
 from steplab.measurement.precision.rules import op_name, rule_of
-from steplab.measurement.precision.session import numerics_here
+from steplab.measurement.precision.session import audit_step
+from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.toy import ToyModel
 from steplab.model.workload import Workload, call, loss_of
@@ -31,9 +32,8 @@ Build = Callable[[], tuple[nn.Module, Callable[[], Any]]]
 
 
 def numerics(**fields: object) -> Numerics:
-    return numerics_here(
-        resolve_step({"model": "toy", "batch": 2, "context": 8, "device": "cpu"} | fields), "", Observer()
-    )
+    spec = resolve_step({"model": "toy", "batch": 2, "context": 8, "device": "cpu"} | fields)
+    return audit_step(AuditTask(spec=spec, device="cpu"), Observer())
 
 
 def audit(**fields: object) -> Audit:
@@ -512,6 +512,6 @@ def test_an_audit_leaves_no_hooks_and_no_gradients(monkeypatch: pytest.MonkeyPat
 
 
 def test_sums_alone_need_no_step() -> None:
-    record = numerics_here(None, "cpu", Observer())
+    record = audit_step(AuditTask(spec=None, device="cpu"), Observer())
     assert (record.spec, record.audit, record.failure) == (None, None, None)
     assert len(record.accumulations) == 6

@@ -4,7 +4,7 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from torch.profiler import ProfilerActivity, profile, record_function
+from torch.profiler import profile, record_function
 
 from steplab.measurement.ddp.memory import state_memory
 from steplab.measurement.ddp.messages import MessagesAlone
@@ -12,6 +12,7 @@ from steplab.measurement.ddp.turns import LONGEST_HOLD_S, Samples, run_turns
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
+from steplab.measurement.step.spans import activities_on
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
 from steplab.specs.ddp import DdpStudy, Variant
@@ -187,12 +188,9 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
     All ranks do so at once, so that no rank waits for one that is slowed alone. A profiler slows Python most of all, so
     Python gets its head start here as well.
     """
-    activities = [ProfilerActivity.CPU]
-    if world.device.torch_device.type == "cuda":
-        activities.append(ProfilerActivity.CUDA)
     head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
     world.device.synchronize()
-    with profile(activities=activities) as profiler:
+    with profile(activities=activities_on(world.device.torch_device)) as profiler:
         for name in ("warmup step", *("step" for _ in range(num_steps))):
             head_start.give()
             started = time.perf_counter()

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from steplab.measurement.tensors import dtype_name
+
 _FACTORIES = frozenset(
     f"aten::{name}"
     for name in (
@@ -147,7 +149,7 @@ class AllocationEvents:
                 sighting = Sighting(
                     time_ns=event.start_time_ns,
                     shape=tuple(tensor.sizes),
-                    dtype=str(tensor.dtype).removeprefix("torch."),
+                    dtype=dtype_name(tensor.dtype),
                 )
                 self._sightings.setdefault(tensor.storage_data_ptr, []).append(sighting)
         if operator is not None and name in _FACTORIES:

@@ -5,7 +5,7 @@ for backward are read from autograd's graph when the forward pass is over, and a
 between that module's beginning and end (nodes are numbered as they are made).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from steplab.measurement import compat
 from steplab.measurement.step.step import ModelStep, unseen
+from steplab.measurement.tensors import dtype_name, tensors_in
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -204,23 +205,6 @@ class StepSightings:
         self._on_moment(self._num_moments)
         self._num_moments += 1
         return self._num_moments - 1
-
-
-def tensors_in(held: Any) -> Iterator[Tensor]:
-    """The tensors in a tree of dicts, lists and tuples."""
-    if isinstance(held, Tensor):
-        yield held
-    elif isinstance(held, Mapping):
-        for value in held.values():
-            yield from tensors_in(value)
-    elif isinstance(held, (list, tuple)):
-        for value in held:
-            yield from tensors_in(value)
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """float32, bfloat16, ..."""
-    return str(dtype).removeprefix("torch.")
 
 
 def _nodes(root: Any) -> Iterator[tuple[int, Any]]:

@@ -12,6 +12,7 @@ from statistics import mode
 
 import torch
 
+from steplab.measurement.tensors import dtype_name
 from steplab.records.numerics import Accumulation, Binade
 
 NUMBER = 0.01
@@ -66,8 +67,3 @@ def _binades(sums: Sequence[float], eps: float) -> list[Binade]:
         Binade(start=start, spacing=start * eps, num_additions=len(steps), added=mode(steps))
         for start, steps in added.items()
     ]
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """The name of a type as records have it, such as float32."""
-    return str(dtype).removeprefix("torch.")

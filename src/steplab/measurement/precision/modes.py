@@ -12,14 +12,12 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from steplab.measurement.compat import next_sequence_number, running_node, sequence_number
-from steplab.measurement.precision.accumulation import dtype_name
 from steplab.measurement.precision.rules import MOVES, op_name, rule_of
+from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import MatmulAudit, OperationAudit, Rule
 
 _MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear"})
@@ -148,11 +146,6 @@ class Functions(TorchFunctionMode):
             OperationAudit(op=op, rule=rule, inputs=inputs, outputs=outputs, calls=calls, parts=parts)
             for (op, rule, inputs, outputs, parts), calls in self._calls.items()
         )
-
-
-def tensors_in(value: Any) -> list[Tensor]:
-    """The tensors in a nest of tuples, lists, dicts and outputs of transformers."""
-    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
 def types_in(value: Any) -> dict[str, None]:

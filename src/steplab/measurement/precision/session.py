@@ -17,10 +17,11 @@ from steplab.measurement.machine.environment import read_clocks, read_environmen
 from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.measurement.precision.accumulation import accumulate, dtype_name
+from steplab.measurement.precision.accumulation import accumulate
 from steplab.measurement.precision.rules import rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.records.codec import new_head
@@ -37,19 +38,15 @@ _MOST_HALVINGS = 16
 
 
 def audit_step(task: AuditTask, observer: Observer, world: World | None = None) -> Numerics:
-    """The job: audit the task's step in this process alone."""
-    return numerics_here(task.spec, task.device, observer)
-
-
-def numerics_here(spec: StepSpec | None, device_name: str, observer: Observer) -> Numerics:
-    """Audit a step in this process, or without one run the accumulation study; a failure of the model is part of the
-    record.
+    """The job: audit a step in this process alone, or without one run the accumulation study; a failure of the model is
+    part of the record.
 
     Raises UserError or Unsupported for a request that cannot be served at all.
     """
+    spec = task.spec
     if spec is not None and spec.layout.world_size > 1:
         raise Unsupported(f"an audit of layout {spec.layout}", "an audit runs in one process", "leave --layout out")
-    device = open_device(spec.device if spec else device_name)
+    device = open_device(spec.device if spec else task.device)
     if spec is not None:
         refuse_unserved(spec.precision, device.torch_device)
         refuse_unserved_kernels(spec, device.torch_device.type)

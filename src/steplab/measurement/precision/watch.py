@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steplab.measurement.compat import minds_hooks
-from steplab.measurement.precision.accumulation import dtype_name
 from steplab.measurement.precision.elements import Exponents, Tally, kinds_of
-from steplab.measurement.precision.modes import Functions, Operators, Place, tensors_in, types_in
+from steplab.measurement.precision.modes import Functions, Operators, Place, types_in
+from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import MatmulAudit, ModuleAudit, OperationAudit
 
 _COUNTED = (torch.float16, torch.bfloat16, torch.float32, torch.float64)

@@ -10,14 +10,14 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from steplab.errors import Unsupported
 from steplab.measurement.machine.device import Device
 from steplab.measurement.profile.nsys import is_watched_by_nsys
 from steplab.measurement.step.graphed import Step
 from steplab.measurement.step.loop import OnStep, Phase
-from steplab.measurement.step.spans import Spans, note_on_left_out
+from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
 from steplab.ops.attention.plain import Span, no_span
 from steplab.specs.step import StepSpec
 
@@ -82,10 +82,9 @@ class StepProfiler:
     def _record_with_torch(
         self, trace: Path, phases: Sequence[Phase], on_step: OnStep, on_export: Callable[[], None]
     ) -> None:
-        activities = [ProfilerActivity.CPU] + ([ProfilerActivity.CUDA] if self._on_cuda else [])
         self._device.synchronize()
         # Without a schedule: after the last cycle of one, torch has nothing left to export.
-        with profile(activities=activities, record_shapes=True) as profiler:
+        with profile(activities=activities_on(self._device.torch_device), record_shapes=True) as profiler:
             self._step(phases, "warmup step")
             self._steps(phases, on_step)
         on_export()

@@ -8,12 +8,12 @@ from contextlib import AbstractContextManager, ExitStack, suppress
 from pathlib import Path
 
 from torch import nn
-from torch.profiler import ProfilerActivity, profile
+from torch.profiler import profile
 
 from steplab.errors import UserError
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import failure_of
-from steplab.measurement.step.spans import Spans, note_on_left_out
+from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
 from steplab.units import counted
 
 
@@ -81,11 +81,8 @@ class ProfiledSteps:
         self._give_up(f"the loop ended after {counted(num_steps, 'step')}, before the last to profile, {last}")
 
     def _start(self, device: Device) -> None:
-        activities = [ProfilerActivity.CPU]
-        if device.torch_device.type == "cuda":
-            activities.append(ProfilerActivity.CUDA)
         device.synchronize()
-        profiler = profile(activities=activities, record_shapes=True)
+        profiler = profile(activities=activities_on(device.torch_device), record_shapes=True)
         try:
             with ExitStack() as started:
                 started.enter_context(profiler)

@@ -24,6 +24,7 @@ from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
+from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
 
 _STEPS_BEFORE = 3
@@ -128,7 +129,7 @@ class GraphedStep:
                 for _ in range(_STEPS_BEFORE):
                     self._step.run()
             self._device.free_unused()
-            inputs = _static(self.batches[0])
+            inputs = with_tensors(self.batches[0], Tensor.clone)
             self._step.batches = [inputs]
             self.phases = tuple(self._recorded(phase, inputs) for phase in self._step.phases)
         for peak in self.phase_peaks.values():
@@ -171,17 +172,6 @@ class GraphedStep:
 
 
 Step = BuiltStep | GraphedStep
-
-
-def _static(batch: Any) -> Any:
-    """A batch of the same form in memory of its own."""
-    if isinstance(batch, Tensor):
-        return batch.clone()
-    if isinstance(batch, dict):
-        return {key: _static(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(_static(value) for value in batch)
-    return batch
 
 
 def _copy(batch: Any, inputs: Any, what: str) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.autograd.profiler import record_function
+from torch.profiler import ProfilerActivity
 from torch.utils.hooks import RemovableHandle
 
 from steplab.measurement.compat import minds_hooks
@@ -19,6 +20,11 @@ from steplab.measurement.compat import minds_hooks
 _NOTHING = nullcontext()
 _NAMES_SHOWN = 3
 """The number of modules that a note names."""
+
+
+def activities_on(device: torch.device) -> list[ProfilerActivity]:
+    """What torch.profiler records of a step on a device: the host, and a GPU's kernels."""
+    return [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device.type == "cuda" else [])]
 
 
 class Spans:

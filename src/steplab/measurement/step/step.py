@@ -29,6 +29,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready, parts_of
 from steplab.measurement.step.loop import Phase
+from steplab.measurement.tensors import with_tensors
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.adamw.masters import bf16_with_masters
@@ -94,7 +95,7 @@ class ModelStep:
         module = workload.module
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
-                parameter.data = to_bf16(parameter.data)
+                parameter.data = _to_bf16(parameter.data)
         masters = _masters(module, spec) if spec.precision == "bf16_master" else {}
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
@@ -108,7 +109,7 @@ class ModelStep:
         # Made before any timing and swapped between micro-steps: the data loader is not measured here.
         self.batches = [workload.make_batch() for _ in range(_BATCHES)]
         if spec.precision == "bf16_pure":
-            self.batches = [to_bf16(batch) for batch in self.batches]
+            self.batches = [with_tensors(batch, _to_bf16) for batch in self.batches]
         self._num_micro_steps = spec.micro_steps
         self._micro_steps_begun = 0
         self.loss: Tensor | None = None
@@ -315,15 +316,9 @@ def set_fp32_matmuls(precision: str) -> None:
     torch.backends.cudnn.allow_tf32 = precision == "high"
 
 
-def to_bf16(batch: Any) -> Any:
-    """The batch with floating-point inputs in the weights' type; token ids are unchanged."""
-    if isinstance(batch, Tensor):
-        return batch.to(torch.bfloat16) if batch.is_floating_point() else batch
-    if isinstance(batch, dict):
-        return {key: to_bf16(value) for key, value in batch.items()}
-    if isinstance(batch, (tuple, list)):
-        return tuple(to_bf16(value) for value in batch)
-    return batch
+def _to_bf16(tensor: Tensor) -> Tensor:
+    """A floating-point tensor in bf16; token ids are unchanged."""
+    return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 
 def unseen() -> None:

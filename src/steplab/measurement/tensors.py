@@ -1,0 +1,35 @@
+"""The tensors in a batch, a model's output, or any other nest of dicts, lists and tuples."""
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def tensors_in(held: Any) -> Iterator[Tensor]:
+    """The tensors in a nest, in order."""
+    if isinstance(held, Tensor):
+        yield held
+    elif isinstance(held, Mapping):
+        for value in held.values():
+            yield from tensors_in(value)
+    elif isinstance(held, (list, tuple)):
+        for value in held:
+            yield from tensors_in(value)
+
+
+def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """The nest with each of its tensors changed; lists become tuples."""
+    if isinstance(held, Tensor):
+        return change(held)
+    if isinstance(held, dict):
+        return {key: with_tensors(value, change) for key, value in held.items()}
+    if isinstance(held, (tuple, list)):
+        return tuple(with_tensors(value, change) for value in held)
+    return held
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of a type as records have it, such as float32."""
+    return str(dtype).removeprefix("torch.")
