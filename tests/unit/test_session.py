@@ -21,9 +21,9 @@ from steplab.costs.flops import model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as audit_session
-from steplab.measurement.precision.session import numerics_here
 from steplab.measurement.step import session
 from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.loop import Phase
@@ -678,7 +678,7 @@ def test_a_kernel_that_the_device_lacks_is_refused_before_a_model_is_built(
     with pytest.raises(Unsupported, match=said):
         measured(**fields)
     with pytest.raises(Unsupported, match=said):
-        numerics_here(resolve_step(TINY | fields), "cpu", Observer())
+        audit_session.audit_step(AuditTask(spec=resolve_step(TINY | fields), device="cpu"), Observer())
 
 
 def test_a_kernel_that_a_test_may_run_on_a_cpu_is_not_refused(monkeypatch: pytest.MonkeyPatch) -> None:

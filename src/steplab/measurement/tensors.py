@@ -6,6 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+"""Number formats by the names that specs have for them."""
+
 
 def tensors_in(held: Any) -> Iterator[Tensor]:
     """The tensors in a nest, in order."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
+from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.records.attention import AttentionCell, AttentionMemory, TensorError
 from steplab.records.failure import Failure
@@ -30,7 +31,7 @@ def make_attention(spec: AttentionSpec) -> AttentionFn:
 
 def make_inputs(spec: AttentionSpec, device: Device, seed: int) -> Inputs:
     """Normally distributed queries, keys, values and output gradient, equal for equal shape and seed."""
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(spec.dtype, torch.float32)
+    dtype = TORCH_DTYPES.get(spec.dtype, torch.float32)
     generator = torch.Generator(device.torch_device).manual_seed(seed)
 
     def normal(heads: int, length: int) -> Tensor:

@@ -10,9 +10,9 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.specs.comm import CommSpec
 
-TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _PIECE = 2**24
 _SENTINEL = 99.0
 """The value of elements that were not received."""

@@ -29,7 +29,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready, parts_of
 from steplab.measurement.step.loop import Phase
-from steplab.measurement.tensors import with_tensors
+from steplab.measurement.tensors import TORCH_DTYPES, with_tensors
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.adamw.masters import bf16_with_masters
@@ -41,7 +41,6 @@ from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
 from steplab.specs.step import AUTOCAST, StepSpec
 
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _BATCHES = 2
 LEARNING_RATE = 1e-4
 FIRST = -1
@@ -305,7 +304,7 @@ def _added_up(module: nn.Module) -> Sequence[Tensor]:
 def _autocast(spec: StepSpec, device: torch.device) -> Callable[[], AbstractContextManager[Any]]:
     if spec.precision not in AUTOCAST:
         return nullcontext
-    dtype = _DTYPES[AUTOCAST[spec.precision]]
+    dtype = TORCH_DTYPES[AUTOCAST[spec.precision]]
     return lambda: torch.autocast(device.type, dtype=dtype)
 
 
