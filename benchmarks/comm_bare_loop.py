@@ -23,10 +23,11 @@ import torch.distributed as dist
 from steplab.costs.communication import wire_bytes
 from steplab.measurement.comm.back_to_back import Together
 from steplab.measurement.comm.calls import Call, make_call
-from steplab.measurement.comm.data import TORCH_DTYPES, Buffers
+from steplab.measurement.comm.data import Buffers
 from steplab.measurement.comm.timing import time_calls
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.machine.world import World, join_world, meeting_place
+from steplab.measurement.tensors import TORCH_DTYPES
 from steplab.parallel.collectives import all_gather_single, reduce_scatter_single
 from steplab.records.comm import CommCell
 from steplab.specs.comm import CommSpec, CommStudy, comm_cells

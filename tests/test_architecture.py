@@ -155,17 +155,18 @@ def test_every_part_of_the_package_has_its_arrows() -> None:
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
-STUDY = {"jobs", "step", "machine", "observer", "compat"}
+STUDY = {"jobs", "step", "machine", "observer", "compat", "tensors"}
 WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "compat": set(),
     "observer": set(),
     "progress": set(),
+    "tensors": set(),
     "machine": {"observer", "compat"},
     "recorder": {"step", "machine"},
     "jobs": {"machine", "observer"},
     "processes": {"jobs", "machine", "progress"},
     "entry": {"processes", "jobs", "machine", "observer", "compat"},
-    "step": {"machine", "observer", "compat"},
+    "step": {"machine", "observer", "compat", "tensors"},
     "attention": STUDY,
     "comm": STUDY,
     "ddp": STUDY,
