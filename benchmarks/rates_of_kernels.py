@@ -18,13 +18,15 @@ import msgspec
 from steplab.plan.dry_run.events import Operator, Product
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import attention_s, product_s, streaming_name, streaming_s
+from steplab.plan.kernel_time import attention_s, product_s, streaming_name, streaming_s, widens
 from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.search import Params, search
 from steplab.records.attention import AttentionRun
+from steplab.records.profile import OpStats
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.timing import lead_s, waits_for_host
+from steplab.specs.attention import AttentionSpec
 from steplab.specs.step import StepSpec
 
 _SHAPE = re.compile(r"\[([\d, ]+)\]")
@@ -167,16 +169,38 @@ def _eager_sums(runs: Sequence[Run]) -> list[KernelSum]:
         for op in run.profile.ops:
             stem = op.name.removeprefix("aten::")
             stem = stem if stem.startswith("_fused_adam") else stem.removesuffix("_")
-            measured[op.phase, _TOGETHER.get(stem, stem)] += op.device_s / run.profile.num_steps
+            measured[op.phase, _told_apart(stem, _direction(op))] += op.device_s / run.profile.num_steps
         kernels: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
         for each in operators_of(run.spec):
             if each.kind == "streaming":
                 kernel = Kernel(each, each.read_bytes + each.written_bytes)
-                key = each.phase, _TOGETHER.get(each.name, each.name)
+                narrows = each.name == "copy" and each.written_bytes < each.read_bytes
+                key = each.phase, _told_apart(each.name, "widening" if widens(each) else "narrowing" if narrows else "")
                 kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
         size = run.spec.model.label
         found += [KernelSum(size, kernels[key], measured[key]) for key in kernels if measured.get(key)]
     return found
+
+
+def _told_apart(stem: str, direction: str) -> str:
+    """The operators that a trace tells from others: by name, and by the formats of their tensors."""
+    return f"{stem} {direction}" if direction else _TOGETHER.get(stem, stem)
+
+
+def _direction(op: OpStats) -> str:
+    """Whether an operator's result is in a wider or a narrower format than one of its inputs, which come in order and
+    begin with what is overwritten, if anything is."""
+    stem = op.name.removeprefix("aten::")
+    formats = _FORMAT.findall(op.inputs)[:2]
+    if stem not in ("add", "add_", "copy_", "mul", "mul_") or sorted(formats) not in _WIDE_AND_NARROW:
+        return ""
+    if formats[0] == "fp32" or not stem.endswith("_"):
+        return "widening"
+    return "narrowing" if stem == "copy_" else ""
+
+
+_FORMAT = re.compile(r"(\w+)\[")
+_WIDE_AND_NARROW = (["bf16", "fp32"], ["fp16", "fp32"])
 
 
 def _optimizer_sums(runs: Sequence[Run]) -> list[KernelSum]:
@@ -235,13 +259,14 @@ def _reduces(name: str) -> bool:
 
 
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
-    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy.
+    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy; of equal cells by the
+    newest, because kernels change.
 
     What the smallest takes is at most the shortest cell of any implementation: most were measured on large ones alone.
     """
-    times: dict[tuple[str, str], list[tuple[Operator, float]]] = defaultdict(list)
+    times: dict[tuple[str, str], dict[AttentionSpec, tuple[Operator, float]]] = defaultdict(dict)
     shortest_s: dict[str, float] = {}
-    for record in records:
+    for record in sorted(records, key=lambda record: record.created_utc):
         if not isinstance(record, AttentionRun):
             continue
         for cell in record.cells:
@@ -263,11 +288,11 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
                         flops=op.flops * spec.dim,
                         product=msgspec.structs.replace(op.product, k=spec.dim) if op.product else None,
                     )
-                    times[spec.implementation, timed.phase].append((op, median(timed.device_s)))
+                    times[spec.implementation, timed.phase][spec] = op, median(timed.device_s)
     found: dict[str, dict[str, AttentionRates]] = {}
     for (name, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
-            found.setdefault(name, {})[phase] = _fit_attention(own, gpu, name, phase, shortest_s[phase])
+            found.setdefault(name, {})[phase] = _fit_attention(list(own.values()), gpu, name, phase, shortest_s[phase])
     return {name: rates for name, rates in found.items() if len(rates) == 2}
 
 

@@ -21,8 +21,9 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.plan_checking import check_plan, read_table
 from steplab.plan.check import check_rows, check_runs
 from steplab.plan.dry_run.events import Product
+from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
-from steplab.plan.kernel_time import product_s
+from steplab.plan.kernel_time import product_s, widens
 from steplab.plan.public import PublicLayout, PublicRow, load_of, read_rows, step_of
 from steplab.plan.rates import (
     AttentionRates,
@@ -43,6 +44,7 @@ from steplab.report.kit.document import Row, Table
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
+from steplab.specs.resolve import resolve_step
 from steplab.stats import percentile
 from steplab.store.database import Store
 
@@ -371,6 +373,16 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
             "implementations",
             f"{len(runs)} steps of steplab's own Transformer by one process, and {len(fitted) - len(runs)} benchmarks",
         )
+
+
+def test_kernels_that_widen_what_they_read_are_told_from_others() -> None:
+    """What autocast adds to a residual stream, rotates and converts; the records have them at half the bandwidth."""
+    operators = [op for op in operators_of(resolve_step({"precision": "bf16"})) if op.kind == "streaming"]
+    assert {op.name for op in operators if widens(op)} == {"add", "copy", "mul"}
+    full = [op for op in operators_of(resolve_step({"precision": "fp32"})) if op.kind == "streaming"]
+    assert not any(widens(op) for op in full)
+    shares = H200.rates.streaming.shares
+    assert all(shares[f"{name} widening"] < 0.7 * shares[name] for name in ("add", "copy", "mul"))
 
 
 def test_the_file_of_rates_reads_back() -> None:

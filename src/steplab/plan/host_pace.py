@@ -13,6 +13,7 @@ from steplab.plan.rates import Gpu
 from steplab.plan.time import parts_of, refuse_unknown_step
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
+from steplab.records.timing import waits_for_host
 from steplab.specs.step import StepSpec
 
 _WAITED = 1.4
@@ -85,10 +86,13 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
-    """Whether the device may have waited for the host: the kernels take little longer than the host of that machine,
-    or than the median host where the machine's pace is not known."""
+    """Whether the device may have waited for the host: the record says that the host was hardly ahead at the end of the
+    phase, or the kernels take little longer than the host of that machine, or than the median host where the machine's
+    pace is not known."""
     if cell.replayed:
         return False
+    if cell.run.timing is not None and waits_for_host(cell.run.timing.back_to_back, cell.phase):
+        return True
     pace = paces.get(cell.machine)
     if pace is None:
         usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]

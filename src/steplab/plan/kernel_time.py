@@ -25,8 +25,8 @@ _UNALIGNED = 6.0
 
 _HEAD_COLUMNS = 32
 """Columns of a head are padded to a multiple of this (flash-attention's kernels are built for 32, 64, 96, 128, ...)."""
-_ONE_PASS = ("add_rms_norm", "rotary_heads", "swiglu")
-"""Operators in one kernel that reads and writes its tensors once, as a copy does."""
+_ONE_PASS = {"add_rms_norm": "fused reduction", "rotary_heads": "fused", "swiglu": "fused"}
+"""Operators in one Triton kernel, and the kernels of a compiler's that are like it."""
 USUAL_ATTENTION = "sdpa_flash"
 """Whose rates stand for those of an implementation that was not measured."""
 
@@ -55,17 +55,24 @@ def streaming_name(kernel: Kernel) -> str:
     if kernel.fused:
         return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator
-    if op.name.removesuffix("_backward") in _ONE_PASS:
-        return "copy"
-    if op.strided:
-        return f"{op.name} strided"
-    return "copy widening" if op.name == "copy" and op.written_bytes > op.read_bytes else op.name
+    if like := _ONE_PASS.get(op.name.removesuffix("_backward")):
+        return like
+    if widens(op):
+        return f"{op.name} widening"
+    return f"{op.name} strided" if op.strided else op.name
+
+
+def widens(op: Operator) -> bool:
+    """Whether one of its inputs is in a format of half the width of its result: torch's kernels that convert while they
+    compute reach half the bandwidth of others, such as those that add bf16 to a residual stream in fp32."""
+    return op.name in ("add", "copy", "mul") and any(2 * each.num_bytes == op.written_bytes for each in op.reads)
 
 
 def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
     """Seconds of a kernel that memory bandwidth bounds."""
     rates = gpu.rates.streaming
-    known = (each for each in (name, name.removesuffix(" strided"), "default") if each in rates.shares)
+    base = name.removesuffix(" strided").removesuffix(" widening")
+    known = (each for each in (name, base, "default") if each in rates.shares)
     share = rates.shares[next(known)]
     gain = 1 + rates.cached_gain * math.exp(-moved_bytes / rates.cached_bytes)
     return rates.fixed_s + moved_bytes / (gpu.bandwidth_bytes_per_s * share * gain)

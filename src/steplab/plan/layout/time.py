@@ -35,7 +35,7 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.layout_fit import STAGES_A_RANK
 from steplab.specs.step import StepSpec
 
-CONTENTION = {"buckets": 0.49, "fsdp2": 0.71, "peer_copy_to_owners": 0.164}
+CONTENTION = {"buckets": 0.52, "fsdp2": 0.76, "peer_copy_to_owners": 0.164}
 """Seconds by which messages beside computation slow it, for each second that they would take over a node's link:
 medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
 PEER_COPY_CONTENTION = 0.68
