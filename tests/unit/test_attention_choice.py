@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from tests.documents import chapter_says
 
+import steplab
 from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
@@ -172,6 +174,28 @@ def test_within_a_compiled_graph_the_choice_is_made_for_each_shape() -> None:
     for length in (4, 5, 6):  # torch takes a size for a symbol once it has changed
         q = torch.randn(1, 2, length, 8)
         torch.testing.assert_close(compiled(q), run(q))
+
+
+def test_plans_predict_what_is_chosen_on_the_gpu_and_name_it() -> None:
+    fields: dict[str, Any] = {"model": "small", "context": 512, "precision": "bf16"}
+    chosen = choose(device="NVIDIA H200", dtype="bfloat16", head_dim=64, num_queries=512, num_keys=512, causal=True)
+    told = f"attention auto: {chosen.implementation}, {chosen.reason}"
+    for gpu, name in (("H200 SXM", chosen.implementation), ("L40S", "sdpa")):
+        auto, named = (
+            (
+                steplab.plan_time(attention=attention, gpu=gpu, **fields),
+                steplab.plan_memory(attention=attention, gpu=gpu, **fields),
+                steplab.plan_memory(attention=attention, gpu=gpu, layout="dp=2", **fields),
+                steplab.plan_layout(attention=attention, gpu=gpu, gpus=2, global_batch=8, **fields),
+            )
+            for attention in ("auto", name)
+        )
+        assert auto[0].central_s == named[0].central_s
+        assert [each.peak_bytes for each in auto[1:3]] == [each.peak_bytes for each in named[1:3]]
+        assert auto[3].candidates == named[3].candidates
+        said = told if name != "sdpa" else "attention auto: sdpa, nothing was measured on NVIDIA L40S"
+        assert all(any(note.startswith(said) for note in each.notes) for each in auto)
+        assert all(each.spec is not None and each.spec.attention == "auto" for each in auto)
 
 
 def test_a_run_says_what_was_chosen() -> None:

@@ -32,6 +32,8 @@ from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run
+from steplab.report.plan.steps import planned_table
+from steplab.report.plan.time import time_document
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
@@ -252,6 +254,23 @@ def test_a_factory_is_predicted(capsys: pytest.CaptureFixture[str]) -> None:
     printed = capsys.readouterr()
     assert "said by the model" not in printed.out
     assert "said by the model" in printed.err
+
+
+def of_own_batches(device: torch.device) -> tuple[nn.Module, Callable[[], tuple[Tensor, ...]]]:
+    return foreign(2, 8, device)
+
+
+def test_tokens_of_batches_that_a_factory_sizes_itself_are_not_known() -> None:
+    said = f"tokens per second: {__name__}:of_own_batches sizes its batches itself"
+    for name, is_known in (("foreign", True), ("of_own_batches", False)):
+        (planned,) = plan_steps([resolve_step({"model": f"{__name__}:{name}", "context": "64"})])
+        assert planned.time is not None
+        (row,) = planned_table([planned]).rows
+        verdict = time_document(planned.spec, planned.time).verdict
+        assert verdict is not None
+        assert row["tokens_per_s"] == (4 * 64 / planned.time.central_s if is_known else None)
+        assert ("tokens/s on one GPU" in " ".join(verdict.sentences)) == is_known
+        assert (said in planned.time.notes) == (not is_known)
 
 
 def test_memory_and_time_are_read_from_the_same_steps(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -133,10 +133,13 @@ def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> St
     """operators: those of a traced step, where they are known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
-    from steplab.fake_step.step import operators_of_fake
+    from steplab.fake_step.step import operators_of_fake, tokens_of
 
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    return predict_step_time(spec, gpu, tuple(operators) or operators_of_fake(spec))
+    found = predict_step_time(spec, gpu, tuple(operators) or operators_of_fake(spec))
+    tokens = tokens_of(spec)
+    unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
+    return with_notes(replace(found, tokens_per_step=tokens), unknown)
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:

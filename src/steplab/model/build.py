@@ -18,7 +18,7 @@ from steplab.ops.attention.plain import Span, no_span
 from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
 from steplab.ops.triton_places import runs_on
-from steplab.specs.attention_kernels import chosen_by_auto
+from steplab.specs.attention_kernels import choice_told, chosen_by_auto
 from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec
 
@@ -76,7 +76,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
         make_batch=lambda: tuple(random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)),
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
-        notes=(f"attention auto: {choice.implementation}, {choice.reason}",) if choice else (),
+        notes=(choice_told(choice),) if choice else (),
     )
 
 
@@ -110,11 +110,10 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
     factory = _find(spec.model.name)
     offered = {"batch": spec.batch, "context": spec.context, "device": device, "seed": spec.seed}
     parameters = inspect.signature(factory).parameters.values()
-    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    named = {parameter.name for parameter in parameters}
     _refuse_other_parameters(spec.model.name, parameters, offered)
-    own = () if takes_any else tuple(option for option in ("batch", "context") if option not in named)
-    made = factory(**{key: value for key, value in offered.items() if takes_any or key in named})
+    own = _not_taken(factory, ("batch", "context"))
+    missing = _not_taken(factory, tuple(offered))
+    made = factory(**{key: value for key, value in offered.items() if key not in missing})
     if isinstance(made, tuple) and len(made) == 2 and isinstance(made[0], nn.Module) and callable(made[1]):
         _only_defaults(spec, ("attention", "checkpointing"), "its factory has built the model, blocks and attention")
         return Workload(
@@ -130,6 +129,21 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
         f"{spec.model.name} returned {f'({told})' if isinstance(made, tuple) else told}; it must return "
         "(module, make_batch), in which calling make_batch() makes one batch, or a callable that runs one step"
     )
+
+
+def knows_tokens(spec: StepSpec) -> bool:
+    """Whether the tokens of a step are batch times context: not of a factory that sizes its batches itself. Raises
+    UserError for a factory that cannot be found."""
+    return spec.model.kind != "factory" or not _not_taken(_find(spec.model.name), ("batch", "context"))
+
+
+def _not_taken(factory: Callable[..., Any], options: tuple[str, ...]) -> tuple[str, ...]:
+    """Those of the options that a factory does not take."""
+    parameters = inspect.signature(factory).parameters.values()
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
+        return ()
+    named = {parameter.name for parameter in parameters}
+    return tuple(option for option in options if option not in named)
 
 
 def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:

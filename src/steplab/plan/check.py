@@ -66,7 +66,7 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         predicted_step_time_s=predicted.central_s,
         low_s=predicted.low_s,
         high_s=predicted.high_s,
-        predicted_peak_bytes=_peak_bytes(spec),
+        predicted_peak_bytes=_peak_bytes(spec, run.device_name),
         fitted=gpu.is_fitted and was_fitted(run, gpu.rates),
         # of a foreign model, whose records are not grouped by phase for a host's pace, by its record and the prediction
         device_waited=device_waited
@@ -91,9 +91,9 @@ def _gpu_of(run: Run) -> Gpu:
     return gpu_with(hardware, next((rates for rates in table if rates.name == hardware.name), table[0]))
 
 
-def _peak_bytes(spec: StepSpec) -> int | None:
+def _peak_bytes(spec: StepSpec, device_name: str | None) -> int | None:
     try:
-        return predict_memory(spec).peak_bytes
+        return predict_memory(spec, device=device_name).peak_bytes
     except Unsupported:
         return None
 

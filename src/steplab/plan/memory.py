@@ -21,7 +21,7 @@ from steplab.plan.dry_run.tensors import Piece
 from steplab.plan.layout.prediction import by_category, predict_layout_memory
 from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
-from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention
+from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
@@ -49,7 +49,8 @@ def predict_memory(
 ) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
-    `device` is the GPU's name as torch gives it; None: a Hopper, such as the H200. Raises Unsupported for a step that
+    `device` is the GPU's name as torch gives it, for which attention `auto` is chosen; None: a Hopper, such as the
+    H200. Raises Unsupported for a step that
     does not run on CUDA, and for a model whose parts are not known: a factory's, and most configurations of
     transformers. Of a configuration that is known, eager, of a size for planning only, and with CUDA graphs, it is a
     lower bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
@@ -64,16 +65,18 @@ def predict_memory(
         return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
     shape = shape_of(spec.model, what)
     _refuse_what_is_not_known(spec, shape, what)
+    spec, said = with_attention_chosen(spec, shape, [device] if device else [])
     spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
     refuse_unserved_attention(spec)
     if shape.num_heads == 0:
         return _without_activations(spec)
     workspace = workspace_of(device)
     if spec.layout.world_size > 1 or spec.compile == "block":
-        notes = _notes(spec, workspace.value, device)
-        return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
+        notes = [*said, *_notes(spec, workspace.value, device)]
+        found = predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
+        return dataclasses.replace(found, spec=dataclasses.replace(spec, attention=asked.attention))
     ledger, foreign = memory_of(spec, workspace=workspace), asked.model.kind == "hf"
-    notes = _notes(spec, workspace.value, device, foreign=foreign)
+    notes = [*said, *_notes(spec, workspace.value, device, foreign=foreign)]
     return _prediction(asked, ledger, _kind(spec, foreign=foreign), notes)
 
 

@@ -14,7 +14,6 @@ from typing import Literal, get_args
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported
-from steplab.ops.attention.choice_table import FALLBACK
 from steplab.plan.dry_run.events import READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
@@ -23,7 +22,7 @@ from steplab.plan.rates import Gpu, StepRates
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
-from steplab.specs.attention_kernels import chosen_by_auto, refuse_unserved_attention
+from steplab.specs.attention_kernels import refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
@@ -65,6 +64,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         phases=(*phases, step),
         parts=tuple(parts),
         is_fitted=has_own_rates(spec.precision, gpu),
+        tokens_per_step=None if asked.model.kind == "factory" else asked.tokens_of_all,
         utilizations=_utilizations(spec, gpu, parts, step.seconds),
         sources=gpu.sources,
         notes=(*_notes_of_model(asked, operators), *_notes(spec, gpu)),
@@ -213,10 +213,7 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
     """The step with what attention `auto` is on the GPU."""
-    if spec.attention != "auto" or spec.model.shape is None:
-        return spec
-    names = {chosen_by_auto(spec, spec.model.shape, name).implementation for name in gpu.device_names}
-    return dataclasses.replace(spec, attention=next(iter(sorted(names - {FALLBACK})), FALLBACK))
+    return with_attention_chosen(spec, spec.model.shape, gpu.device_names)[0]
 
 
 _FEWEST_MICRO_STEPS = 2
@@ -450,7 +447,9 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
         notes.append(f"the update is overlapped with the backward pass: {share}")
     if spec.precision == "fp16":
         notes.append("without the gradient scaler's operators")
-    attention = as_chosen(spec, gpu).attention
+    chosen, said = with_attention_chosen(spec, spec.model.shape, gpu.device_names)
+    notes += said
+    attention = chosen.attention
     if attention not in ("plain", "sdpa") and attention not in gpu.rates.attention:
         notes.append(f"attention {attention} was not measured here: predicted as FlashAttention-2")
     shape = spec.model.shape

@@ -71,6 +71,8 @@ class StepTimePrediction:
     is_fitted: bool
     """Whether rates of this GPU, this precision and this way of compiling were fitted to records; otherwise those of
     others are used, and the interval is wider."""
+    tokens_per_step: int | None = None
+    """Tokens of the step; None: not known, as of a model that sizes its batches itself."""
     utilizations: tuple[Utilization, ...] = ()
     """MFU at the central value under every convention whose sizes are known, and HFU."""
     fit: CardFit | None = None
@@ -110,6 +112,11 @@ class StepTimePrediction:
     def high_s(self) -> float:
         """Upper end of the step's 90 % interval."""
         return self.step.high_s
+
+    @property
+    def tokens_per_s(self) -> float | None:
+        """Tokens per second at the central value; None if the tokens of the step are not known."""
+        return self.tokens_per_step / self.central_s if self.tokens_per_step else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

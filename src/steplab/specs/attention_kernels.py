@@ -1,9 +1,10 @@
 """Which attention implementation runs a step: which ones can on a device, and which one `auto` chooses."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from steplab.errors import Unsupported
-from steplab.ops.attention.choice_table import Choice, choose
+from steplab.ops.attention.choice_table import FALLBACK, Choice, choose
 from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
 from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
@@ -51,6 +52,23 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str) ->
         causal=True,
         grouped=shape.num_kv_heads is not None,
     )
+
+
+def with_attention_chosen(
+    spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
+) -> tuple[StepSpec, tuple[str, ...]]:
+    """The step with what `auto` is on a GPU of one of these names, and the words that say so; a step that names its
+    attention, and one of which the shape or the GPU is not known, as it is, without words."""
+    if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
+        return spec, ()
+    choices = [chosen_by_auto(spec, shape, name) for name in device_names]
+    chosen = next((each for each in choices if each.implementation != FALLBACK), choices[0])
+    return dataclasses.replace(spec, attention=chosen.implementation), (choice_told(chosen),)
+
+
+def choice_told(choice: Choice) -> str:
+    """What `auto` chose, and why, for the notes of a record or of a prediction."""
+    return f"attention auto: {choice.implementation}, {choice.reason}"
 
 
 def _why_not(attention: str, spec: StepSpec) -> str | None:

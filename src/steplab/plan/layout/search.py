@@ -22,6 +22,7 @@ from steplab.plan.time import model_utilizations
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict
 from steplab.records.run import Utilization
+from steplab.specs.attention_kernels import with_attention_chosen
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout
@@ -67,13 +68,16 @@ def check_job(gpus: int, global_batch: int) -> None:
 
 def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     """Every layout of the job, those that fit first, the fastest first."""
+    asked = job.spec
+    spec, said = with_attention_chosen(asked, asked.model.shape, job.gpu.device_names)
+    job = dataclasses.replace(job, spec=spec)
     search = _Search(job)
     found = [search.candidate(layout) for layout in layouts_of(job.gpus)]
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
-    notes = ["whether a layout is slower than another is decided without the errors that both predictions share"]
+    notes = [*said, "whether a layout is slower than another is decided without the errors that both predictions share"]
     if job.update == OVERLAPPED:
         notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
     if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
@@ -87,7 +91,7 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
             "network=200Gb/s states another, and --link network=45 gives what is reached, in GB/s of one GPU"
         )
     return LayoutPlan(
-        spec=job.spec,
+        spec=asked,
         gpu=job.gpu.name,
         gpus=job.gpus,
         gpus_per_node=job.machine.gpus_per_node,

@@ -77,7 +77,7 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
         row |= {"fits": _smallest(memory) if memory else None, "gpu": time.gpu if time else None}
         if whole:
             row |= {"time_s": whole.seconds, "low_s": whole.low_s, "high_s": whole.high_s, "bound": whole.bound}
-            row |= {"tokens_per_s": step.spec.tokens_of_all / whole.seconds}
+            row |= {"tokens_per_s": time.tokens_per_s if time else None}
         row |= {"why_not": "; ".join(step.why_not) or None}
         rows.append(row | {f"measured_{key}": seen.get(key) for key in _MEASURED})
     return Table(

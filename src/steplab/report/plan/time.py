@@ -33,8 +33,6 @@ _BOUND = {
 def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
     """All that is predicted of the time of a step; for programs the rows of `time_rows`."""
     step, time = prediction.step, units.format_time
-    tokens = " ".join(units.format_rate(spec.tokens_of_all / step.seconds, " tokens/s").split())
-    assumed = f" if a step has {spec.tokens_of_all} tokens" if spec.model.kind == "factory" else ""
     return Document(
         title=f"Predicted step time on {prediction.gpu}",
         subtitle=describe(spec),
@@ -42,13 +40,19 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
             sentences=(
                 f"A step takes about {time(step.seconds)}, {time(step.low_s)} to {time(step.high_s)} with a "
                 f"probability of 90 %; {_BOUND[step.bound]}.",
-                f"That is {tokens} on one GPU{assumed}{mfu_words(prediction.utilizations)}.",
+                *_rate(prediction),
             ),
             cautions=tuple(_lack_of_memory(prediction)),
         ),
         sections=tuple(_sections(prediction)),
         data=Table(name="prediction", columns=(), rows=tuple(time_rows(prediction))),
     )
+
+
+def _rate(prediction: StepTimePrediction) -> Iterator[str]:
+    if prediction.tokens_per_s is not None:
+        tokens = " ".join(units.format_rate(prediction.tokens_per_s, " tokens/s").split())
+        yield f"That is {tokens} on one GPU{mfu_words(prediction.utilizations)}."
 
 
 def mfu_words(utilizations: Sequence[Utilization]) -> str:
