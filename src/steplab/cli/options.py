@@ -90,6 +90,22 @@ class GivenFields:
         return {field: value for field, value in values.items() if value is not None}
 
 
+def cell_options(cell_fields: Mapping[str, StepField], group: Group) -> Callable[[_Class], _Class]:
+    """Add an option for each field of a benchmark's cells, by its name, to a class that is about to become a
+    dataclass."""
+
+    def add(options: _Class) -> _Class:
+        options.__annotations__ = {
+            name: Annotated[(bool if field.type is bool else str) | None, Parameter(help=field.help, group=group)]
+            for name, field in cell_fields.items()
+        }
+        for name in cell_fields:
+            setattr(options, name, None)
+        return options
+
+    return add
+
+
 @dataclass(frozen=True, kw_only=True)
 class GivenLists:
     """The fields of a benchmark's cells that were given; every combination of their values is a cell."""

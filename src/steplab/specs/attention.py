@@ -2,59 +2,68 @@
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
-from steplab.specs.step import CHOICES, CompileMode
-from steplab.specs.step_fields import LARGEST
+from steplab.ops.attention.implementations import NAMES
+from steplab.specs.step import CompileMode
+from steplab.specs.step_fields import Declared, declared_fields
 
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPass = Literal["forward", "backward", "both"]
 PASSES: tuple[AttentionPass, ...] = get_args(AttentionPass)
 """forward: without gradients. backward: the backward pass alone, after an untimed forward pass. both: a forward and a
 backward pass."""
-DTYPES: tuple[str, ...] = get_args(AttentionDtype)
-SIZES = ("batch", "heads", "kv_heads", "queries", "keys", "dim")
-"""The fields that are sizes, from the outermost dimension to the innermost."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionSpec:
     """One cell: queries of shape [batch, heads, queries, dim], keys and values of [batch, kv_heads, keys, dim]."""
 
-    batch: int = 1
-    """Sequences."""
-    heads: int = 1
-    """Number of query heads."""
-    kv_heads: int | None = None
-    """Number of key and value heads, a divisor of `heads`; None: as many as `heads`."""
-    queries: int = 1024
-    """Number of query positions."""
-    keys: int | None = None
-    """Number of key positions; None: as many as `queries`."""
-    dim: int = 64
-    """Dimension of a head."""
-    causal: bool = False
-    """Whether a query attends only to keys up to its own position; both positions count from the first."""
-    dtype: AttentionDtype = "bf16"
-    """fp32: IEEE products. tf32: fp32 tensors, TF32 products. bf16, fp16: tensors of that type."""
-    implementation: str = "plain"
-    """A name of steplab.ops.attention."""
-    compile: CompileMode = "off"
-    """The mode of torch.compile; off: not compiled."""
+    batch: Annotated[int, Declared(help="Sequences", least=1)] = 1
+    heads: Annotated[int, Declared(help="Query heads", least=1)] = 1
+    kv_heads: Annotated[
+        int | None,
+        Declared(
+            help="Heads of keys and values, a divisor of the query heads",
+            default_words="as many as there are query heads",
+            least=1,
+        ),
+    ] = None
+    queries: Annotated[int, Declared(help="Sequence length of the queries", least=1)] = 1024
+    keys: Annotated[
+        int | None,
+        Declared(help="Sequence length of the keys and values", default_words="that of the queries", least=1),
+    ] = None
+    dim: Annotated[int, Declared(help="Head dimension", least=1)] = 64
+    causal: Annotated[
+        bool,
+        Declared(
+            help="Apply the causal mask: a query attends to keys up to its own position, both counted from the first",
+            default_words="as the grid says, else no",
+        ),
+    ] = False
+    dtype: Annotated[
+        AttentionDtype,
+        Declared(
+            help="Number format",
+            meanings={"fp32": "IEEE products", "tf32": "fp32 tensors, TF32 products"},
+            default_words="bf16 on a GPU, else fp32",
+        ),
+    ] = "bf16"
+    implementation: Annotated[
+        str,
+        Declared(help="Implementation of attention", choices=NAMES, default_words="those that suit the device"),
+    ] = "plain"
+    compile: Annotated[CompileMode, Declared(help="Mode of torch.compile, or off")] = "off"
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "kv_heads", self.heads if self.kv_heads is None else self.kv_heads)
         object.__setattr__(self, "keys", self.queries if self.keys is None else self.keys)
-        for name in SIZES:
-            if not 1 <= getattr(self, name) <= LARGEST:
-                raise UserError(f"{name} must be at least 1 and below 2^63, not {getattr(self, name)}")
+        for field in CELL_FIELDS:
+            field.refuse_invalid(getattr(self, field.attribute))
         if self.heads % self.num_kv_heads:
             raise UserError(f"heads must be a multiple of kv-heads, not {self.heads} of {self.kv_heads}")
-        choices = {"dtype": DTYPES, "implementation": CHOICES["attention"], "compile": CHOICES["compile"]}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} '{getattr(self, name)}' is not known; choose one of {', '.join(known)}")
 
     @property
     def num_kv_heads(self) -> int:
@@ -93,3 +102,7 @@ class AttentionSpec:
             return self.implementation
         mode = "" if self.compile == "default" else f" ({self.compile})"
         return f"{self.implementation}, compiled{mode}"
+
+
+CELL_FIELDS = declared_fields(AttentionSpec)
+"""The fields of a cell."""

@@ -8,30 +8,20 @@ and keys alike.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
 from steplab.errors import UserError
-from steplab.specs.attention import PASSES, SIZES, AttentionPass, AttentionSpec
+from steplab.specs.attention import CELL_FIELDS, PASSES, AttentionPass, AttentionSpec
 from steplab.specs.presets import GRIDS, content_of
+from steplab.specs.step_fields import Declared
 
 Grid = Mapping[str, Sequence[object]]
-FIELDS = (
-    "batch",
-    "heads",
-    "kv_heads",
-    "sequence",
-    "queries",
-    "keys",
-    "dim",
-    "causal",
-    "dtype",
-    "implementation",
-    "compile",
-)
-"""The fields that a grid may set."""
-_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
+_QUERIES = next(field for field in CELL_FIELDS if field.key == "queries")
+_SEQUENCE = replace(_QUERIES, key="sequence", about=Declared(help="Sequence length of both queries and keys"))
+FIELDS = {field.key: field for field in (_SEQUENCE, *CELL_FIELDS)}
+"""The fields that a grid may set, by their names; `sequence` sets queries and keys alike."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -121,33 +111,10 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
     """The cell that `fields` describe. Raises UserError that names the field, its value and the valid ones."""
-    found: dict[str, object] = {}
-    for name, value in fields.items():
+    for name in fields:
         if name not in FIELDS:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")
-        if name == "sequence":
-            found["queries"] = found["keys"] = _integer(name, value)
-        elif name in SIZES:
-            found[name] = _integer(name, value)
-        elif name == "causal":
-            found[name] = _truth(value)
-        elif isinstance(value, str):
-            found[name] = value
-        else:
-            raise UserError(f"{name} must be a name, not {value!r}")
+    found = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    if "sequence" in found:
+        found["queries"] = found["keys"] = found.pop("sequence")
     return AttentionSpec(**found)  # type: ignore[arg-type]
-
-
-def _integer(name: str, value: object) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if isinstance(value, str) and value.strip().isascii() and value.strip().isdecimal():
-        return int(value)
-    raise UserError(f"{name} must be a whole number, not '{value}'")
-
-
-def _truth(value: object) -> bool:
-    known = value if isinstance(value, bool) else _TRUTH.get(str(value).strip().lower())
-    if known is None:
-        raise UserError(f"causal must be true or false, not '{value}'")
-    return known

@@ -8,9 +8,10 @@ keeps every part aligned.
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
+from steplab.specs.step_fields import Declared, declared_fields
 from steplab.units import format_message, parse_bytes
 
 Collective = Literal["all_reduce", "all_gather", "reduce_scatter", "broadcast", "all_to_all", "send_recv"]
@@ -19,12 +20,6 @@ CommDevice = Literal["cuda", "cpu"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 """send_recv: every rank sends to the next and receives from the one before, both at once."""
-BACKENDS: tuple[str, ...] = get_args(CommBackend)
-"""peer_copy: steplab.parallel's copies between the memories of one host's GPUs, which average as they reduce."""
-DEVICES: tuple[str, ...] = get_args(CommDevice)
-DTYPES: tuple[str, ...] = get_args(CommDtype)
-FIELDS = ("collective", "backend", "device", "size", "world_size", "dtype")
-"""The fields that take a list of values."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
 """The collectives whose message consists of one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
@@ -41,27 +36,43 @@ _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**
 class CommSpec:
     """One collective cell: what is sent, by which backend, between how many ranks."""
 
-    collective: Collective = "all_reduce"
-    """The collective operation."""
-    backend: CommBackend = "gloo"
-    """The library that transfers the data."""
-    device: CommDevice | None = None
-    """Device of the tensors; None for the backend's native device."""
-    size_bytes: int = 1_000_000
-    """Requested size of the whole message in bytes; `message_bytes` is the size after rounding."""
-    world_size: int = 2
-    """Number of ranks that take part."""
-    dtype: CommDtype = "fp32"
-    """Number format of an element."""
+    collective: Annotated[Collective, Declared(help="Collective", default_words="all of them")] = "all_reduce"
+    backend: Annotated[
+        CommBackend,
+        Declared(
+            help="Backend",
+            meanings={
+                "peer_copy": "steplab's copies between the memories of one host's GPUs, which average as they reduce; "
+                "all_reduce only"
+            },
+            default_words="nccl, or gloo on a CPU",
+        ),
+    ] = "gloo"
+    device: Annotated[
+        CommDevice | None,
+        Declared(help="Device of the tensors", default_words="the backend's native device, cuda for nccl"),
+    ] = None
+    size_bytes: Annotated[
+        int,
+        Declared(
+            help="Size of the whole message before rounding, as in 64kB,1MB",
+            default_words="on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB",
+        ),
+    ] = 1_000_000
+    world_size: Annotated[
+        int,
+        Declared(
+            help="Number of ranks that take part",
+            default_words="powers of two up to the number of processes, and all",
+        ),
+    ] = 2
+    dtype: Annotated[CommDtype, Declared(help="Number format of an element")] = "fp32"
 
     def __post_init__(self) -> None:
-        choices = {"collective": COLLECTIVES, "backend": BACKENDS, "dtype": DTYPES}
-        for name, known in choices.items():
-            if getattr(self, name) not in known:
-                raise UserError(f"{name} '{getattr(self, name)}' is not known; choose one of {', '.join(known)}")
-        if self.device is None:
+        if self.device is None and self.backend in _OWN_DEVICE:
             object.__setattr__(self, "device", _OWN_DEVICE[self.backend])
-        _refuse_unknown_device(str(self.device))
+        for field in FIELDS.values():
+            field.refuse_invalid(getattr(self, field.attribute))
         if self.device not in _SERVES[self.backend]:
             raise UserError(f"{self.backend} cannot send tensors on {self.device}; use --backend gloo for those")
         if self.collective not in _DOES.get(self.backend, COLLECTIVES):
@@ -112,6 +123,10 @@ class CommSpec:
         return (
             f"{self.collective} of {format_message(self.size_bytes)}{typed}, {self.transport}, {self.world_size} ranks"
         )
+
+
+FIELDS = {field.key.removesuffix("_bytes"): field for field in declared_fields(CommSpec)}
+"""The fields of a cell, by the names of their options; each takes a list of values."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -166,7 +181,7 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
     for name in texts.get("device", ()):  # each: a backend passes over those that it does not serve
-        _refuse_unknown_device(name)
+        FIELDS["device"].refuse_invalid(name)
     worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells = []
@@ -183,11 +198,6 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
                 fields = {"collective": collective, "backend": backend, "device": device, "dtype": dtype}
                 cells.append(CommSpec(**fields, size_bytes=size_bytes, world_size=world))  # type: ignore[arg-type]
     return tuple(cells)
-
-
-def _refuse_unknown_device(name: str) -> None:
-    if name not in DEVICES:
-        raise UserError(f"device '{name}' is not known; choose one of {', '.join(DEVICES)}")
 
 
 def _least_bytes(world_size: int) -> int:

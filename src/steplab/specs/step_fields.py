@@ -1,6 +1,6 @@
-"""The declaration of a field of a step, and everything that is derived from it.
+"""The declaration of a field of a step, or of a benchmark's cell, and everything that is derived from it.
 
-A declaration stands in the annotation of the field, in `specs.step` and `specs.model`:
+A declaration stands in the annotation of the field, in `specs.step`, `specs.model`, `specs.attention` and `specs.comm`:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
@@ -12,7 +12,7 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import UnionType
-from typing import Annotated, Any, Literal, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from steplab.errors import UserError
 
@@ -24,6 +24,7 @@ LARGEST = 2**63 - 1
 
 Scalar = str | int | float | None
 """A value in a row."""
+_TRUTH = {"true": True, "yes": True, "1": True, "false": False, "no": False, "0": False}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -98,7 +99,7 @@ class StepField:
     attribute: str
     """Name in the dataclass."""
     type: type
-    """Type of the value: int, float, str or a type of its own."""
+    """Type of the value: int, float, bool, str or a type of its own."""
     choices: tuple[str, ...]
     """The valid texts; empty if the field is not a choice."""
     default: Any
@@ -163,6 +164,8 @@ class StepField:
 
     def parsed(self, given: object) -> object:
         """The value from text or from a value of the field's type. Raises UserError for another type."""
+        if self.type is bool:
+            return _truth(self.key, given)
         if self.type is int:
             return _number(self.key, given, int, "a whole number")
         if self.type is float:
@@ -201,7 +204,7 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
                 f"{cls.__name__}.{field.name} is not declared: write Annotated[its type, Declared(help=...)]"
             )
         annotated, about = get_args(field.type)
-        plain = get_args(annotated)[0] if isinstance(annotated, UnionType) else annotated  # int | None
+        plain = get_args(annotated)[0] if get_origin(annotated) in (UnionType, Union) else annotated  # int | None
         choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(
             StepField(
@@ -227,6 +230,13 @@ def option_name(key: str) -> str:
 
 def _reader(read: Callable[[Spec], Any], name: str) -> Callable[[Spec], Any]:
     return lambda spec: getattr(read(spec), name, None)
+
+
+def _truth(key: str, given: object) -> bool:
+    known = given if isinstance(given, bool) else _TRUTH.get(str(given).strip().lower())
+    if known is None:
+        raise UserError(f"{key} must be true or false, not '{given}'")
+    return known
 
 
 def _number(key: str, given: object, kind: Callable[[Any], object], what: str) -> object:

@@ -12,37 +12,18 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import GivenLists, OutputOptions
+from steplab.cli.options import GivenLists, OutputOptions, cell_options
+from steplab.specs.attention_study import FIELDS
 from steplab.specs.device import DEVICES_TOLD
 
-_CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
-
-
-def _cell(help: str, name: str | None = None) -> Parameter:
-    return Parameter(name=name, help=help, group=_CELLS)
+_CELLS = Group.create_ordered("What is measured (every combination of the listed values, which replace the grid's)")
 
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+@cell_options(FIELDS, _CELLS)
 class CellOptions(GivenLists):
     """The shapes of attention and the implementations that compute them."""
-
-    batch: Annotated[str | None, _cell("Sequences")] = None
-    heads: Annotated[str | None, _cell("Query heads")] = None
-    kv_heads: Annotated[str | None, _cell("Heads of keys and values [default: as many as --heads]")] = None
-    sequence: Annotated[str | None, _cell("Sequence length of both queries and keys: 1024,2048")] = None
-    queries: Annotated[str | None, _cell("Sequence length of the queries")] = None
-    keys: Annotated[str | None, _cell("Sequence length of the keys and values")] = None
-    dim: Annotated[str | None, _cell("Head dimension")] = None
-    causal: Annotated[bool | None, _cell("Apply the causal mask [default: as the grid says, else no]")] = None
-    dtype: Annotated[str | None, _cell("Number formats: fp32, tf32, bf16, fp16")] = None
-    implementation: Annotated[
-        str | None,
-        _cell(
-            "Implementations, named as for --attention of `run`: plain,sdpa_flash [default: those that suit the device]"
-        ),
-    ] = None
-    compile: Annotated[str | None, _cell("Modes of torch.compile, or off [default: off]")] = None
 
 
 def attention(

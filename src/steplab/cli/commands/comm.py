@@ -13,39 +13,17 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import GivenLists, OutputOptions, ProcessOptions
+from steplab.cli.options import GivenLists, OutputOptions, ProcessOptions, cell_options
+from steplab.specs.comm import FIELDS
 
 _CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
 
 
-def _cell(help: str) -> Parameter:
-    return Parameter(help=help, group=_CELLS)
-
-
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
+@cell_options(FIELDS, _CELLS)
 class CommOptions(GivenLists):
     """The collectives, their message sizes, and the processes and backends that carry them out."""
-
-    collective: Annotated[
-        str | None,
-        _cell("all_reduce, all_gather, reduce_scatter, broadcast, all_to_all, send_recv [default: all of them]"),
-    ] = None
-    size: Annotated[
-        str | None,
-        _cell("Message sizes: 64kB,1MB [default: on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB]"),
-    ] = None
-    world_size: Annotated[
-        str | None,
-        _cell("Numbers of ranks that take part [default: powers of two up to the number of processes, and all]"),
-    ] = None
-    backend: Annotated[
-        str | None, _cell("Backends: nccl, gloo, peer_copy (all_reduce only) [default: nccl, or gloo on a CPU]")
-    ] = None
-    device: Annotated[
-        str | None, _cell("Devices of the tensors: cuda, cpu [default: the backend's native device, cuda for nccl]")
-    ] = None
-    dtype: Annotated[str | None, _cell("Number formats: fp32, bf16, fp16 [default: fp32]")] = None
 
 
 def comm(
