@@ -5,6 +5,7 @@ forks, and the fork is a command with the folder, variables and streams that com
 too it answers with the number of the command and then its exit code. The parallel test processes share it, and it ends
 when all of them have closed their connections. Measuring processes are forked in turn, by the command and with a
 session of their own, as `steplab.measurement.processes.started` starts them; so are the commands that torchrun starts.
+The ranks on which tests call functions (tests.distributed.ranks) are forked from it as well.
 """
 
 import atexit
@@ -87,8 +88,11 @@ class Preloaded:
         with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
             listener.bind(str(self._place))
             listener.listen()
-            words = [sys.executable, __file__, str(listener.fileno())]
-            return subprocess.Popen(words, env=environment, pass_fds=[listener.fileno()], start_new_session=True)
+            words = [sys.executable, "-m", "tests.cli.preloaded", str(listener.fileno())]
+            folder = Path(__file__).parents[2]
+            return subprocess.Popen(
+                words, cwd=folder, env=environment, pass_fds=[listener.fileno()], start_new_session=True
+            )
 
     def close(self) -> None:
         """Let the other process end, once nobody else asks it."""
@@ -99,21 +103,30 @@ class Preloaded:
             self._place.with_suffix(".lock").unlink()
 
     def start(
-        self, module: str, arguments: list[str], *, cwd: str, environment: dict[str, str], stdin: bytes
+        self,
+        module: str,
+        arguments: list[str],
+        *,
+        cwd: str,
+        environment: dict[str, str],
+        stdin: bytes | socket.socket,
     ) -> Started:
         """Start `python -m module` as a shell's foreground job: in a process group of its own, open to Ctrl-C.
 
-        The module `python` is the interpreter itself, with a file or `-c` and code.
+        The module `python` is the interpreter itself, with a file or `-c` and code. `stdin`: what it can read there, or
+        a connection to it.
         """
         request = {"module": module, "arguments": arguments, "cwd": cwd, "environment": environment}
         data = json.dumps(request).encode()
         assert len(data) < _LONGEST_REQUEST_BYTES
         out, errors = tempfile.TemporaryFile(), tempfile.TemporaryFile()  # noqa: SIM115
         answers, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        with tempfile.TemporaryFile() as given, theirs:
-            given.write(stdin)
-            given.seek(0)
-            socket.send_fds(self._socket, [data], [file.fileno() for file in (given, out, errors, theirs)])
+        with tempfile.TemporaryFile() as file, theirs:
+            given = stdin if isinstance(stdin, socket.socket) else file
+            if isinstance(stdin, bytes):
+                file.write(stdin)
+                file.seek(0)
+            socket.send_fds(self._socket, [data], [each.fileno() for each in (given, out, errors, theirs)])
         return Started(answers, out, errors)
 
 
@@ -156,10 +169,10 @@ def _take(streams: tuple[int, ...], keep: tuple[int, ...] = ()) -> None:
     """Make these descriptors the standard streams, and keep no others."""
     for number, descriptor in enumerate([os.dup(stream) for stream in streams]):
         os.dup2(descriptor, number)
+    nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/dev/fd")):
-        if descriptor > 2 and descriptor not in keep:
-            with contextlib.suppress(OSError):  # the list's own
-                os.close(descriptor)
+        if descriptor > 2 and descriptor not in (*keep, nothing):  # closed, it would be closed again by what is left
+            os.dup2(nothing, descriptor, inheritable=False)
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdin = open(0, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
     sys.stdout = open(1, "w", encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
@@ -189,6 +202,7 @@ def _import_everything() -> None:
     import steplab
 
     importlib.import_module("torch._dynamo")  # as the first optimizer does, in a measuring process
+    importlib.import_module("torch._inductor.compile_fx")  # as whatever compiles does
     importlib.import_module("torch.distributed.run")
     with contextlib.suppress(ImportError):
         importlib.import_module("transformers.models.llama.modeling_llama")  # the configurations in examples
@@ -197,6 +211,11 @@ def _import_everything() -> None:
             continue  # trackers and trainers take seconds to import, and commands that are forked use none
         with contextlib.suppress(ImportError):  # what needs a package that is not here
             importlib.import_module(module.name)
+    ranks_tests = Path(__file__).parents[1] / "distributed"
+    sys.path.insert(0, str(ranks_tests))  # as pytest does, by whose names of modules ranks find their functions
+    for file in ranks_tests.glob("test_*.py"):
+        importlib.import_module(file.stem)
+    del sys.path[0]
     sys.dont_write_bytecode = True  # commands shall leave none beside the models they import
     tempfile.tempdir = None  # to be found by the variables of each
     gc.collect()

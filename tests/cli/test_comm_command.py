@@ -3,7 +3,6 @@
 import json
 import os
 import signal
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -12,7 +11,7 @@ from statistics import median
 from typing import Any
 
 import pytest
-from tests.cli.program import Program
+from tests.cli.program import Program, finish
 from tests.comm_records import make_comm, make_comm_cell
 from tests.runs import ENVIRONMENT, make_run
 
@@ -75,14 +74,11 @@ def test_collectives_are_measured_on_several_ranks_and_kept(steplab: Program) ->
 
 
 def test_under_torchrun_one_process_stores_and_prints(steplab: Program) -> None:
-    words = ["--nproc-per-node", "2", "--standalone", "--no-python", sys.executable, "-m", "steplab"]
-    finished = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", *words, "comm", "--collective", "broadcast", *TINY,
-         "--format", "json"],
-        cwd=steplab.cwd, env=steplab.environment, capture_output=True, text=True, timeout=120, check=False,
-    )  # fmt: skip
-    assert finished.returncode == 0, finished.stderr
-    rows = json.loads(finished.stdout)
+    around = ["--nproc-per-node", "2", "--standalone", "--no-python", sys.executable, "-m", "steplab"]
+    words = ["comm", "--collective", "broadcast", *TINY, "--format", "json"]
+    finished = finish(steplab.start(*around, *words, module="torch.distributed.run"))
+    assert finished.code == 0, finished.stderr
+    rows = finished.rows()
     assert [(row["collective"], row["world_size"], row["status"]) for row in rows] == [("broadcast", 2, "ok")] * 3
     with Store.open(steplab.store, write=False) as store:
         assert len(store.rows(kind="comm")) == 1

@@ -1,15 +1,16 @@
 """Runs functions on several ranks at once, in processes that talk by gloo, and reports what went wrong on any.
 
-The ranks of a world stay for the next function: they are forked from a server that has imported torch, and joined once.
-After a failure, or when a function does not end, the world is given up and the next function gets a new one, since its
-ranks no longer agree on what comes next.
+The ranks of a world stay for the next function: they are forked from the process that has imported everything
+(tests.cli.preloaded), and joined once. After a failure, or when a function does not end, the world is given up and the
+next function gets a new one, since its ranks no longer agree on what comes next.
 """
 
 import atexit
 import contextlib
 import gc
-import multiprocessing
 import os
+import socket
+import sys
 import tempfile
 import time
 import traceback
@@ -17,24 +18,16 @@ from collections.abc import Callable, Sequence
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 
+import psutil  # type: ignore[import-untyped]
 import pytest
+from tests.cli.preloaded import Started
+from tests.cli.program import REPOSITORY, preloaded
 
 TIMEOUT_S = 60
 """Longest for one function on all ranks, these being many on few cores."""
 COLLECTIVE_TIMEOUT_S = 30
 GRACE_S = 3
 """How long other ranks have, once one failed, to say how they fare."""
-
-_processes = multiprocessing.get_context("forkserver")
-_processes.set_forkserver_preload(
-    [
-        "torch._dynamo",
-        "torch._inductor.compile_fx",  # which ranks that compile would each import
-        "torch.distributed.fsdp",
-        "torch.distributed.tensor.debug",
-        "steplab.measurement.step.step",
-    ]
-)
 
 
 def on_ranks(size: int, function: Callable[..., None], *arguments: object) -> None:
@@ -84,14 +77,16 @@ class World:
     def __init__(self, size: int) -> None:
         self._folder = tempfile.TemporaryDirectory()
         self._pipes: list[Connection] = []
-        self._ranks = []
+        self._ranks: list[Started] = []
         for rank in range(size):
-            here, there = _processes.Pipe()
-            process = _processes.Process(target=_serve, args=(rank, size, self._folder.name, there), daemon=True)
-            process.start()
-            there.close()
-            self._pipes.append(here)
-            self._ranks.append(process)
+            here, there = socket.socketpair()
+            words = [__file__, str(rank), str(size), self._folder.name]
+            with there:
+                self._ranks.append(
+                    preloaded().start("python", words, cwd=str(REPOSITORY), environment=dict(os.environ), stdin=there)
+                )
+            self._pipes.append(Connection(here.detach()))
+        atexit.register(self.close)  # before the process that they are forked from, which waits for them
 
     def run(self, function: Callable[..., None], arguments: Sequence[object]) -> str:
         """What went wrong, rank by rank; empty if nothing did."""
@@ -117,9 +112,11 @@ class World:
 
     def close(self) -> None:
         """End the processes, whatever they are doing."""
+        atexit.unregister(self.close)
         for process in self._ranks:
-            process.kill()
-            process.join()
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+            process.communicate()
         self._folder.cleanup()
 
 
@@ -166,7 +163,5 @@ def _do(function: Callable[..., None], arguments: Sequence[object]) -> None:
 _worlds: dict[int, World] = {}
 
 
-@atexit.register
-def _close_worlds() -> None:
-    for world in _worlds.values():
-        world.close()
+if __name__ == "__main__":
+    _serve(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], Connection(os.dup(sys.stdin.fileno())))
