@@ -419,6 +419,41 @@ def test_what_to_change_is_an_option_where_the_gradients_are_averaged_by_steplab
 
 
 @pytest.mark.parametrize(
+    ("fields", "change"),
+    [
+        ({"layout": "fsdp=2"}, "steplab run --model small --layout fsdp=2 --reshard-after-forward never"),
+        (
+            {"layout": "dp=2,fsdp=2", "reshard_after_forward": "never"},
+            "steplab run --model small --layout dp=2,fsdp=2 --reshard-after-forward never --batch 8",
+        ),
+        ({"layout": "tp=2"}, "steplab plan layout --model small --gpus 2 --global-batch 4 --gpu 'H200 SXM'"),
+        (
+            {"layout": "dp=2,pp=2", "microbatches": 2, "pipeline_schedule": "gpipe", "precision": "bf16"},
+            "steplab plan layout --model small --precision bf16 --gpus 4 --global-batch 8 --gpu 'H200 SXM'",
+        ),
+    ],
+)
+def test_what_to_change_applies_to_the_layout(fields: dict[str, object], change: str) -> None:
+    """Nothing else than steplab's own data parallelism has buckets."""
+    seen = profile([MODEL], communication=Communication(total_s=20 * MS, overlapped_s=8 * MS))
+    found = communication_exposed(case(dataclasses.replace(make_run({"model": "small", **fields}), profile=seen)))
+    assert found is not None
+    assert found.change == change
+    assert "bucket" not in found.change + found.note
+
+
+def test_gathered_parameters_in_a_trace_are_not_told_to_change_their_buckets() -> None:
+    communication = Communication(total_s=20 * MS, overlapped_s=8 * MS)
+    gather = op("c10d::_allgather_base_", "communication", 1.0)
+    names = {gather.name: "ncclDevKernel_AllGather_RING_LL"}
+    seen = profile([MODEL, gather], communication=communication, kernel_names=names)
+    found = communication_exposed(case(foreign(seen)))
+    assert found is not None
+    assert found.change.startswith("fully_shard(block")
+    assert "bucket" not in found.change + found.note
+
+
+@pytest.mark.parametrize(
     "communication",
     [None, Communication(total_s=20 * MS, overlapped_s=19 * MS)],
     ids=["none", "hidden"],

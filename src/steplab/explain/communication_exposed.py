@@ -1,8 +1,15 @@
 """Collectives with no computation beside them."""
 
+import dataclasses
+import re
+import shlex
+
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
-from steplab.specs.command import command
+from steplab.records.profile import Profile
+from steplab.specs.command import command, options
+from steplab.specs.hardware import HardwareSpec
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
@@ -10,6 +17,22 @@ CONSIDERABLE = 0.05
 """Least share of the step: collectives that cannot overlap (the last bucket of gradients) take a few per cent."""
 _FURTHER = 4
 """Factor by which larger buckets are proposed: their number is what costs, so a small factor would change little."""
+_GATHERS = re.compile(r"all_?gather", re.IGNORECASE)
+"""Names of the kernels and calls by which parameters that are sharded come together."""
+_OF_BUCKETS = (
+    "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is late "
+    "(`steplab ddp` compares them, and other ways to send); fewer bytes with bf16 gradients, less often with gradient "
+    "accumulation"
+)
+_OF_SHARDS = (
+    "parameters that stay gathered after the forward pass take more memory, and are gathered once and not twice; a "
+    "larger batch computes longer beside the same messages; in code of your own FSDP2 has "
+    "set_modules_to_forward_prefetch, and sends half the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
+)
+_OF_PARTS = (
+    "ranks that split products or blocks wait for each other's activations, which little can be computed beside; "
+    "layouts with less of tp and pp send less, as far as the model fits"
+)
 
 
 def communication_exposed(case: Case) -> Finding | None:
@@ -22,6 +45,7 @@ def communication_exposed(case: Case) -> Finding | None:
     length_s = case.length_s(profile)
     if not length_s or exposed_s <= CONSIDERABLE * length_s:
         return None
+    change, note = _remedy(case, profile)
     return Finding(
         kind="communication_exposed",
         title=f"Exposed communication takes {format_percent(exposed_s / length_s)} of the step",
@@ -33,12 +57,8 @@ def communication_exposed(case: Case) -> Finding | None:
             "Processes that train together exchange gradients or weights over links far slower than their memory. "
             "Communication that overlaps with computation costs little; exposed communication lengthens the step."
         ),
-        change=_change(case.spec),
-        note=(
-            "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is "
-            "late (`steplab ddp` compares them, and other ways to send); FSDP2 has set_modules_to_forward_prefetch; "
-            "fewer bytes with bf16 gradients, less often with gradient accumulation"
-        ),
+        change=change,
+        note=note,
         evidence=(
             Evidence(what="collectives", value=total_s, unit="s"),
             Evidence(what="overlapped with computation", value=total_s - exposed_s, unit="s"),
@@ -53,10 +73,30 @@ def communication_exposed(case: Case) -> Finding | None:
     )
 
 
-def _change(spec: StepSpec | None) -> str:
-    """The change: an option of `run` for steplab's own data parallelism, else a change of the user's code."""
-    if spec is None or spec.strategy is None:
-        return "DistributedDataParallel(model, bucket_cap_mb=100)"
-    if spec.strategy != "bucketed":
-        return command(spec, {"data_parallel": "bucketed"})
-    return command(spec, {"bucket_size_mb": f"{_FURTHER * spec.bucket_size_mb:g}"})
+def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
+    """The change and a note on it, by what the ranks exchange: a command for a step that steplab has spread, else a
+    change of the user's code."""
+    spec = case.spec
+    if spec is None or spec.layout == SINGLE:
+        if any(_GATHERS.search(kernel.name) for kernel in profile.kernels):
+            return "fully_shard(block, mesh=mesh, reshard_after_forward=False)  # of each block", _OF_SHARDS
+        return "DistributedDataParallel(model, bucket_cap_mb=100)", _OF_BUCKETS
+    if spec.strategy is not None:
+        if spec.strategy != "bucketed":
+            return command(spec, {"data_parallel": "bucketed"}), _OF_BUCKETS
+        return command(spec, {"bucket_size_mb": f"{_FURTHER * spec.bucket_size_mb:g}"}), _OF_BUCKETS
+    if spec.layout.fsdp > 1:
+        if spec.reshards:
+            return command(spec, {"reshard_after_forward": "never"}), _OF_SHARDS
+        return command(spec, {"batch": str(2 * spec.batch)}), _OF_SHARDS
+    return _search_of_layouts(spec, case.rates.hardware), _OF_PARTS
+
+
+def _search_of_layouts(spec: StepSpec, hardware: HardwareSpec | None) -> str:
+    """The command that ranks the layouts of the step on as many GPUs."""
+    job = StepSpec(model=spec.model)
+    kept = ("context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer")
+    job = dataclasses.replace(job, **{name: getattr(spec, name) for name in kept})
+    sequences = spec.tokens_of_all // spec.context
+    on = f" --gpu {shlex.quote(hardware.name)}" if hardware else ""
+    return f"steplab plan layout {options(job)} --gpus {spec.layout.world_size} --global-batch {sequences}{on}"
