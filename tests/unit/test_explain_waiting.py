@@ -8,7 +8,7 @@ from tests.unit.explaining import MS, case, foreign, host_call, op, own, profile
 from steplab.explain.fusing import MOST_LEFT
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.launch_bound import launch_bound
-from steplab.records.profile import HostCallStats, OpStats
+from steplab.records.profile import CompiledShares, HostCallStats, OpStats
 
 FORWARD = op("aten::mm", "matmul", 4.0, calls=300)
 BACKWARD = op("aten::mm", "matmul", 6.0, phase="backward", calls=600)
@@ -127,8 +127,16 @@ def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
     assert found is not None
     # The optimizer's own idle time and that of the next step's forward, which comes after it; not the backward's.
     assert found.saves_s == pytest.approx(2.25 * MS)
-    assert found.title == "The CPU waits for the GPU 1 times per step"
+    assert found.title == "The CPU waits for the GPU once per step"
     assert "cudaStreamSynchronize, 1 per step" in found.saw
+
+
+def test_the_lines_that_read_values_are_those_of_the_dry_run() -> None:
+    shares = CompiledShares(memory_bound=0.5, products=1.0, kernels=0.5, host=0.5, reads_at=("gpt.py:79", "gpt.py:81"))
+    seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
+    found = host_copies_and_syncs(case(own({}, dataclasses.replace(seen, compiled=shares), timing(14.0))))
+    assert found is not None
+    assert "reads values off tensors at gpt.py:79 and gpt.py:81." in found.saw
 
 
 @pytest.mark.parametrize(("calls", "said"), [(READ_BACK, True), ((), False)])

@@ -319,7 +319,8 @@ def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:
     """The host's wait for it is not predicted, which is said; its memory is that of the model that reads nothing."""
     logged, silent = (plan_time(f"{__name__}:{each}", context=64) for each in ("logging", "foreign"))
     (note,) = set(logged.notes) - set(silent.notes)
-    assert note.startswith("the model reads 1 value off tensors in a step")
+    place = f"test_fake_step.py:{_line_of('self.total += loss')}"
+    assert note.startswith(f"the model reads 1 value off tensors in a step, as `.item()` does, at {place}: ")
     assert sum(part.flops for part in logged.parts if part.kind == "matmul") == sum(
         part.flops for part in silent.parts if part.kind == "matmul"
     )

@@ -6,7 +6,7 @@ from steplab.explain.case import WORTH_TELLING, Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OUTSIDE, HostCallStats, Profile
 from steplab.specs.command import command
-from steplab.units import format_percent, format_time
+from steplab.units import format_percent, format_time, listed
 
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
 _COPY = re.compile(r"Memcpy")
@@ -39,9 +39,9 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
     change, note, fields = _change(case, calls)
     return Finding(
         kind="host_copies_and_syncs",
-        title=f"The CPU waits for the GPU {count:.3g} times per step",
+        title=f"The CPU waits for the GPU {'once' if count == 1 else f'{count:.3g} times'} per step",
         saw=(
-            f"{_most(profile, calls)}. The GPU is idle for {format_time(idle_s)} per step "
+            f"{_most(profile, calls)}.{_places(profile)} The GPU is idle for {format_time(idle_s)} per step "
             f"({format_percent(idle_s / case.length_s(profile))}) in the phases of these calls and in those that "
             "follow them, because nothing has been launched."
         ),
@@ -82,6 +82,12 @@ def _most(profile: Profile, calls: list[HostCallStats]) -> str:
         a_step, place = sum(by_place.values()) / profile.num_steps, max(by_place, key=lambda where: by_place[where])
         told.append(f"{name}, {a_step:.3g} per step, {format_time(host_s[name])} on the host, most in {place}")
     return "; ".join(told)
+
+
+def _places(profile: Profile) -> str:
+    """Where the dry run of the step saw that the model reads values."""
+    places = profile.compiled.reads_at if profile.compiled else ()
+    return f" The model reads values off tensors at {listed(list(places))}." if places else ""
 
 
 def _counts(call: HostCallStats) -> bool:

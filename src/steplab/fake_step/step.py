@@ -21,7 +21,7 @@ from steplab.errors import SteplabError, Unsupported
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
-from steplab.measurement.machine.failures import place_of
+from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
 from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
@@ -87,13 +87,14 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         raise
 
 
-def _admit_values(mode: FakeTensorMode) -> None:
-    """Make what the model reads off tensors symbols, rather than errors. What torch needs for it takes half a second to
-    import, and most models read nothing."""
+def _admit_values(mode: FakeTensorMode) -> str:
+    """Make what the model reads off tensors symbols, rather than errors, and say where it reads them. What torch needs
+    for it takes half a second to import, and most models read nothing."""
     if mode.shape_env is None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
         mode.shape_env = ShapeEnv(allow_dynamic_output_shape_ops=False)
+    return place_of_call()
 
 
 def _depends_on_values(error: Exception) -> bool:

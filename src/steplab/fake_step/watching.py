@@ -68,8 +68,8 @@ class Watcher(TorchDispatchMode):
         self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
-        self.on_value: Callable[[], None] = lambda: None
-        """Called before the model reads a value off a tensor."""
+        self.on_value: Callable[[], str] = lambda: ""
+        """Called before the model reads a value off a tensor; gives the place where it does, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
         """Memory -> name of the parameter that lies in it."""
 
@@ -154,8 +154,7 @@ class Watcher(TorchDispatchMode):
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
-        if name == READS_A_VALUE:
-            self.on_value()
+        place = self.on_value() if name == READS_A_VALUE else ""
         refuse_unknown(name, func.namespace, self._doing)
         product = product_of(name, args)
         if product is not None:
@@ -169,7 +168,7 @@ class Watcher(TorchDispatchMode):
         if name == READS_A_VALUE:
             writes = reads  # to the host, four bytes or so
         if writes and name not in _NO_KERNEL and self._phase != "build":
-            self._tell(name, reads, writes, product, args)
+            self._tell(name, reads, writes, product, args, place)
         return made
 
     def _follow(self, name: str, reads: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
@@ -199,7 +198,13 @@ class Watcher(TorchDispatchMode):
             self._storages.make(f"cuBLAS, {thread} thread", formula, num_bytes, self._where, "workspaces")
 
     def _tell(
-        self, name: str, reads: list[Tensor], writes: list[Tensor], product: Product | None, args: tuple[Any, ...]
+        self,
+        name: str,
+        reads: list[Tensor],
+        writes: list[Tensor],
+        product: Product | None,
+        args: tuple[Any, ...],
+        place: str,
     ) -> None:
         for count in held_within(name, args):
             number = self._storages.make("within the kernel", count.symbols, count.value, self._where)
@@ -233,7 +238,7 @@ class Watcher(TorchDispatchMode):
                 product=product,
                 phase=self._phase,
                 where=self._where,
-                what=_what(self._storages, writes[0]),
+                what=place or _what(self._storages, writes[0]),
                 recomputed=self._recomputing,
             )
         )

@@ -28,7 +28,7 @@ from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.update import AFTER
-from steplab.units import counted
+from steplab.units import counted, listed
 
 _PHASES = ("forward", "backward", "optimizer")
 
@@ -112,6 +112,7 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
         products=_throttling_of(compiled, gpu) / _throttling_of(eager, gpu),
         kernels=after / before,
         host=(host.compiled_s * after + host.eager_s * updates) / (host.eager_s * (before + updates)),
+        reads_at=tuple(dict.fromkeys(op.what for op in operators or () if op.name == READS_A_VALUE and op.what)),
     )
 
 
@@ -409,10 +410,12 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
 def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
     if operators is not None:
         notes = ["traced: the operators are those that torch ran on tensors without content"]
-        if reads := sum(op.name == READS_A_VALUE for op in operators):
+        if reads := [op.what for op in operators if op.name == READS_A_VALUE]:
+            places = listed(list(dict.fromkeys(filter(None, reads))))
             notes.append(
-                f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does: the host waits "
-                "until the device has caught up, which is not predicted"
+                f"the model reads {counted(len(reads), 'value')} off tensors in a step, as `.item()` does"
+                f"{f', at {places}' if places else ''}: the host waits until the device has caught up, which is not "
+                "predicted"
             )
         return notes
     if spec.model.kind == "hf":

@@ -195,6 +195,8 @@ class CompiledShares:
     """Share of the model's kernels."""
     host: float
     """Share of the time that Python takes to launch the step."""
+    reads_at: tuple[str, ...] = ()
+    """Places in the model's code at which the host reads values off tensors, as `.item()` does, such as model.py:12."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -41,6 +41,14 @@ def place_of(error: BaseException) -> str:
     return f"{Path(frames[-1].filename).name}:{frames[-1].lineno}" if frames else ""
 
 
+def place_of_call() -> str:
+    """Where in such code the running call was made, likewise."""
+    for frame, line in traceback.walk_stack(None):
+        if not _is_underneath(frame.f_code.co_filename):
+            return f"{Path(frame.f_code.co_filename).name}:{line}"
+    return ""
+
+
 def _is_underneath(filename: str) -> bool:
     """Whether a file is of what models are built on, or generated."""
     folder = Path(torch.__file__).parent

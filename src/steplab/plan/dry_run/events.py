@@ -100,7 +100,7 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     where: str
     """Part of the model: 'block 3'."""
     what: str
-    """What it makes: 'gradient of query.weight'."""
+    """What it makes: 'gradient of query.weight'; of a value that the host reads, where it does: 'model.py:12'."""
     recomputed: bool
     """Whether activation checkpointing runs it a second time."""
 
