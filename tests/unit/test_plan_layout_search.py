@@ -256,7 +256,8 @@ def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:
 
 def test_one_gpu_has_one_layout_and_one_rate() -> None:
     answer = layouts_document(planned(spec={"model": "small", "precision": "bf16"}, gpus=1, global_batch=4)).verdict
-    assert answer.sentences[0].startswith("1 of 1 layout fits. Fastest: --layout dp=1 --batch 4, about ")
+    assert answer.sentences[0].startswith("A step takes about ")
+    assert answer.sentences[0].endswith("; --layout dp=1 --batch 4 fits.")
     assert "on each GPU" not in answer.sentences[1]
 
 

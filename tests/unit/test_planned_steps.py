@@ -8,13 +8,16 @@ import pytest
 from tests.runs import grid, make_run, recorder_run
 
 from steplab.errors import UserError
+from steplab.lab.layout_planning import plan_layout
 from steplab.lab.planning import plan_memory, plan_steps, plan_time, plans_of
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
+from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document, planned_table
 from steplab.report.plan.time import time_document
 from steplab.report.sections import Context
+from steplab.specs.resolve import resolve_step
 from steplab.specs.study import study_from_grids
 from steplab.units import GIB
 
@@ -56,6 +59,30 @@ def test_the_answer_is_how_many_steps_fit_the_gpu() -> None:
     large = dataclasses.replace(large, batch=512)
     (both,) = planned_document(plan_steps([small, large], gpu="RTX 4090")).verdict.sentences
     assert re.fullmatch(r"1 of 2 steps fits on RTX 4090 \(does not fit: 2\.7b.*\)\.", both), both
+
+
+def test_steps_on_layouts_have_the_times_that_the_search_gives_them() -> None:
+    job: dict[str, Any] = {"model": "small", "context": 512, "precision": "bf16", "checkpointing": "selective"}
+    found = plan_layout(**job, gpus=4, global_batch=8, gpu="A100 SXM 80GB")
+    best = [each for each in found.candidates if each.time and each.layout in ("fsdp=4", "fsdp=2,pp=2")]
+    assert len(best) == 2
+    given = [each.spec for each in best if each.spec]
+    steps = plan_steps(given, gpu="A100 SXM 80GB")
+    assert [step.layout and step.layout.candidates for step in steps] == [(each,) for each in best]
+    times = [each.time.seconds for each in best if each.time]
+    assert [row["time_s"] for row in planned_table(steps).rows] == times
+    assert [row["tokens_per_s"] for row in planned_table(steps).rows] == [8 * 512 / each for each in times]
+    (answer,) = planned_document(steps).verdict.sentences
+    assert answer == "2 of 2 steps fit on A100 SXM 80GB."
+
+
+def test_a_step_that_does_not_fit_on_its_layout_says_why() -> None:
+    (step,) = plan_steps([resolve_step({"model": "8b", "layout": "fsdp=2"})], gpu="A100 SXM 40GB")
+    assert step.layout is not None
+    assert re.fullmatch(r"time: ranks? .* GiB of .* GiB of it .*", step.why_not[0])
+    assert "time_s" not in planned_table([step]).rows[0]
+    answer = layouts_document(step.layout).verdict.sentences[0]
+    assert answer.startswith("Layout fsdp=2 does not fit: rank")
 
 
 def test_a_time_says_that_the_step_does_not_fit_the_gpu() -> None:

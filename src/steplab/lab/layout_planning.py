@@ -7,12 +7,13 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import Unsupported, UserError
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
 from steplab.plan.layout.links import Cluster, machine_of, with_profile
-from steplab.plan.layout.search import LayoutJob, check_job, plan_of_layouts
+from steplab.plan.layout.search import LayoutJob, check_job, plan_of_given, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
-from steplab.plan.rates import gpu_named
+from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import refuse_unknown_step
 from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan
@@ -78,6 +79,32 @@ def plan_layout(
     )
     found = dataclasses.replace(found, tokens=tokens)
     return found if known == given else _as_given(found, given)
+
+
+def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
+    """The plan of the one layout that a step has, in nodes of the GPU as the catalogue has them.
+
+    Raises Unsupported for a step whose time or memory on several GPUs cannot be predicted.
+    """
+    hardware = hardware_named(gpu.name)
+    chosen = choose_checkpointing(spec, hardware)
+    known = dataclasses.replace(chosen.spec, model=_splittable(spec.model))
+    refuse_unknown_memory(known)
+    alone = dataclasses.replace(known, layout=Layout(), update=AFTER)
+    refuse_unknown_step(alone, gpu)
+    job = LayoutJob(
+        spec=alone,
+        update=spec.update,
+        gpus=spec.layout.world_size,
+        global_batch=spec.tokens_of_all // spec.context,
+        hardware=hardware,
+        gpu=gpu,
+        machine=machine_of(hardware, None),
+        workspace_bytes=workspace_of(hardware.device_names[0]).value,
+    )
+    found = plan_of_given(job, known)
+    found = dataclasses.replace(found, notes=(*chosen.notes, *found.notes))
+    return found if spec.model.shape else _as_given(found, spec)
 
 
 def plan_layouts(

@@ -7,6 +7,7 @@ from typing import TypeVar
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import is_traced, memory_of
 from steplab.plan.dry_run.events import Operator
@@ -150,6 +151,12 @@ def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tu
         why_not: list[str] = []
         operators: list[Operator] = []
         memory = _tried(partial(_memory_on, spec, chosen, operators), "memory", why_not)
+        if spec.layout.world_size > 1:
+            layout = _tried(partial(plan_given_layout, spec, chosen), "time", why_not)
+            if layout and not layout.candidates[0].time:
+                why_not.append(f"time: {layout.candidates[0].reason}")
+            found.append(PlannedStep(spec=spec, memory=memory, time=None, layout=layout, why_not=tuple(why_not)))
+            continue
         time = _tried(partial(_time_of, spec, chosen, operators), "time", why_not)
         time = time and _with_fit(time, memory)
         found.append(PlannedStep(spec=spec, memory=memory, time=time, why_not=tuple(why_not)))

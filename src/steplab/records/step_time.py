@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Literal
 
+from steplab.records.layout_plan import LayoutPlan
 from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Utilization
 from steplab.specs.step import StepSpec, describe
@@ -129,6 +130,8 @@ class PlannedStep:
     """Its memory on a CUDA device."""
     time: StepTimePrediction | None
     """Its time on one GPU."""
+    layout: LayoutPlan | None = None
+    """Its time on the several GPUs of its layout."""
     why_not: tuple[str, ...] = ()
     """Why one or the other is missing."""
 

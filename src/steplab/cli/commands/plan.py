@@ -126,16 +126,27 @@ def time(
     A transformers configuration or a function of your own is traced: torch
     runs its step on tensors without content, which needs no GPU.
 
+    With --layout it is the time on that layout, with what its ranks send;
+    `plan layout` finds the best one, and takes other networks.
+
     For example: steplab plan time --model 2.7b --context 512 --precision bf16 --compile default --gpu "H200 SXM"
     """
     from steplab.cli.progress import shown
+    from steplab.lab.layout_planning import plan_given_layout
     from steplab.lab.planning import chosen_gpu, on_cuda, plan_time
+    from steplab.report.plan.layouts import layouts_document
     from steplab.report.plan.time import time_document
     from steplab.specs.recipe import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
+    card = chosen_gpu(gpu, peak, bandwidth)
+    if spec.layout.world_size > 1:
+        with shown("predicting"):
+            found = plan_given_layout(spec, card)
+        _write(layouts_document(found), chosen, out, found)
+        return
     with shown("predicting"):
-        prediction = plan_time(spec, gpu=chosen_gpu(gpu, peak, bandwidth))
+        prediction = plan_time(spec, gpu=card)
     _write(time_document(prediction.spec or spec, prediction), chosen, out, prediction)
 
 

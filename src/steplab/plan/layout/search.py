@@ -68,11 +68,19 @@ def check_job(gpus: int, global_batch: int) -> None:
 
 def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     """Every layout of the job, those that fit first, the fastest first."""
-    asked = job.spec
-    spec, said = with_attention_chosen(asked, asked.model.shape, job.gpu.device_names)
-    job = dataclasses.replace(job, spec=spec)
+    spec, said = with_attention_chosen(job.spec, job.spec.model.shape, job.gpu.device_names)
+    search = _Search(dataclasses.replace(job, spec=spec))
+    return _plan(job, said, search, [search.candidate(layout) for layout in layouts_of(job.gpus)])
+
+
+def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
+    """The job on the one layout of `spec`, whose batch, micro-steps and schedule are given with it."""
+    chosen, said = with_attention_chosen(spec, spec.model.shape, job.gpu.device_names)
     search = _Search(job)
-    found = [search.candidate(layout) for layout in layouts_of(job.gpus)]
+    return _plan(job, said, search, [search.judged(chosen)])
+
+
+def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
@@ -91,7 +99,7 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
             "network=200Gb/s states another, and --link network=45 gives what is reached, in GB/s of one GPU"
         )
     return LayoutPlan(
-        spec=asked,
+        spec=job.spec,
         gpu=job.gpu.name,
         gpus=job.gpus,
         gpus_per_node=job.machine.gpus_per_node,
@@ -179,6 +187,11 @@ class _Search:
             spec = dataclasses.replace(self._spec(layout, per_rank, batch, schedule), checkpointing=checkpointing)
         except SteplabError as error:
             return LayoutCandidate(layout=str(layout), options="", reason=str(error))
+        return self.judged(spec)
+
+    def judged(self, spec: StepSpec) -> LayoutCandidate:
+        """Whether a step fits on its layout, and how long it takes there."""
+        layout = spec.layout
         groups = _telling(rank_groups(spec))
         peaks = peaks_by_rank(spec, groups, self._job.workspace_bytes)
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))

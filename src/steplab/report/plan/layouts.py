@@ -62,11 +62,15 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         yield _nothing_found(plan)
         return
     best, time = fitting[0], fitting[0].time
-    fit = "fits" if len(fitting) == 1 else "fit"
-    yield (
-        f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about {time_words(time)} "
-        "a step."
-    )
+    if number == 1:
+        fits = "fits" if best.verdict == "fits" else "is too tight to promise"
+        yield f"A step takes about {time_words(time)}; {best.options} {fits}."
+    else:
+        fit = "fits" if len(fitting) == 1 else "fit"
+        yield (
+            f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about "
+            f"{time_words(time)} a step."
+        )
     tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
     rate = f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
@@ -129,6 +133,10 @@ def _may_recompute(plan: LayoutPlan) -> bool:
 
 
 def _nothing_found(plan: LayoutPlan) -> str:
+    if len(plan.candidates) == 1:
+        (only,) = plan.candidates
+        hint = " --checkpointing auto recomputes as much as is needed." if _may_recompute(plan) else ""
+        return f"Layout {only.layout} {_VERDICTS[only.verdict][0]}: {only.reason}.{hint}"
     number = units.counted(len(plan.candidates), "layout")
     untimed = sum(each.verdict == "fits" for each in plan.candidates)
     if untimed:

@@ -39,7 +39,7 @@ def planned_document(steps: Sequence[PlannedStep]) -> Document:
 
 def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
     """How many of the steps fit the GPU that their times are of, and which do not."""
-    gpus = {step.time.gpu for step in steps if step.time}
+    gpus = {timed.gpu for step in steps if (timed := step.time or step.layout)}
     if len(gpus) != 1:
         return
     (gpu,) = gpus
@@ -73,8 +73,13 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
     ):
         memory, time = step.memory, step.time
         whole = next((phase for phase in time.phases if phase.phase == "step"), None) if time else None
+        layout = step.layout.candidates[0].time if step.layout else None
         row: Row = {"step": told, "peak_bytes": memory.peak_bytes if memory else None}
-        row |= {"fits": _smallest(memory) if memory else None, "gpu": time.gpu if time else None}
+        gpu = time.gpu if time else step.layout.gpu if step.layout else None
+        row |= {"fits": _smallest(memory) if memory else None, "gpu": gpu}
+        if layout:
+            row |= {"time_s": layout.seconds, "low_s": layout.low_s, "high_s": layout.high_s}
+            row |= {"tokens_per_s": step.spec.tokens_of_all / layout.seconds}
         if whole:
             row |= {"time_s": whole.seconds, "low_s": whole.low_s, "high_s": whole.high_s, "bound": whole.bound}
             row |= {"tokens_per_s": time.tokens_per_s if time else None}
@@ -124,9 +129,15 @@ def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:
 
 def _expected(step: PlannedStep, gpu: str) -> str:
     parts = []
+    layout = step.layout.candidates[0].time if step.layout else None
     if step.time is not None:
         low, high = units.format_time(step.time.low_s), units.format_time(step.time.high_s)
         parts.append(f"about {units.format_time(step.time.central_s)} a step ({low} to {high})")
+    elif layout is not None:
+        parts.append(
+            f"about {units.format_time(layout.seconds)} a step ({units.format_time(layout.low_s)} to "
+            f"{units.format_time(layout.high_s)})"
+        )
     if step.memory is not None:
         parts.append(f"peak {units.format_bytes(step.memory.peak_bytes)}")
         verdict = _verdict(step, gpu)
@@ -143,7 +154,7 @@ def _verdict(step: PlannedStep, gpu: str) -> FitVerdict:
 def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
     """How many steps there are, and how many of them will not fit or are not predicted."""
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
-    unknown = sum(step.time is None for step in steps)
+    unknown = sum(not (step.time or (step.layout and step.layout.candidates[0].time)) for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"
     if unknown < len(steps):
         text += f"; predicted for {gpu} (--gpu)"
