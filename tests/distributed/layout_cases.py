@@ -62,8 +62,6 @@ def world() -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        local_rank=dist.get_rank(),
-        local_size=dist.get_world_size(),
         host="here",
         device=here(),
         backend="nccl" if here().torch_device.type == "cuda" else "gloo",

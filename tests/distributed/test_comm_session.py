@@ -37,8 +37,6 @@ def world() -> World:
     return World(
         rank=dist.get_rank(),
         size=dist.get_world_size(),
-        local_rank=dist.get_rank(),
-        local_size=dist.get_world_size(),
         host=f"host{dist.get_rank()}",
         device=HostClockDevice(torch.device("cpu")),
         backend="gloo",

@@ -55,8 +55,6 @@ def world_here() -> World:
     return World(
         rank=group.rank,
         size=group.size,
-        local_rank=group.rank,
-        local_size=group.size,
         host="here",
         device=device,
         backend="gloo",

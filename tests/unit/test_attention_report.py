@@ -12,6 +12,7 @@ from statistics import median
 import pytest
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
+from tests.stored_lines import import_lines
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
@@ -70,7 +71,7 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(peers: AttentionRun,
         assert store.get(peers.id[:6]) == peers
         lines = [encode(record) for record in store.iterate()]
     with Store.open(tmp_path / "other.db", write=True) as other:
-        assert other.import_lines(lines) == (1, 0)
+        assert import_lines(other, lines) == (1, 0)
         assert other.get(peers.id) == peers
 
 

@@ -15,6 +15,7 @@ from tests.attention_records import make_benchmark
 from tests.comm_records import ALPHA_S, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
+from tests.stored_lines import import_lines
 
 from steplab.lab.comm import profile_of, with_profile
 from steplab.lab.reporting import records_to_report
@@ -93,7 +94,7 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_p
         assert store.rows() == []  # a listing of runs is of runs
         lines = [encode(record) for record in store.iterate()]
     with Store.open(tmp_path / "other.db", write=True) as other:
-        assert other.import_lines(lines) == (1, 0)
+        assert import_lines(other, lines) == (1, 0)
         assert other.get(gpus.id) == gpus
     selection = records_to_report(store=tmp_path / "store.db")
     assert (selection.records, selection.title) == ((gpus,), "Collectives")

@@ -14,6 +14,7 @@ from tests.cli.program import REPOSITORY
 from tests.comm_records import make_comm
 from tests.ddp_records import make_ddp_run
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.stored_lines import import_lines
 
 import steplab
 from steplab.cli.app import main
@@ -98,7 +99,7 @@ def test_an_exported_record_is_read_as_the_same(filled: Path) -> None:
         assert decode(line) == record
         assert json.loads(line)["summary"] == json.loads(json.dumps(summary_row(record)))
     with Store.open(filled, write=True) as opened:
-        assert opened.import_lines([encode_with_summary(RUNS[0])]) == (0, 1)
+        assert import_lines(opened, [encode_with_summary(RUNS[0])]) == (0, 1)
 
 
 # --- from Python ------------------------------------------------------------------------------------------

@@ -53,8 +53,6 @@ def world_of(rank: int, size: int = 2) -> World:
     return World(
         rank=rank,
         size=size,
-        local_rank=rank,
-        local_size=size,
         host="here",
         device=open_device("cpu"),
         backend="gloo",

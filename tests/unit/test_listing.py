@@ -10,6 +10,7 @@ import pytest
 from tests.ddp_records import make_ddp_run
 from tests.rendering import run_text
 from tests.runs import make_run, recorder_run
+from tests.stored_lines import import_lines
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.annotating import note, tag
@@ -211,7 +212,7 @@ def test_tags_and_notes_are_part_of_the_record_and_found_in_lists(path: Path) ->
 def test_fields_of_a_later_version_outlive_a_tag(path: Path) -> None:
     body = json.loads(encode(dataclasses.replace(RUNS[0], id="later"))) | {"of_later": [1, 2.5, "x"]}
     with Store.open(path, write=True) as store:
-        store.import_lines([json.dumps(body).encode()])
+        import_lines(store, [json.dumps(body).encode()])
     tag("later", ("old",), store=path)
     with Store.open(path, write=False) as store:
         ((stored,),) = store._connection.query("SELECT body FROM record WHERE id = 'later'")
@@ -221,10 +222,10 @@ def test_fields_of_a_later_version_outlive_a_tag(path: Path) -> None:
 def test_a_record_that_comes_back_is_the_same_whatever_was_added_to_it(path: Path) -> None:
     tag(RUNS[0].id, ("mine",), store=path)
     with Store.open(path, write=True) as store:
-        assert store.import_lines([encode(RUNS[0])]) == (0, 1)
+        assert import_lines(store, [encode(RUNS[0])]) == (0, 1)
         assert store.get(RUNS[0].id).tags == ("mine",)
         with pytest.raises(SteplabError, match="a different record"):
-            store.import_lines([encode(dataclasses.replace(RUNS[0], tokens_per_step=1))])
+            import_lines(store, [encode(dataclasses.replace(RUNS[0], tokens_per_step=1))])
 
 
 @pytest.mark.parametrize("word", ["", "two words", "a,b", "\x1b[2J"])

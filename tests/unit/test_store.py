@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from tests.stored_lines import import_lines
 
 from steplab.errors import SteplabError, UserError
 from steplab.records.ceilings import Ceiling, Ceilings
@@ -201,7 +202,7 @@ def test_listing_many_records_reads_no_body_and_takes_one_statement(path: Path) 
     many = 2_000
     lines = [encode(make_run(f"{number:012x}", second=number % 3600)) for number in range(many)]
     with Store.open(path, write=True) as store:
-        assert store.import_lines(lines) == (many, 0)
+        assert import_lines(store, lines) == (many, 0)
     with sqlite3.connect(path) as raw:
         raw.execute("UPDATE record SET body = x'00'")
     raw.close()
@@ -223,8 +224,8 @@ def test_import_counts_new_and_known_records_and_keeps_unknown_fields(store: Sto
     store.add(known)
     from_the_future = encode(new).replace(b'{"id"', b'{"unheard_of":1,"id"', 1)
     lines = [encode(known) + b"\n", b"\n", from_the_future + b"\r\n"]
-    assert store.import_lines(lines) == (1, 1)
-    assert store.import_lines(iter(lines)) == (0, 2)
+    assert import_lines(store, lines) == (1, 1)
+    assert import_lines(store, iter(lines)) == (0, 2)
     assert list(store.iterate()) == [known, new]
 
 
@@ -243,7 +244,7 @@ def test_import_counts_new_and_known_records_and_keeps_unknown_fields(store: Sto
 def test_import_is_all_or_nothing_and_names_the_line(store: Store, bad: bytes) -> None:
     store.add(make_run("aa11"))
     with pytest.raises(SteplabError) as error:
-        store.import_lines([encode(make_run("bb22")), b"", bad, encode(make_run("cc33"))])
+        import_lines(store, [encode(make_run("bb22")), b"", bad, encode(make_run("cc33"))])
     assert str(error.value).startswith("line 3: ")
     assert "\n" not in str(error.value)
     assert ids(store) == ["aa11"]
@@ -306,7 +307,7 @@ def test_readers_see_the_last_attempt_at_a_cell(store: Store) -> None:
 
 
 def test_a_study_known_by_imported_records_alone_is_listed(store: Store) -> None:
-    store.import_lines([encode(make_run("a", second=7, study="beef", name="sizes"))])
+    import_lines(store, [encode(make_run("a", second=7, study="beef", name="sizes"))])
     assert store.study_id("be") == store.study_id("last") == "beef"
     row = store.studies()[0]
     assert (row["name"], row["num_cells"], row["num_ok"], row["num_failed"]) == ("sizes", None, 1, 0)
@@ -348,7 +349,7 @@ def test_garbage_is_refused_and_kept(path: Path, write: bool, content: bytes) ->
 @pytest.mark.parametrize("write", [True, False])
 def test_a_truncated_store_is_refused(path: Path, write: bool) -> None:
     with Store.open(path, write=True) as store:
-        store.import_lines(encode(make_run(f"{number:012x}")) for number in range(200))
+        import_lines(store, (encode(make_run(f"{number:012x}")) for number in range(200)))
     size = path.stat().st_size
     os.truncate(path, size // 2)
     with (
@@ -362,7 +363,7 @@ def test_a_truncated_store_is_refused(path: Path, write: bool) -> None:
 
 def test_a_page_damaged_in_the_middle_ends_in_an_error_of_ours(path: Path) -> None:
     with Store.open(path, write=True) as store:
-        store.import_lines(encode(make_run(f"{number:012x}")) for number in range(200))
+        import_lines(store, (encode(make_run(f"{number:012x}")) for number in range(200)))
     with path.open("r+b") as file:
         file.seek(4096)
         file.write(b"\xff" * (path.stat().st_size - 8192))
@@ -580,7 +581,7 @@ def test_a_full_disk_loses_the_new_record_alone(store: Store) -> None:
     num_pages = sqlite.execute("PRAGMA page_count").fetchone()[0]
     sqlite.execute(f"PRAGMA max_page_count = {num_pages + 2}")
     with pytest.raises(SteplabError, match="disk is full") as error:
-        store.import_lines(encode(make_run(f"{number:012x}")) for number in range(100))
+        import_lines(store, (encode(make_run(f"{number:012x}")) for number in range(100)))
     one_line(error, store.path)
     assert ids(store) == ["a"]
     sqlite.execute("PRAGMA max_page_count = 1000000")

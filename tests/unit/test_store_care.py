@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from tests.runs import make_run
+from tests.stored_lines import import_lines
 
 from steplab.cli.app import main
 from steplab.errors import Remark, SteplabError
@@ -140,7 +141,7 @@ def test_a_repair_beside_a_writer_changes_nothing(path: Path, monkeypatch: pytes
 def test_compact_gives_back_what_removed_records_left(path: Path) -> None:
     with Store.open(path, write=True) as store:
         body = json.loads(encode(make_run()))
-        store.import_lines(json.dumps(body | {"id": f"aa{number:010x}"}).encode() for number in range(200))
+        import_lines(store, (json.dumps(body | {"id": f"aa{number:010x}"}).encode() for number in range(200)))
         store.remove([f"aa{number:010x}" for number in range(200)])
     before_bytes, after_bytes = compact_store(path)
     assert after_bytes < before_bytes / 2
@@ -221,7 +222,7 @@ def test_what_is_left_of_a_truncated_store_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "store.db"
     body = json.loads(encode(make_run()))
     with Store.open(path, write=True) as store:
-        store.import_lines(json.dumps(body | {"id": f"{number:012x}"}).encode() for number in range(200))
+        import_lines(store, (json.dumps(body | {"id": f"{number:012x}"}).encode() for number in range(200)))
     with path.open("r+b") as file:
         file.truncate(path.stat().st_size // 2)
     assert check_store(path).has_unreachable

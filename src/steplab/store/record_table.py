@@ -77,16 +77,6 @@ class RecordTable:
         with self._connection.transaction():
             _insert(self._connection, record, encode(record), cell)
 
-    def import_lines(self, lines: Iterable[bytes]) -> tuple[int, int]:
-        """Store the record in each line of JSON, all or none; blank lines are skipped.
-
-        Returns how many were added and how many were there already. Raises SteplabError with the number of
-        the line that is no record, or not one that steplab can have written, or whose id another record has.
-        """
-        numbered = enumerate(lines, start=1)
-        found = [read_foreign(f"line {number}", line) for number, line in numbered if line.strip()]
-        return self.import_records(found)
-
     def import_records(self, records: Sequence[ForeignRecord]) -> tuple[int, int]:
         """Store records that `read_foreign` returned, all or none.
 

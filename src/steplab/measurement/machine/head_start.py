@@ -48,15 +48,10 @@ class HeadStart:
             self._meet()
             device.synchronize()
 
-    def hold(self) -> None:
-        """Have the device do nothing for `seconds`; returns at once."""
+    def give(self) -> None:
+        """Hold the device for `seconds`, and then wait on it until the holds of all ranks are over; returns at once."""
         if self._device.asynchronous:
             self._device.hold(self.seconds)
-
-    def give(self) -> None:
-        """Hold the device, and then wait on it until the holds of all ranks are over."""
-        self.hold()
-        if self._device.asynchronous:
             self._meet()
 
     def lengthen(self, started_s: float) -> bool:

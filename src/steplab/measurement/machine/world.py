@@ -31,14 +31,10 @@ class World:
     """This process's number among all, from 0."""
     size: int
     """The number of processes."""
-    local_rank: int
-    """This process's number among those of its machine."""
-    local_size: int
-    """The number of processes on its machine."""
     host: str
     """Name of the machine."""
     device: Device
-    """This rank's opened device: cuda:local_rank, or the CPU."""
+    """This rank's opened device: its own GPU, or the CPU."""
     backend: str
     """The library that carries tensors on that device: nccl or gloo."""
     collectives: Collectives
@@ -119,8 +115,6 @@ def join_world(
     return World(
         rank=place.rank,
         size=place.size,
-        local_rank=place.local_rank,
-        local_size=place.local_size,
         host=host_name(),
         device=opened,
         backend=backend,
