@@ -7,6 +7,7 @@ import pytest
 from tests.cli.program import REPOSITORY, Program, finish, tiny
 from tests.cli.test_bad_input import TINY_LLAMA
 
+from steplab.costs.parameters import num_parameters
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import MODEL_SIZES
 from steplab.specs.resolve import resolve_step
@@ -60,6 +61,16 @@ def test_a_transformers_configuration_is_measured_with_its_own_sizes(steplab: Pr
         "attention_width": 16,
     }
     assert {key: record["model"][key] for key in sizes} == sizes
+
+
+@pytest.mark.parametrize(
+    ("name", "parameters"),
+    # As the model cards and reports have them: 6.74e9, 8.03e9 and 70.6e9.
+    [("llama2-7b", 6_738_415_616), ("llama3-8b", 8_030_261_248), ("llama3-70b", 70_553_706_496)],
+)
+def test_configurations_of_published_models_have_their_parameters(name: str, parameters: int) -> None:
+    model = resolve_step({"model": f"hf:{REPOSITORY}/examples/hf/{name}.json"}).model
+    assert num_parameters(shape_of(model, "")) == parameters
 
 
 @pytest.mark.parametrize("size", ["small", "2.7b"])

@@ -13,7 +13,9 @@ from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
 from steplab.report.kit.document import Pairs
 from steplab.report.kit.rendering import render
+from steplab.report.profile.facts import saving_facts
 from steplab.report.profile.findings import findings_document
+from steplab.report.run.cells import cells_of, varying
 
 CHAIN = [
     op("aten::silu", "elementwise", 3.0, where="blocks.*.feed_forward", calls=12),
@@ -43,6 +45,25 @@ def found(run: Run) -> Findings:
         findings=tuple(explain(run)),
         not_looked_at=not_looked_at(run),
     )
+
+
+def test_a_page_of_several_runs_begins_with_the_largest_saving_as_a_share_of_its_step(
+    run: Run, found: Findings
+) -> None:
+    other = dataclasses.replace(run, id="0123456789ab", name="other")
+    cells = cells_of([run, other])
+    less = dataclasses.replace(found, run_id=other.id, step_s=60e-3)
+    (fact,) = saving_facts(cells, {run.id: found, other.id: less}, varying(cells))
+    assert fact.figure == "10.0 %"
+    assert "--compile default saves about 3.00 ms of 30.0 ms per step" in fact.text
+    assert saving_facts(cells, {}, varying(cells)) == []
+
+
+def test_only_what_can_be_tried_is_offered_to_be_tried(run: Run, found: Findings) -> None:
+    code = [dataclasses.replace(finding, fields={}) for finding in found.findings]
+    for given in (found, dataclasses.replace(found, findings=tuple(code))):
+        text = " ".join(render_findings(run, given, "table").split())
+        assert ("`--try` measures the changes that are options of the step." in text) == (given is found)
 
 
 def tried(found: Findings) -> Findings:

@@ -156,6 +156,22 @@ def test_a_gpus_communications_share_one_link() -> None:
     assert "share one link" in found.questions[3].answer
 
 
+@pytest.mark.parametrize(
+    ("mesh", "options", "said"),
+    [
+        ("fsdp=32,tp=2", {}, True),
+        ("fsdp=4,tp=2", {}, False),
+        ("fsdp=32,tp=2", {"axis_bytes_per_s": 50e9}, False),
+        ("fsdp=32,tp=2", {"gpu": "TPU v5p"}, False),
+    ],
+)
+def test_an_answer_for_the_link_of_a_node_says_so_where_the_mesh_spans_several(
+    mesh: str, options: dict[str, object], said: bool
+) -> None:
+    found = accounting("8b", **({"gpu": "H100 SXM", "mesh": mesh} | options))  # type: ignore[arg-type]
+    assert ("over the link of a node of 8 alone" in found.questions[3].answer) == said
+
+
 def test_without_tensor_parallelism_weights_alone_are_communicated() -> None:
     """An H100 then needs its FLOPs for a byte of its link in tokens, whatever the model."""
     found = accounting("8b", gpu="H100 SXM", mesh="fsdp=16")

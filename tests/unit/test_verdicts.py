@@ -216,6 +216,14 @@ def test_too_few_samples_have_a_range_and_no_interval() -> None:
     assert "95 % interval" in answer([many]).sentences[0]
 
 
+@pytest.mark.parametrize("command", ["run", "profile"])
+def test_a_disturbed_measurement_is_repeated_by_the_command_that_made_it(command: str) -> None:
+    measured = make_run(environment=replace(ENVIRONMENT, load_average=40.0))
+    one = replace(measured, profile=profiled_run().profile if command == "profile" else None)
+    (repeat,) = (text for text in answer([one]).cautions if text.startswith("To repeat it"))
+    assert f": steplab {command} --model " in repeat
+
+
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_noisy_machine_stands_beside_the_step_time(busy: bool) -> None:
     environment = replace(ENVIRONMENT, load_average=40.0 if busy else 0.5)

@@ -185,10 +185,23 @@ class _Facts:
 
     def _link(self) -> str:
         """How a device receives messages, and up to how many devices that holds."""
-        node, asked = self.device.gpus_per_node, self.mesh.fsdp * self.mesh.tp
-        if node is None or asked <= node:
-            return self.device.link
-        return f"{self.device.link}, within a node of {node}; {asked} span several: give their network's by --bandwidth"
+        node = self.device.gpus_per_node
+        return f"{self.device.link}, within a node of {node}" if self._spans_nodes else self.device.link
+
+    @property
+    def _spans_nodes(self) -> bool:
+        """Whether the mesh has more devices than the link joins whose bandwidth is taken."""
+        node = self.device.gpus_per_node
+        return node is not None and self.mesh.fsdp * self.mesh.tp > node
+
+    def _too_fast(self) -> str:
+        """What the answers lack where the mesh spans nodes."""
+        if not self._spans_nodes:
+            return ""
+        return (
+            f" That is over the link of a node of {self.device.gpus_per_node} alone, and this mesh spans several: give "
+            "what a GPU receives from the network by --bandwidth, as 50e9 for 400 Gb/s."
+        )
 
     def questions(self) -> Iterator[Question]:
         yield self._state()
@@ -311,7 +324,7 @@ class _Facts:
             title=title,
             answer=f"On {self.device.name}, on a mesh of X = {self.mesh.fsdp} (FSDP) × Y = {self.mesh.tp} (TP), the "
             f"forward pass is compute-bound from {_tokens(per_device.symbol.value)} tokens a device on, an overall "
-            f"batch of {round(batch.value):,} tokens; {other}.",
+            f"batch of {round(batch.value):,} tokens; {other}.{self._too_fast()}",
             figures=_figures(*shared, *bounds, overall, *times),
             source=_COMBINED,
             remarks=(

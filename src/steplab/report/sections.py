@@ -33,6 +33,7 @@ from steplab.report.precision.document import precision_chapter, precision_docum
 from steplab.report.precision.verdict import precision_verdict
 from steplab.report.precision.words import title
 from steplab.report.profile.document import profile_chapter, profile_verdict
+from steplab.report.profile.facts import saving_facts
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import RunCell, cells_of, varying
@@ -105,8 +106,11 @@ def _of_cells(
     return lambda cells, context: make(cells)
 
 
-def _summary(cells: Sequence[RunCell]) -> Section | None:
-    return run.summary_chapter(cells, memory_facts(cells, varying(cells))) if len(cells) > 1 else None
+def _summary(cells: Sequence[RunCell], context: Context) -> Section | None:
+    if len(cells) == 1:
+        return None
+    fields = varying(cells)
+    return run.summary_chapter(cells, (*saving_facts(cells, context.findings, fields), *memory_facts(cells, fields)))
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section | None:
@@ -169,7 +173,7 @@ SECTIONS: dict[str, Sections] = {
         together=_runs_document,
         verdict=_runs_verdict,
         chapters=(
-            Chapter(name="the summary", make=_of_cells(_summary)),
+            Chapter(name="the summary", make=_summary),
             Chapter(name="the failure", make=_of_cells(run.failure_chapter)),
             Chapter(name="step time", make=_of_cells(run.step_time_chapter), terms=run.TERMS),
             Chapter(name="phases of a step", make=_of_cells(run.phases_chapter)),

@@ -26,10 +26,8 @@ from steplab.report.run.words import run_title
 _SAME_STEP = 0.20
 """Relative difference between the step measured again and the recorded one above which the machine, its clocks or its
 load must have changed: repeated medians of one step differ by a few per cent."""
-_CAPTION = (
-    "Each gain is predicted as if no other change were made, so the gains do not add up. `--try` measures the changes "
-    "that are options of the step."
-)
+_CAPTION = "Each gain is predicted as if no other change were made, so the gains do not add up."
+_TO_TRY = "`--try` measures the changes that are options of the step."
 _SIGNED = Quantity(lambda share: f"{100 * share:+.1f} %")
 
 
@@ -40,7 +38,8 @@ def findings_document(run: Run, findings: Findings) -> Document:
     if any(finding.trial for finding in found):
         sections.append(_trials(findings))
     if found:
-        sections.append(named_section("", Sentences(texts=(_CAPTION,), role="note")))
+        words = f"{_CAPTION} {_TO_TRY}" if any(finding.fields for finding in found) else _CAPTION
+        sections.append(named_section("", Sentences(texts=(words,), role="note")))
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",

@@ -32,9 +32,14 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
             yield largest_categories(run, run.profile)
         return
     first, *others = findings.findings[:_MOST_TOLD]
-    yield f"{first.title}: {_saving(first, findings.step_s)}."
+    yield saving_sentence(first, findings.step_s)
     if others:
         yield f"Next: {'; '.join(f'{finding.title} ({saved_words(finding)})' for finding in others)}."
+
+
+def saving_sentence(finding: Finding, step_s: float | None) -> str:
+    """What was found, and what a change saves."""
+    return f"{finding.title}: {_saving(finding, step_s)}."
 
 
 def _saving(finding: Finding, step_s: float | None) -> str:

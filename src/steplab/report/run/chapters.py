@@ -82,9 +82,9 @@ TERMS = (
 _MANY = 4  # runs, more of which are listed apart
 
 
-def summary_chapter(cells: Sequence[RunCell], of_memory: Iterable[Fact]) -> Section | None:
-    """The most important figures, including those of memory profiles."""
-    found = tuple(facts(cells, of_memory))
+def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section | None:
+    """The most important figures, including those of findings and memory profiles."""
+    found = tuple(facts(cells, of_others))
     return Section(title="", blocks=(Facts(facts=found),)) if found else None
 
 

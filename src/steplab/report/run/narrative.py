@@ -13,11 +13,11 @@ from steplab.units import format_share
 _MOST_NAMED = 6
 
 
-def facts(cells: Sequence[RunCell], of_memory: Iterable[Fact] = ()) -> list[Fact]:
-    """The summary of several runs: the effect of each choice, the highest utilization, and memory."""
+def facts(cells: Sequence[RunCell], of_others: Iterable[Fact] = ()) -> list[Fact]:
+    """The summary of several runs: the effect of each choice, the highest utilization, and what others know of them."""
     fields = varying(cells)
     first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    return first + _waiting(cells, fields) + [*of_memory]
+    return first + _waiting(cells, fields) + [*of_others]
 
 
 def _gains(cells: Sequence[RunCell]) -> list[Fact]:

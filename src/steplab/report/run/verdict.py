@@ -14,7 +14,7 @@ from steplab.report.run.effects import Effect, certainly_differ, effect_words, e
 from steplab.report.run.figures import achieved_flops_per_s
 from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
-from steplab.specs.command import command
+from steplab.specs.command import options
 from steplab.units import format_share
 
 _MOST_EFFECTS = 2
@@ -68,7 +68,8 @@ def run_cautions(run: Run) -> Iterator[str]:
     for doubt in headline_doubts(run):
         yield f"Warning: {doubt}."
     if found and run.spec:
-        yield f"To repeat it when the machine is quiet: {command(run.spec)}"
+        verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
+        yield f"To repeat it when the machine is quiet: steplab {verb} {options(run.spec)}"
 
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
