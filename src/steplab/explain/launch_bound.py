@@ -1,5 +1,7 @@
 """The device waits for the host to launch kernels."""
 
+from dataclasses import replace
+
 from steplab.errors import Unsupported
 from steplab.explain.case import Case
 from steplab.explain.fusing import fusing_of
@@ -8,8 +10,8 @@ from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command
-from steplab.specs.cuda_graph import refuse_unrecorded_step
 from steplab.specs.step import StepSpec
+from steplab.specs.step_fit import refuse_unrecorded_step
 from steplab.units import format_percent, format_time
 
 
@@ -77,7 +79,7 @@ def _change(case: Case) -> tuple[str, str, dict[str, str]]:
 def _graph_fields(spec: StepSpec) -> dict[str, str]:
     """CUDA graphs of the whole step over compiled blocks, where that can be recorded; else those of torch.compile."""
     try:
-        refuse_unrecorded_step(compile=spec.compile, precision=spec.precision, num_processes=spec.layout.world_size)
+        refuse_unrecorded_step(replace(spec, cuda_graph="step"))
     except Unsupported:
         return {"compile": "reduce-overhead"}
     eager = {"compile": "default" if spec.model.kind == "factory" else "block"} if spec.compile == "off" else {}

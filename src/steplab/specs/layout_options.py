@@ -1,7 +1,11 @@
 """Why a field, such as one for several processes, has no effect on some steps, and what to type instead."""
 
+from typing import TYPE_CHECKING
+
 from steplab.specs.layout import Layout
-from steplab.specs.model import ModelSpec
+
+if TYPE_CHECKING:  # which asks here
+    from steplab.specs.step import StepSpec
 
 
 def averages_gradients(layout: Layout) -> bool:
@@ -9,8 +13,9 @@ def averages_gradients(layout: Layout) -> bool:
     return layout.world_size == layout.dp > 1
 
 
-def no_strategy(layout: Layout) -> str | None:
+def no_strategy(spec: "StepSpec") -> str | None:
     """Why steplab's own data parallelism averages no gradients; None if it does."""
+    layout = spec.layout
     if averages_gradients(layout):
         return None
     if layout.world_size == 1:
@@ -22,47 +27,47 @@ def no_strategy(layout: Layout) -> str | None:
     return f"{whose} the gradients of layout {layout}; leave it out, or use --layout dp={layout.world_size}"
 
 
-def no_buckets(layout: Layout, data_parallel: str) -> str | None:
+def no_buckets(spec: "StepSpec") -> str | None:
     """Why gradients are not averaged in buckets; None if they are."""
-    if not averages_gradients(layout) or data_parallel == "bucketed":
-        return no_strategy(layout)
-    return f"data_parallel {data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
+    if not averages_gradients(spec.layout) or spec.data_parallel == "bucketed":
+        return no_strategy(spec)
+    return f"data_parallel {spec.data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
 
 
-def no_gradients(pass_name: str) -> str | None:
+def no_gradients(spec: "StepSpec") -> str | None:
     """Why there are no gradients to accumulate; None if there are."""
-    if pass_name != "forward":
+    if spec.pass_name != "forward":
         return None
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
-def no_choice_of_loss(model: ModelSpec) -> str | None:
+def no_choice_of_loss(spec: "StepSpec") -> str | None:
     """Why steplab does not decide how the loss is computed; None if it does."""
-    if model.kind == "transformer":
+    if spec.model.kind == "transformer":
         return None
-    return f"{model.name} computes its own loss; leave it out, or use a built-in model"
+    return f"{spec.model.name} computes its own loss; leave it out, or use a built-in model"
 
 
-def no_choice_of_block_ops(model: ModelSpec) -> str | None:
+def no_choice_of_block_ops(spec: "StepSpec") -> str | None:
     """Why steplab does not decide what runs within a block; None if it does."""
-    if model.kind == "transformer":
+    if spec.model.kind == "transformer":
         return None
-    return f"{model.name} has blocks of its own; leave it out, or use a built-in model"
+    return f"{spec.model.name} has blocks of its own; leave it out, or use a built-in model"
 
 
-def no_shards(layout: Layout) -> str | None:
+def no_shards(spec: "StepSpec") -> str | None:
     """Why no parameters are sharded; None if they are."""
-    return _no_axis(layout, "fsdp", "frees no parameters")
+    return _no_axis(spec.layout, "fsdp", "frees no parameters")
 
 
-def no_pipeline(layout: Layout) -> str | None:
+def no_pipeline(spec: "StepSpec") -> str | None:
     """Why there is no pipeline; None if there is one."""
-    return _no_axis(layout, "pp", "has no pipeline")
+    return _no_axis(spec.layout, "pp", "has no pipeline")
 
 
-def no_microbatches(layout: Layout) -> str | None:
+def no_microbatches(spec: "StepSpec") -> str | None:
     """Why there are no microbatches, for which those of gradient accumulation are easily taken; None if there are."""
-    why = no_pipeline(layout)
+    why = no_pipeline(spec)
     return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
 
 

@@ -8,21 +8,21 @@ from steplab.ops.attention.implementations import NAMES, TABLE
 from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
 from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
 from steplab.specs import layout_options
-from steplab.specs.block_ops import refuse_unserved_block_ops
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN, refuse_unrecorded_step, refuse_unserved_graph
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
-from steplab.specs.layout_fit import (
-    refuse_uneven_pipeline,
-    refuse_uneven_split,
-    refuse_unserved_layout,
-    refuse_unserved_masters,
-    refuse_unserved_triton_optimizer,
-)
+from steplab.specs.layout_fit import refuse_uneven_pipeline, refuse_uneven_split, refuse_unserved_layout
 from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
-from steplab.specs.update import OVERLAPPED, refuse_unserved_update
+from steplab.specs.step_fit import (
+    refuse_unrecorded_step,
+    refuse_unserved_block_ops,
+    refuse_unserved_masters,
+    refuse_unserved_triton_optimizer,
+    refuse_unserved_update,
+)
+from steplab.specs.update import OVERLAPPED
 
 Pass = Literal["forward", "forward_backward", "train"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
@@ -39,6 +39,13 @@ AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", 
 """Precisions of a forward pass under autocast -> the format in which autocast computes."""
 DEFAULT_MODEL = "tiny"
 _MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
+
+
+_REFUSALS = (
+    *(refuse_unserved_layout, refuse_uneven_split, refuse_uneven_pipeline, refuse_unrecorded_step),
+    *(refuse_unserved_triton_optimizer, refuse_unserved_update, refuse_unserved_block_ops, refuse_unserved_masters),
+)
+"""What is asked of fields that have to fit each other: each raises UserError, or Unsupported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -148,7 +155,7 @@ class StepSpec:
                 "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
                 "model.projections merged",
             },
-            unused=lambda spec: layout_options.no_choice_of_block_ops(spec.model),
+            unused=layout_options.no_choice_of_block_ops,
             header="block operators",
             axis_name="block ops",
             said="{} block operators",
@@ -164,7 +171,7 @@ class StepSpec:
             help="How the output head and the loss are computed",
             choices=LOSS_NAMES,
             meanings={row.name: row.summary for row in LOSS_TABLE},
-            unused=lambda spec: layout_options.no_choice_of_loss(spec.model),
+            unused=layout_options.no_choice_of_loss,
             said="{} loss",
             quiet=True,
             rank=2,
@@ -235,7 +242,7 @@ class StepSpec:
             help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
             "context x accumulation x data-parallel ranks",
             least=1,
-            unused=lambda spec: layout_options.no_gradients(spec.pass_name),
+            unused=layout_options.no_gradients,
             header="micro-steps",
             axis_name="accum.",
             said="{} micro-step{s}",
@@ -305,7 +312,7 @@ class StepSpec:
                 "bucketed": "in buckets, each as soon as it is ready",
             },
             group="processes",
-            unused=lambda spec: layout_options.no_strategy(spec.layout),
+            unused=layout_options.no_strategy,
             header="strategy",
             said="{} gradients",
             rank=1,
@@ -317,7 +324,7 @@ class StepSpec:
             help="Largest bucket of gradients, in units of 1e6 bytes",
             group="processes",
             above=0,
-            unused=lambda spec: layout_options.no_buckets(spec.layout, spec.data_parallel),
+            unused=layout_options.no_buckets,
             header="bucket",
             said="buckets of {}",
             unit="MB",
@@ -331,7 +338,7 @@ class StepSpec:
             "backward pass",
             meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
             group="processes",
-            unused=lambda spec: layout_options.no_shards(spec.layout),
+            unused=layout_options.no_shards,
             header="reshard",
             said="reshard after forward: {}",
             quiet=True,
@@ -348,7 +355,7 @@ class StepSpec:
                 "interleaved": "1f1b over two shorter stages per rank",
             },
             group="processes",
-            unused=lambda spec: layout_options.no_pipeline(spec.layout),
+            unused=layout_options.no_pipeline,
             header="schedule",
             said="{} schedule",
             rank=2,
@@ -361,7 +368,7 @@ class StepSpec:
             default_words="one per sequence",
             group="processes",
             least=1,
-            unused=lambda spec: layout_options.no_microbatches(spec.layout),
+            unused=layout_options.no_microbatches,
             shown=lambda spec: spec.num_microbatches,
             axis_name="microb.",
             said="{} microbatch{es}",
@@ -377,24 +384,8 @@ class StepSpec:
                 f"device {self.device} is one device, but layout {self.layout} takes {self.layout.world_size}; "
                 "use --device cuda or cpu"
             )
-        self._check_layout()
-        if self.cuda_graph == "step":
-            refuse_unserved_graph(self.device)
-            refuse_unrecorded_step(compile=self.compile, precision=self.precision, num_processes=self.layout.world_size)
-        if self.optimizer == "adamw_triton" and self.pass_name == "train":
-            refuse_unserved_triton_optimizer(self.layout, precision=self.precision)
-        if self.update == OVERLAPPED and self.pass_name == "train":
-            refuse_unserved_update(
-                layout=self.layout, data_parallel=self.data_parallel, precision=self.precision, compile=self.compile
-            )
-        if self.block_ops == "triton":
-            refuse_unserved_block_ops(self.model, self.layout, self.device)
-        if self.precision == "bf16_master":
-            refuse_unserved_masters(
-                self.layout,
-                optimizer=self.optimizer if self.pass_name == "train" else None,
-                micro_steps=self.micro_steps,
-            )
+        for refuse in _REFUSALS:
+            refuse(self)
         limit = self.model.max_context
         if limit is not None and self.context > limit:
             longer = (
@@ -403,29 +394,6 @@ class StepSpec:
             raise UserError(
                 f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
                 f"use --context {limit} or less, or raise {longer}"
-            )
-
-    def _check_layout(self) -> None:
-        refuse_unserved_layout(
-            self.layout,
-            self.model,
-            pass_name=self.pass_name,
-            precision=self.precision,
-            compile=self.compile,
-            loss=self.loss,
-            accumulation=self.accumulation,
-        )
-        shape, name = self.model.shape, self.model.name
-        if self.layout.tp > 1 and shape is not None:
-            refuse_uneven_split(self.layout, shape, model_name=name, context=self.context)
-        if self.layout.pp > 1 and shape is not None:
-            refuse_uneven_pipeline(
-                self.layout,
-                model_name=name,
-                num_layers=shape.num_layers,
-                schedule=self.pipeline_schedule,
-                batch=self.batch,
-                microbatches=self.num_microbatches,
             )
 
     @property
