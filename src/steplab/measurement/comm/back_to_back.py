@@ -10,7 +10,6 @@ their mean.
 """
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from statistics import median
@@ -20,7 +19,7 @@ import torch
 from steplab.measurement.comm.calls import Call
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.head_start import HeadStart
-from steplab.measurement.step.loop import Phase, run_back_to_back
+from steplab.measurement.step.loop import Phase, run_ahead
 from steplab.parallel.collectives import Collectives
 from steplab.records.comm import RankTimes
 from steplab.records.timing import PhaseSamples
@@ -107,25 +106,12 @@ class _Rows:
 
     def _row(self, num_samples: int, calls: int) -> tuple[PhaseSamples, float]:
         """A row's samples, and the time that Python took to launch it."""
-        begun_s, started_s = 0.0, 0.0
-
-        def head_start() -> None:
-            nonlocal begun_s
-            self._head_start.give()
-            begun_s = time.perf_counter()
-            self._call()
 
         def sample() -> None:
-            nonlocal started_s
             for _ in range(calls):
                 self._call()
-            started_s = time.perf_counter() - begun_s
 
         self._together.barrier()
         phases, device = [Phase(name="step", run=sample)], self._together.device
-        (samples,), _ = run_back_to_back(phases, device, num_samples, unheard, head_start=head_start)
+        (samples,), started_s = run_ahead(phases, device, num_samples, self._head_start, before=self._call)
         return samples, started_s
-
-
-def unheard(repeat: int) -> None:
-    """Repeats are too short to be reported."""

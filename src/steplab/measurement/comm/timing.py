@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable
 
-from steplab.measurement.comm.back_to_back import Together, back_to_back, unheard
+from steplab.measurement.comm.back_to_back import Together, back_to_back
 from steplab.measurement.comm.calls import Call
 from steplab.measurement.step.loop import Phase, run_synchronised
 from steplab.records.comm import RankTimes
@@ -44,12 +44,16 @@ def time_calls(
         rows = back_to_back(call, together, samples_of)
     on_begin("one by one")
     phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=call)]
-    samples, _ = run_synchronised(phases, device, samples_of(1), unheard)
+    samples, _ = run_synchronised(phases, device, samples_of(1), _unheard)
     alone = find_phase(samples, "call")
     assert alone is not None
     assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
     rank = together.collectives.rank
     return dataclasses.replace(rows or RankTimes(rank=rank), alone_s=alone.host_s)
+
+
+def _unheard(repeat: int) -> None:
+    """Repeats are too short to be reported."""
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.loop import Phase, run_back_to_back
+from steplab.measurement.step.loop import Phase, run_ahead
 from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, joined
 
 Samples = tuple[PhaseSamples, ...]
@@ -55,27 +55,10 @@ def _turn(phases: Sequence[Phase], world: World, head_start: HeadStart, steps: i
         phase.run()
     head_start.lengthen(time.perf_counter() - started)
     while len(found) < steps:
-        samples, started_s = _step(phases, world, head_start)
+        samples, started_s = run_ahead(phases, world.device, 1, head_start)
         if not any(world.collectives.host_gather(_hardly_ahead(samples))) or not head_start.lengthen(started_s):
             found.append(samples)
     return found
-
-
-def _step(phases: Sequence[Phase], world: World, head_start: HeadStart) -> tuple[Samples, float]:
-    """Run one step; returns its samples and the time that Python took to launch it."""
-    begun_s, started_s = 0.0, 0.0
-
-    def give() -> None:
-        nonlocal begun_s
-        head_start.give()
-        begun_s = time.perf_counter()
-
-    def on_step(iteration: int) -> None:
-        nonlocal started_s
-        started_s = time.perf_counter() - begun_s
-
-    samples, _ = run_back_to_back(phases, world.device, 1, on_step, head_start=give)
-    return samples, started_s
 
 
 def _hardly_ahead(samples: Samples) -> bool:

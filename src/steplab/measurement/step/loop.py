@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from steplab.measurement.machine.device import Device
+from steplab.measurement.machine.head_start import HeadStart
 from steplab.records.memory import PeakMemory
 from steplab.records.timing import PhaseSamples
 
@@ -91,6 +92,32 @@ def run_back_to_back(
     if "step" not in parts:
         columns.append(column("step", [(0, len(phases))]))
     return tuple(columns), host_s
+
+
+def run_ahead(
+    phases: Sequence[Phase],
+    device: Device,
+    iterations: int,
+    head_start: HeadStart,
+    before: Callable[[], object] = lambda: None,
+) -> tuple[tuple[PhaseSamples, ...], float]:
+    """Time `iterations` steps back to back after a head start for Python; returns the samples, and the seconds that
+    Python took to launch all of it. `before` launches work behind the head start that is not timed. On all ranks
+    together."""
+    begun_s = started_s = 0.0
+
+    def give() -> None:
+        nonlocal begun_s
+        head_start.give()
+        begun_s = time.perf_counter()
+        before()
+
+    def on_step(iteration: int) -> None:
+        nonlocal started_s
+        started_s = time.perf_counter() - begun_s
+
+    samples, _ = run_back_to_back(phases, device, iterations, on_step, head_start=give)
+    return samples, started_s
 
 
 def run_synchronised(
