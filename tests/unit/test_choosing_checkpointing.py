@@ -18,6 +18,7 @@ from steplab.lab.machine import VisibleGpu, visible_gpu
 from steplab.lab.measuring import measure
 from steplab.lab.planning import plan, plan_memory, plan_time
 from steplab.lab.predicting import memory_of
+from steplab.measurement.jobs import StepTask
 from steplab.plan.cards import fit_of
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
@@ -161,8 +162,8 @@ def test_the_driver_is_asked_for_name_and_memory() -> None:
 
 
 def test_the_record_has_what_was_chosen_and_why(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def measured(spec: StepSpec, **options: Any) -> Run:
-        return dataclasses.replace(make_run(), spec=spec)
+    def measured(task: StepTask, **options: Any) -> Run:
+        return dataclasses.replace(make_run(), spec=task.spec)
 
     monkeypatch.setattr(measuring, "measure_in_child", measured)
     run = measure("tiny", checkpointing="auto", device="cpu", store=tmp_path / "store.db")

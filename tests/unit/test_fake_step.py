@@ -19,7 +19,7 @@ from steplab.fake_step.step import fake_step, operators_of_fake
 from steplab.lab import compiling, profiling
 from steplab.lab.compiling import with_compiled_shares
 from steplab.lab.planning import plan_memory, plan_steps, plan_time
-from steplab.measurement.jobs import JOBS
+from steplab.measurement.jobs import JOBS, StepTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.launch import Answer
 from steplab.model.build import build_workload
@@ -378,8 +378,9 @@ def test_a_fault_of_the_dry_run_costs_no_profile(tmp_path: Path, monkeypatch: py
     """Nor is it said that the trace could not be read."""
     whole = profiled("missing_module:build")
 
-    def measured(spec: StepSpec, *, trace: Path, **others: object) -> Run:
-        trace.write_bytes(b"{}")
+    def measured(task: StepTask, **others: object) -> Run:
+        assert task.trace is not None
+        Path(task.trace).write_bytes(b"{}")
         return dataclasses.replace(whole, profile=None)
 
     def faulty(*arguments: object) -> Run:

@@ -18,6 +18,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab import memory as under_test
 from steplab.lab.memory import import_snapshot, marks_beside, memory, predicted_memory, read_memory
 from steplab.lab.memory_references import memory_references
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
@@ -58,13 +59,14 @@ MARKS = Marks(
 def measuring(monkeypatch: pytest.MonkeyPatch, run: Run, snapshot: bytes | None) -> None:
     """In place of the child: it leaves that snapshot and gives that run."""
 
-    def measure(spec: object, *, snapshot: Path, marks: Path, **others: object) -> Run:
-        if content is not None:
-            snapshot.write_bytes(content)
-            marks.write_bytes(encode(MARKS))
+    def measure(task: StepTask, **others: object) -> Run:
+        if snapshot is not None:
+            assert task.snapshot is not None
+            assert task.marks is not None
+            Path(task.snapshot).write_bytes(snapshot)
+            Path(task.marks).write_bytes(encode(MARKS))
         return run
 
-    content = snapshot
     monkeypatch.setattr(under_test, "measure_in_child", measure)
 
 

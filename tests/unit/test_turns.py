@@ -15,7 +15,7 @@ from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab import turns as lab_turns
 from steplab.lab.turns import Compared, ab
-from steplab.measurement.jobs import TurnsTask
+from steplab.measurement.jobs import StepTask, TurnsTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes import turns as processes
 from steplab.measurement.processes.conversation import Surroundings
@@ -56,7 +56,8 @@ class Device:
         self.started.append(Process(self, request, listener))
         return self.started[-1]
 
-    def measure(self, spec: Any, **rest: Any) -> Run:
+    def measure(self, task: StepTask, **rest: Any) -> Run:
+        spec = task.spec
         self.order.append((spec.context, spec.steps))
         return self.run(spec, spec.steps)
 

@@ -11,6 +11,7 @@ from tests.unit.taking import Told
 
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes import turns as processes
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.time import LayoutClock
@@ -52,7 +53,8 @@ class Started:
         """The step of each turn, and how many steps it had."""
         self.now_s = 0.0
 
-    def measure(self, spec: StepSpec, **options: Any) -> Run:
+    def measure(self, task: StepTask, **options: Any) -> Run:
+        spec = task.spec
         outcome = self._told(spec)
         if isinstance(outcome, Exception):
             raise outcome

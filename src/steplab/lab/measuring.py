@@ -10,6 +10,7 @@ from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.machine import device_kind_here
 from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
@@ -48,12 +49,12 @@ def measure(
     chosen, name = choose_checkpointing(spread_here(asked_step("measure", spec, given))), checked_name(name)
     asked = chosen.spec
     if not is_first_rank():
-        run = measure_in_child(asked, timeout_s=timeout_s)
+        run = measure_in_child(StepTask(spec=asked), timeout_s=timeout_s)
         if run.failure:
             let_the_first_store()
         return with_notes(dataclasses.replace(run, name=name), chosen.notes)
     with open_store(store, write=True) as opened:
-        run = measure_in_child(asked, timeout_s=timeout_s, on_progress=on_progress)
+        run = measure_in_child(StepTask(spec=asked), timeout_s=timeout_s, on_progress=on_progress)
         return keep(opened, completed(run, name, chosen.notes, opened), place)
 
 

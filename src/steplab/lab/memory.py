@@ -15,6 +15,7 @@ from steplab.lab.keeping import Place, checked_import, checked_name, imported_ru
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
 from steplab.limits import Limits
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.memory_marks import Marks
@@ -59,7 +60,8 @@ def memory(
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / "step.pickle"
         marks = marks_beside(written)
-        run = measure_in_child(chosen.spec, snapshot=written, marks=marks, timeout_s=timeout_s, on_progress=on_progress)
+        task = StepTask(spec=chosen.spec, snapshot=str(written), marks=str(marks))
+        run = measure_in_child(task, timeout_s=timeout_s, on_progress=on_progress)
         run = completed(run, name, chosen.notes, opened)
         try:
             if written.exists():

@@ -11,6 +11,7 @@ from steplab.lab.keeping import Place, checked_import, checked_name, imported_ru
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
 from steplab.limits import Limits
+from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
@@ -56,9 +57,7 @@ def profile(
     with open_store(store, write=True) as opened, folder_for(target) as folder:
         written = folder / ("steps.sqlite" if nsys else "steps.json.gz" if str(trace).endswith(".gz") else "steps.json")
         run = measure_in_child(
-            chosen.spec,
-            profiled_steps=profiled_steps,
-            trace=None if nsys else written,
+            StepTask(spec=chosen.spec, profiled_steps=profiled_steps, trace=None if nsys else str(written)),
             wrapper=nsys_command(written.with_suffix("")) if nsys else (),
             timeout_s=timeout_s,
             on_progress=on_progress,

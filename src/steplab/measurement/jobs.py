@@ -40,7 +40,7 @@ class StepTask(msgspec.Struct, kw_only=True):
     profiled_steps: int = 0
     """The number of further steps that are profiled once the step is timed; 0 for none."""
     trace: str | None = None
-    """The file for their trace; None if nsys records them."""
+    """The file for their trace, compressed if it ends in .gz; None if nsys records them."""
     snapshot: str | None = None
     """The file for the allocator's history of one further step; None if its memory is not recorded."""
     marks: str | None = None

@@ -9,7 +9,6 @@ import dataclasses
 import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -39,12 +38,8 @@ _FIRST_RANK_S = 30.0
 
 
 def measure_in_child(
-    spec: StepSpec,
+    task: StepTask,
     *,
-    profiled_steps: int = 0,
-    trace: Path | None = None,
-    snapshot: Path | None = None,
-    marks: Path | None = None,
     wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
     timeout_s: float | None = None,
@@ -52,27 +47,18 @@ def measure_in_child(
 ) -> Run:
     """Measure one cell in a new process and return its record, which may be a failure.
 
-    If profiled_steps > 0, so many steps are recorded after all timing: by torch.profiler to the file `trace`, or
-    without one by the profiler whose command `wrapper` is. With `snapshot` and `marks`, the memory of one step is
-    written to those files (measurement.memory.recorder). If the recording fails, the record has a note and the files
-    are missing.
+    `wrapper` is the command of a profiler that records the further steps from outside, if the task names no trace. If
+    the recording fails, the record has a note and the files are missing.
 
     Raises UserError (or the SteplabError that the child reported) for a request that cannot be served, which is no
     measurement. KeyboardInterrupt ends the child and passes on.
     """
-    refuse_planning_only(spec.model)
-    task = StepTask(
-        spec=spec,
-        profiled_steps=profiled_steps,
-        trace=str(trace) if trace else None,
-        snapshot=str(snapshot) if snapshot else None,
-        marks=str(marks) if marks else None,
-    )
+    refuse_planning_only(task.spec.model)
     answer = ask(
         "step",
         task,
-        device=spec.device,
-        processes=spec.layout.world_size,
+        device=task.spec.device,
+        processes=task.spec.layout.world_size,
         timeout_s=timeout_s,
         on_progress=on_progress,
         wrapper=wrapper,
@@ -82,9 +68,9 @@ def measure_in_child(
         return answer.result
     assert isinstance(answer.result, Failure)
     if answer.measured is not None:
-        note = f"{'memory' if snapshot else 'profile'}: {answer.result.message}"
+        note = f"{'memory' if task.snapshot else 'profile'}: {answer.result.message}"
         return dataclasses.replace(answer.measured, notes=(*answer.measured.notes, note))
-    return Run(**new_head(), spec=spec, environment=answer.environment, failure=answer.result)
+    return Run(**new_head(), spec=task.spec, environment=answer.environment, failure=answer.result)
 
 
 def ceilings_in_child(

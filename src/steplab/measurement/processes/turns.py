@@ -17,7 +17,7 @@ from typing import Self
 import msgspec
 
 from steplab.errors import UserError
-from steplab.measurement.jobs import JOBS, TurnsTask
+from steplab.measurement.jobs import JOBS, StepTask, TurnsTask
 from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.processes.listener import Listener
@@ -261,7 +261,7 @@ class Session:
 
     def _process_turn(self, side: Side, steps: int) -> None:
         run = measure_in_child(
-            dataclasses.replace(side.spec, steps=steps),
+            StepTask(spec=dataclasses.replace(side.spec, steps=steps)),
             surroundings=side.surroundings,
             timeout_s=self.timeout_s,
             on_progress=self._on_progress,
