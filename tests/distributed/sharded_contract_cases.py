@@ -127,6 +127,63 @@ def case_parameters_stay_what_they_were() -> None:
         assert torch.equal(turned, other)
 
 
+def case_parameters_that_are_given_memory_with_gaps_stay_apart() -> None:
+    """They are moved back without their gaps, into which their neighbours' elements would have come."""
+    first, second = (nn.Parameter(torch.zeros(64)) for _ in range(2))
+    sharded = ShardedOptimizer([first, second], torch.optim.SGD, lr=0.5)
+    first.data = torch.ones(128)[::2]
+    give_gradients([first, second], 0)
+    sharded.step()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert torch.equal(first, 1 - first.grad / 2)
+    assert torch.equal(second, -second.grad / 2)
+    first.grad, first.data = None, torch.ones(65)
+    assert "of 64 elements was given 65" in raised(sharded.step)
+
+
+def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
+    """The module waits for what was its own and the optimizer's when it was named."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    ranks = Recorder(GroupCollectives())
+    sharded = ShardedOptimizer(list(model[0].parameters()), torch.optim.SGD, ranks, bucket_size_mb=1.0, lr=0.1)
+    sharded.overlap_with(model)
+    sharded.add_param_group({"params": list(model[1].parameters())})
+    give_gradients(model.parameters(), 0)
+    sharded.step()
+    assert [bool(flat._under_way) for flat in sharded._flats] == [True, False]
+    model(torch.ones(1, 8))
+    assert not any(flat._under_way for flat in sharded._flats)
+
+
+def case_a_group_that_is_refused_leaves_no_trace() -> None:
+    """By the sharding, or by the optimizer inside."""
+    for refused, options in ((nn.Parameter(torch.ones(4, 8)[:, ::2]), {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0})):
+        model, reference = tiny(), tiny()
+        sharded = ShardedOptimizer(model.parameters(), Positive, lr=0.1)
+        shares, flats = sharded.shares, len(sharded._flats)
+        assert raised(lambda: sharded.add_param_group({"params": [refused], **options}))  # noqa: B023
+        assert (sharded.shares, len(sharded._flats), len(sharded.param_groups)) == (shares, flats, 1)
+        train(model, sharded, range(2))
+        train(reference, torch.optim.SGD(reference.parameters(), lr=0.1), range(2))
+        assert_same(model, reference)
+
+
+class Positive(torch.optim.SGD):
+    """Looks at the options of each group that is added."""
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        if param_group.get("lr", 1.0) < 0:
+            raise ValueError("a negative learning rate")
+        super().add_param_group(param_group)
+
+
+def case_a_group_without_parameters() -> None:
+    sharded = ShardedOptimizer([{"params": []}], torch.optim.SGD, lr=0.1)
+    sharded.step()
+    assert sharded.state_dict(gather=True).get("state", {}) == {}
+
+
 def case_an_old_graph_is_refused() -> None:
     """Backward through weights that a step has changed since fails on every rank, not on the owners alone."""
     model = nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))

@@ -148,6 +148,17 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
     every_way(lambda **options: assert_trains_alike(modules.Strided(), **options))
 
 
+@cases.in_a_small_world
+def buffers_whose_elements_repeat_are_those_of_the_first_rank() -> None:
+    """An expanded mask has one element in memory for many, to which torch writes nothing."""
+    module, rank = modules.plain(), dist.get_rank()
+    module.register_buffer("mask", torch.tensor([[float(rank)], [float(rank + 5)]]).expand(2, 3))
+    DataParallel(module)
+    mask = module.get_buffer("mask")
+    assert mask.tolist() == [[0.0] * 3, [5.0] * 3]
+    assert mask.stride() == (1, 0)
+
+
 @cases
 def gradients_in_memory_that_backward_has_still_to_read() -> None:
     every_way(lambda **options: assert_trains_alike(modules.Added(), **options))

@@ -59,6 +59,20 @@ def test_on_ranks(size: int, case: Callable[[], None]) -> None:
     on_ranks(size, case)
 
 
+@pytest.mark.parametrize(
+    "case",
+    [
+        contract.case_parameters_that_are_given_memory_with_gaps_stay_apart,
+        contract.case_what_is_added_to_a_module_later_has_arrived_after_the_step,
+        contract.case_a_group_that_is_refused_leaves_no_trace,
+        contract.case_a_group_without_parameters,
+    ],
+    ids=lambda case: case.__name__,
+)
+def test_on_two_ranks(case: Callable[[], None]) -> None:
+    on_ranks(2, case)
+
+
 @WORLDS
 @pytest.mark.parametrize("optimizer_first", [True, False])
 def test_ddp_may_be_built_before_or_after(size: int, optimizer_first: bool) -> None:

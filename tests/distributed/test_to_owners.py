@@ -239,5 +239,44 @@ def a_gradient_scaler_that_asks_one_rank_alone_is_refused_on_all() -> None:
         sharded.step()  # without a scaler it is a step as any other
 
 
+class Vectors(nn.Module):
+    """Parameters of which the second rank owns two if they are shared out together, and one if one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.vectors = nn.ParameterList(torch.ones(size) for size in (10, 6, 5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * sum(vector.sum() for vector in self.vectors)
+
+
+@cases.in_a_small_world
+def owners_that_one_rank_alone_misses_are_refused_on_all() -> None:
+    """The first rank would update nothing but its own, and wait for the other's parameters."""
+    model = DataParallel(Vectors(), "overlap", to_owners=True)
+    sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
+    mine = [p for p in model.parameters() if sharded.owner(p) == dist.get_rank()]
+    assert all(model.owners[p] == dist.get_rank() for p in mine) == (dist.get_rank() == 0)
+    with pytest.raises(UserError, match=r"averaged on other ranks alone.*owners=model\.owners"):
+        sharded.step()
+
+
+@cases.in_a_small_world
+def a_layer_that_is_frozen_between_steps_is_exchanged_still() -> None:
+    """Its zeroed gradients are on their owners alone, so that ranks would not agree on whether it is in use."""
+    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+    model = DataParallel(module, to_owners=True)
+    sharded = ShardedOptimizer(
+        model.parameters(), torch.optim.SGD, owners=model.owners, bucket_size_mb=1e-6, lr=0.1, weight_decay=0.1
+    )
+    for _ in range(3):
+        mean_square(model, torch.ones(3, 8), 0).backward()
+        model.finish_gradient_synchronization()
+        sharded.step()
+        sharded.zero_grad(set_to_none=False)
+        module[0].requires_grad_(False)
+    assert_equal_over_ranks(model.parameters())
+
+
 def _swapped(owners: Any) -> dict[Tensor, int]:
     return {parameter: 1 - owner for parameter, owner in owners.items()}

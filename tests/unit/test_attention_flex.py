@@ -33,6 +33,14 @@ def test_the_mask_has_the_blocks_that_torch_finds(num_queries: int, num_keys: in
             assert indices[row, :number].tolist() == right_indices[row, :number].tolist()
 
 
+def test_a_mask_that_was_first_made_for_inference_serves_a_step_that_trains() -> None:
+    """Its lists are kept, and autograd saves no tensor that was made in inference mode."""
+    with torch.inference_mode():
+        causal_mask(777, 777, torch.device("cpu"))
+    mask = causal_mask(777, 777, torch.device("cpu"))
+    assert not any(getattr(mask, f"{name}_indices").is_inference() for name in LISTS)
+
+
 def test_within_a_compiled_graph_it_is_attention() -> None:
     """Twice, as in two layers, and for several lengths, of which the compiler makes a symbol."""
 

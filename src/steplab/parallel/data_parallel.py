@@ -270,7 +270,16 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
         pending.wait()
     for tensor, received in zip(tensors, sent, strict=True):
         if received.data_ptr() != tensor.data_ptr():
-            tensor.copy_(received)
+            _each_element_once(tensor).copy_(_each_element_once(received, tensor.stride()))
+
+
+def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
+    """The tensor without the repetitions of its elements, as of an expanded mask, to which nothing can be written;
+    `strides`, where another tensor's say what repeats."""
+    for dim, stride in enumerate(tensor.stride() if strides is None else strides):
+        if stride == 0 and tensor.shape[dim] > 1:
+            tensor = tensor.narrow(dim, 0, 1)
+    return tensor
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
-from steplab.parallel.buckets import fills_its_memory
+from steplab.parallel.buckets import fills_its_memory, layout_of
 from steplab.parallel.collectives import Collectives, Pending
 from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
 from steplab.parallel.parameter_copies import ParameterCopies
@@ -44,12 +44,13 @@ class FlatParameters:
         """Plan the buffer; the parameters keep their memory until `move_in`."""
         self.params = list(params)
         self._ranks = ranks
-        elements, width = [param.numel() for param in params], params[0].element_size()
-        shares = shares_of(elements, width, owners, ranks.size)
+        self._elements, width = [param.numel() for param in params], params[0].element_size()
+        shares = shares_of(self._elements, width, owners, ranks.size)
         self._gathers = _gathers(shares, params[0].device, exchange)
-        self._slots = owner_slots(elements, width, owners, ranks.size, even=self._gathers)
+        self._slots = owner_slots(self._elements, width, owners, ranks.size, even=self._gathers)
         self._copies: ParameterCopies | None = None
         self._place = 0
+        self._used = False
         self._under_way: list[Pending] = []
 
     @property
@@ -72,8 +73,11 @@ class FlatParameters:
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:
-        """Whether a step can have changed any of these: not if all are frozen and without a gradient."""
-        return self._buffer.numel() > 0 and any(param.requires_grad or param.grad is not None for param in self.params)
+        """Whether a step can have changed any of these: not if all have been frozen since the beginning, without a
+        gradient. What is frozen later may have one on its owner alone, of which the other ranks do not know."""
+        used = any(param.requires_grad or param.grad is not None for param in self.params)
+        self._used = self._used or used
+        return self._used and self._buffer.numel() > 0
 
     def bring_back(self) -> None:
         """Move parameters that were given other memory back into the buffer; to be called before `start_exchange`."""
@@ -118,8 +122,13 @@ class FlatParameters:
                     f"a parameter was moved to {param.dtype} on {param.device} after its sharded optimizer was built; "
                     "move the model first and build the optimizer then"
                 )
+            if param.numel() != self._elements[index]:
+                raise UserError(
+                    f"a parameter of {self._elements[index]} elements was given {param.numel()} after its sharded "
+                    "optimizer was built; build the optimizer anew"
+                )
             start = self._buffer.storage_offset() + self._slots.starts[index]
-            home = self._buffer.as_strided(param.shape, param.stride(), start)
+            home = self._buffer.as_strided(param.shape, layout_of(param), start)
             home.copy_(param.detach())
             param.data = home
 

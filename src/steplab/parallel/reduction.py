@@ -112,17 +112,22 @@ class GradientReducer:
         if not self._ready and self._owners is None:
             return
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        if self._owners is not None and not isinstance(optimizer, ShardedOptimizer):
-            self._check_owned(updated)
+        if self._owners is not None:
+            self._check_owned(optimizer, updated)
         if any(self._parameters[index] in updated for index in self._ready):
             raise UserError(
                 "an optimizer's step would update parameters whose gradients are not averaged yet: call "
                 "finish_gradient_synchronization() after backward, before the step"
             )
 
-    def _check_owned(self, updated: set[Any]) -> None:
+    def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
+        """The owners by a sharded optimizer are known to all ranks, which so raise together; else some would wait for
+        those that raise, in the exchange of parameters."""
         assert self._owners is not None
-        if any(self._owners.get(parameter, self._rank) != self._rank for parameter in updated):
+        for parameter in updated:
+            by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._rank
+            if self._owners.get(parameter, by) == by:
+                continue
             raise UserError(
                 "an optimizer's step would update parameters whose gradients are averaged on other ranks alone: use "
                 "ShardedOptimizer(..., owners=model.owners), or build DataParallel without to_owners"

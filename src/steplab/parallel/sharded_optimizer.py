@@ -129,9 +129,16 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self.wait()
         (once,) = _each_once([param_group])
         super().add_param_group(once)
-        added = self.param_groups[-1]
-        self._take_in(added["params"])
-        self._local.add_param_group(self._owned_part(added))
+        added, flats = self.param_groups[-1], list(self._flats)
+        before = dict(self._owner), dict(self._flat_of), list(self._loads), list(self._frozen_loads)
+        try:
+            self._take_in(added["params"])
+            self._local.add_param_group(self._owned_part(added))
+        except Exception:  # the optimizer goes on without the group
+            self.param_groups.pop()
+            self._flats = flats
+            self._owner, self._flat_of, self._loads, self._frozen_loads = before
+            raise
         self._take_from_local()
 
     def _all_params(self) -> list[nn.Parameter]:
@@ -244,7 +251,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         """
         for module in modules:
             flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
-            self._waited_for_later.update(module.parameters())
+            # Parameters that are added to the optimizer later are waited for by the step.
+            self._waited_for_later.update(p for p in module.parameters() if p in self._flat_of)
 
             # Compiled with its module it would be compiled anew whenever what is under way changes.
             @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -300,7 +308,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         mark = {"rank": self._ranks.rank, "world_size": self._ranks.size, "params": mine}
         groups = sharded_state.pack(self.param_groups, position.__getitem__)
         shard = {"state": state, "param_groups": groups, "shard": mark}
-        return sharded_state.gather(shard, self._flats[0].params[0].device, self._ranks) if gather else shard
+        device = next((flat.params[0].device for flat in self._flats), torch.device("cpu"))
+        return sharded_state.gather(shard, device, self._ranks) if gather else shard
 
     def load_state_dict(self, state_dict: StateDict) -> None:
         """Take over a full state dict (gathered, merged or of an unsharded optimizer), or this rank's shard.

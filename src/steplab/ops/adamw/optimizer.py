@@ -53,28 +53,33 @@ class OneKernelAdamW(torch.optim.Optimizer):
         weight was given other values than its master's raises UserError."""
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
+        self._masters = masters or {}  # for add_param_group
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
+        self._masters = {}
         self._tables: dict[Tensor, _Tables] = {}  # of what is updated together, by the first tensor that is
         self._of_graphs: list[_Tables] = []  # what CUDA graphs read, in the host's memory and in the device's
         self._versions: dict[Tensor, int] = {}  # of bfloat16 weights after their last step; autograd counts changes
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                master = (masters or {}).get(parameter)
-                if master is not None:
-                    self.state[parameter]["master"] = master
-                _refuse_unserved_parameter(parameter, master)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Restore a copy or a loaded optimizer, of which torch keeps state and groups alone."""
         super().__setstate__(state)
+        self.__dict__.setdefault("_masters", {})
         self.__dict__.setdefault("_tables", {})
         self.__dict__.setdefault("_of_graphs", [])
         self.__dict__.setdefault("_versions", {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises Unsupported for options of torch's AdamW that it does not have."""
+        """Add a group. Raises Unsupported, and adds none, for options of torch's AdamW that it does not have and for
+        parameters that it does not update."""
         _refuse_other_options(param_group)
         super().add_param_group(param_group)
+        added = self.param_groups.pop()
+        for parameter in added["params"]:
+            _refuse_unserved_parameter(parameter, self._masters.get(parameter))
+        self.param_groups.append(added)
+        for parameter in added["params"]:
+            if parameter in self._masters:
+                self.state[parameter]["master"] = self._masters[parameter]
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -95,8 +100,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
             master = state.pop("master", None)
             if master is not None:
                 parameter.copy_(master)
-            if parameter in masters:
-                state["master"] = masters[parameter] if master is None else master
+            if parameter in masters:  # the caller may hold it, and the next state to be loaded is not to change it
+                state["master"] = masters[parameter] if master is None else masters[parameter].copy_(master)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:

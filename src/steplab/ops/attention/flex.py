@@ -114,11 +114,12 @@ def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whol
     byte for every pair of a query and a key to find that out.
     """
     num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
-    row_R1, column_C = torch.arange(num_rows, device=device)[:, None], torch.arange(num_columns, device=device)
-    seen_RC = column_C <= row_R1
-    whole_RC = (column_C < row_R1) & (column_C < num_keys // BLOCK) & (row_R1 < num_queries // BLOCK)
-    listed_RC = whole_RC if whole else seen_RC & ~whole_RC
-    return *_counted(listed_RC), *_counted(listed_RC.T)
+    with torch.inference_mode(False):  # kept for steps that train, whichever comes first
+        row_R1, column_C = torch.arange(num_rows, device=device)[:, None], torch.arange(num_columns, device=device)
+        seen_RC = column_C <= row_R1
+        whole_RC = (column_C < row_R1) & (column_C < num_keys // BLOCK) & (row_R1 < num_queries // BLOCK)
+        listed_RC = whole_RC if whole else seen_RC & ~whole_RC
+        return *_counted(listed_RC), *_counted(listed_RC.T)
 
 
 def _counted(listed_RC: Tensor) -> tuple[Tensor, Tensor]:
