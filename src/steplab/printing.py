@@ -54,6 +54,18 @@ def plain_json(text: str) -> str:
     return _CONTROL.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
 
 
+def approximated(error: UnicodeError) -> tuple[str | bytes, int]:
+    """A handler of errors for `codecs.register_error`: what steplab writes of signs beyond ASCII, where an encoding has
+    none of them, as an ASCII character each, so that columns stay columns; other characters as Python's escapes."""
+    if not isinstance(error, UnicodeEncodeError):
+        raise error
+    text = error.object[error.start : error.end]
+    return "".join(_IN_ASCII.get(char) or char.encode("ascii", "backslashreplace").decode() for char in text), error.end
+
+
+_IN_ASCII = dict(zip("─–−×·…µ≈■→", "---x|.u~#>", strict=True))
+
+
 def _written(found: re.Match[str]) -> str:
     code = ord(found[0])
     return f"\\x{code:02x}" if code < 256 else f"\\u{code:04x}"

@@ -56,3 +56,14 @@ def test_a_file_that_is_not_what_it_should_be_is_named_and_refused_as_usage(
         assert result.code == 2, (what, result)
         assert file in complaint(result, 2), what
     assert not steplab.store.exists() or not steplab.rows()
+
+
+def test_a_store_is_no_export_and_the_command_that_makes_one_is_named(filled: Program) -> None:
+    other = ("--store", filled.cwd / "other.db")
+    said = complaint(filled("import", filled.store, *other), 2)
+    assert f"steplab export --store {filled.store} --output records.jsonl" in said
+
+
+def test_a_record_that_is_given_twice_is_reported_and_exported_once(filled: Program) -> None:
+    assert filled("export", "last", "last~0").stdout == filled("export", "last").stdout
+    assert filled("report", "last", "last", "--format", "json") == filled("report", "last", "--format", "json")

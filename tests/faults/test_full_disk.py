@@ -2,13 +2,16 @@
 
 import errno
 import json
+import os
 from pathlib import Path
 
 import pytest
-from tests.cli.program import Program, tiny
+from tests.cli.program import Program, complaint, tiny
+from tests.runs import make_run
 
 from steplab.cli.app import main
 from steplab.lab import listing
+from steplab.store.database import Store
 
 MODEL = '''
 from pathlib import Path
@@ -63,6 +66,21 @@ def test_a_full_disk_under_everything_is_said_to_lose_the_last_record(disk: Path
     assert not list(steplab.cwd.glob("steplab-unsaved-*"))
     (disk / "filler").unlink()
     assert [row["context"] for row in steplab.rows()] == [1]
+
+
+def test_a_store_on_a_full_disk_is_read_and_exported(tmp_path: Path, disk: Path) -> None:
+    steplab = Program(tmp_path)
+    path = disk / "store.db"
+    with Store.open(path, write=True) as store:
+        store.add(make_run({}, name="kept"))
+    free = os.statvfs(disk)
+    (disk / "filler").write_bytes(bytes(free.f_bavail * free.f_bsize))
+    assert [row["name"] for row in steplab("list", "--store", path, "--format", "json").rows()] == ["kept"]
+    assert steplab("export", "--store", path, "--output", "rescued.jsonl.gz").code == 0
+    assert str(path) in complaint(steplab("tag", "last", "x", "--store", path), 1)
+    (disk / "filler").unlink()
+    assert steplab("tag", "last", "x", "--store", path).code == 0
+    assert steplab("import", "rescued.jsonl.gz").code == 0
 
 
 NO_FOLDER = "No usable temporary directory found in ['/tmp']"

@@ -43,6 +43,7 @@ from steplab.report.run.columns import rows_document
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
+from steplab.views.view import View
 
 PROFILED = profiled_run()
 
@@ -102,13 +103,20 @@ def test_a_replaced_file_keeps_its_permissions_and_a_new_one_has_the_usual(tmp_p
     ("path", "message"),
     [
         ("page.pdf", r"the suffix \.pdf is not that of a format; choose one with --format: table, json"),
-        ("rows.json.gz", r"the suffix \.gz is not that of a format"),
+        ("rows.gz", r"the suffix \.gz is not that of a format"),
+        ("rows.json.xz", r"the suffix \.xz is not that of a format"),
         ("", "it is a folder; name a file in it"),
     ],
 )
 def test_an_output_that_makes_no_sense_is_refused_before_any_work(path: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         chosen_format(None, to(Path(path)))
+
+
+def test_a_compressed_file_has_the_format_of_the_suffix_before(tmp_path: Path) -> None:
+    assert chosen_format(None, to(tmp_path / "rows.csv.gz")) == "csv"
+    saved = View(lambda chosen, color: f"[] {chosen}").save(tmp_path / "rows.json.gz")
+    assert gzip.decompress(saved.read_bytes()) == b"[] json\n"
 
 
 def test_any_ending_serves_with_a_format(tmp_path: Path) -> None:

@@ -356,7 +356,7 @@ def test_given_figures_replace_the_catalogue() -> None:
     assert predicted(slower, model="small", precision="bf16").step.device_s > 2 * (
         predicted(model="small", precision="bf16").step.device_s
     )
-    with pytest.raises(UserError, match="bandwidth must be positive"):
+    with pytest.raises(UserError, match="bandwidth must be a positive number"):
         gpu_named("H200 SXM", bandwidth_bytes_per_s=0)
     with pytest.raises(UserError, match="unknown hardware"):
         gpu_named("H200 SX")

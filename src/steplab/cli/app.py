@@ -1,5 +1,6 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
+import codecs
 import contextlib
 import errno
 import io
@@ -23,7 +24,7 @@ from steplab.cli.conversion import only_as_written
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
-from steplab.printing import remark
+from steplab.printing import approximated, remark
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _NARROWEST = 20
@@ -81,8 +82,9 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
     _open_what_is_closed()
     if shutil.get_terminal_size().columns < _NARROWEST:
         os.environ["COLUMNS"] = str(_NARROWEST)
+    codecs.register_error("approximated", approximated)
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="backslashreplace")  # a terminal may not have every character
+        sys.stdout.reconfigure(errors="approximated")  # a terminal may not have every character
     try:
         for argument in given:
             if not argument.isprintable() and any(char == "\0" or "\ud800" <= char <= "\udfff" for char in argument):

@@ -1,6 +1,7 @@
 """What the values of options may be, where cyclopts takes more than is meant."""
 
 import functools
+import math
 import operator
 from typing import Any, get_args
 
@@ -8,19 +9,24 @@ from cyclopts import App, ArgumentCollection
 
 from steplab.errors import UserError
 
+_MOST = 2**63 - 1
+"""What a store, a device and a generator of random numbers take of whole numbers."""
+
 
 def only_as_written(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Keep cyclopts from reading a value as another one.
 
     It takes the words "none" and "null" for an option that was not given, and rounds a fraction where a whole number is
     asked for. An option that is not given has its default, and no word stands for that. Raises UserError for a
-    fraction, from the command line and from a file of defaults alike.
+    fraction, a number without end and one of more than 64 bits, from the command line and from a file of defaults
+    alike.
     """
     for argument in arguments:
         argument.hint = _without_none(argument.hint)
-        for token in argument.tokens if argument.hint is int else ():
-            if "." in token.value:
-                raise UserError(f"{token.keyword or argument.name} must be a whole number, not '{token.value}'")
+        for token in argument.tokens:
+            if asked := _asked_instead(argument.hint, token.value):
+                where = "" if token.source in ("", "cli") else f" in {token.source}"
+                raise UserError(f"{token.keyword or argument.name}{where} must be {asked}, not '{token.value}'")
 
 
 def _without_none(hint: Any) -> Any:
@@ -28,3 +34,15 @@ def _without_none(hint: Any) -> Any:
     if type(None) not in members:
         return hint
     return functools.reduce(operator.or_, (member for member in members if member is not type(None)))
+
+
+def _asked_instead(hint: Any, text: str) -> str | None:
+    """What a number must be that this is not; None: it may be right, or is none, which cyclopts says."""
+    try:
+        if hint is int:
+            return "a whole number" if "." in text else None if abs(int(text)) <= _MOST else "below 2^63"
+        if hint is float:
+            return None if math.isfinite(float(text)) else "a number with an end"
+    except ValueError:
+        pass
+    return None

@@ -82,7 +82,7 @@ def find_records(text: str, *, store: Path | str | None = None) -> Found:
             raise UserError(f"'{text}': a text behind the file is for stores; an export is compared as a whole")
         return _found(text, records)
     with open_store(path or store, write=False) as opened:
-        return _found(text, _in_store(opened, rest or "last"))
+        return _found(text, _in_store(opened, rest if path is None else rest or LAST))
 
 
 def _beginning(path: Path) -> bytes:
@@ -111,6 +111,8 @@ def _found(text: str, records: Sequence[Record]) -> Found:
 
 
 def _in_store(opened: Store, text: str) -> list[Record]:
+    if not text:
+        raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
     rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
     if text == LAST or text.startswith(BACK):
         return [opened.get(text)]

@@ -89,7 +89,9 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
         return resolve_step({**({} if visible_gpus() else _SMALL_STEP), **fields}), around.size
-    count, device = process_count(gpus, processes or (None if gpus else DEFAULT_PROCESSES))
+    if gpus is None and processes is None:
+        processes = DEFAULT_PROCESSES
+    count, device = process_count(gpus, processes)
     if around is not None and around.size != count:
         raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
     return resolve_step({**(_SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count

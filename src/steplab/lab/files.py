@@ -20,7 +20,7 @@ from typing import IO, TYPE_CHECKING, cast
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.processes.scratch import scratch_folder
-from steplab.store.header import is_store_header
+from steplab.store.header import SQLITE_MAGIC, is_store_header
 from steplab.store.location import default_path
 
 if TYPE_CHECKING:
@@ -34,8 +34,9 @@ _COMPANIONS = {
     "-journal": "the journal of the store",
 }
 """Files that SQLite may keep with a database, by the suffix of their names."""
-_SQLITE_MAGIC = b"SQLite format 3\0"
 _DEVICES = Path("/dev")
+_PACKED = ".gz"
+"""How the name of a file ends that is written compressed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,7 +52,7 @@ class _Kind:
 
     def is_like(self, name: str, beginning: bytes) -> bool:
         """Whether a file may be an earlier output of the kind."""
-        named = not self.endings or name.removesuffix(".gz").endswith(self.endings)
+        named = not self.endings or name.removesuffix(_PACKED).endswith(self.endings)
         return named and self.opening is not None and re.match(self.opening.encode(), beginning, re.DOTALL) is not None
 
 
@@ -193,7 +194,7 @@ class Destination:
             if not str(target).endswith(end) or not other.is_file():
                 continue
             beginning = _beginning(other)
-            if end and beginning.startswith(_SQLITE_MAGIC):
+            if end and beginning.startswith(SQLITE_MAGIC):
                 raise UserError(f"cannot write to {self.path}: it belongs to the database {other}; name another file")
             if is_store_header(beginning):
                 raise UserError(f"cannot replace {self.path}: it is a steplab store; name another file")
@@ -295,7 +296,7 @@ def _beginning(path: Path) -> bytes:
 
 def _described(name: str, beginning: bytes) -> str | None:
     """What a file is, by its first bytes; None: not recognised."""
-    if beginning.startswith(_SQLITE_MAGIC):
+    if beginning.startswith(SQLITE_MAGIC):
         return "an SQLite database"
     return next((kind.what for kind in KINDS.values() if kind.is_like(name, beginning)), None)
 
@@ -313,13 +314,13 @@ _FORMATS = {
 
 
 def format_of(path: Path) -> str | None:
-    """The format that the suffix of a file's name stands for; None for another suffix."""
-    return _FORMATS.get(path.suffix.lower())
+    """The format that the suffix of a file's name stands for, before .gz if it ends in that; None for another."""
+    return _FORMATS.get(Path(path.name.removesuffix(_PACKED)).suffix.lower())
 
 
 def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
     """What is written to the file, compressed where its path ends in .gz: the same bytes each time."""
-    if path.suffix != ".gz":
+    if path.suffix != _PACKED:
         return nullcontext(file)
     return cast(IO[bytes], gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0))
 

@@ -11,6 +11,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import open_store
 from steplab.limits import LimitReached, Limits
 from steplab.records.record import Record
+from steplab.store.header import SQLITE_MAGIC
 from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked
@@ -75,6 +76,9 @@ def _in_lines(file: Path, stream: IO[bytes], limits: Limits) -> Iterator[Foreign
             try:
                 yield read_foreign(f"{file}, line {number}", line)
             except SteplabError as error:
+                if number == 1 and line.startswith(SQLITE_MAGIC):
+                    how = f"`steplab export --store {file} --output records.jsonl` makes an export of it"
+                    raise UserError(f"{file} is a database, and no export; if it is a store, {how}") from error
                 raise UserError(str(error)) from error
     if unpacked.damage:
         raise UserError(f"{file} is a damaged compressed file: {unpacked.damage}")

@@ -1,6 +1,6 @@
 """Select the records of a report."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -34,6 +34,13 @@ class ReportedRecords:
         return tuple(record for record in self.records if kind_of(record).name == kind)
 
 
+def refuse_several(chosen: Mapping[str, bool]) -> None:
+    """Raise UserError if records are chosen in more ways than one: by each name here that is true."""
+    ways = [way for way, is_given in chosen.items() if is_given]
+    if len(ways) > 1:
+        raise UserError(f"{' and '.join(ways)} were given; choose the records in one way")
+
+
 def records_to_report(
     given: Sequence[Record | str] = (),
     *,
@@ -41,14 +48,15 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records that are given, or have the given ids; else those of a name; else the study's; else those of what was
+    """The records that are given, or have the given ids; or those of a name, or of a study; else those of what was
     measured last.
 
     That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
     records of its kind that belong to none.
 
-    Raises UserError where there is nothing to report.
+    Raises UserError where there is nothing to report, and for more than one of records, a name and a study.
     """
+    refuse_several({"records": bool(given), "a study": study is not None, "a name": name is not None})
     held = [record for record in given if isinstance(record, Record)]
     if held and len(held) == len(given):
         return _selected(held)  # they need not be in a store
@@ -94,7 +102,7 @@ def _of_study(opened: Store, study_id: str) -> ReportedRecords:
 
 def _selected(records: Iterable[Record], title: str | None = None) -> ReportedRecords:
     """A selection of these records, with this title or one made from their kind."""
-    found = tuple(records)
+    found = tuple({record.id: record for record in records}.values())  # one may be given twice
     kinds = {kind_of(record).name for record in found}
     return ReportedRecords(
         records=found, title=title or next(kind.title for name, kind in KINDS.items() if name in kinds)

@@ -6,6 +6,7 @@ with the shares of the one that has been measured, of its own stated figures, an
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from importlib import resources
@@ -191,8 +192,8 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
     given = {f"peak {dtype}": value for dtype, value in (peak or {}).items()}
     given |= {} if bandwidth_bytes_per_s is None else {"bandwidth": bandwidth_bytes_per_s}
     for what, value in given.items():
-        if not value > 0:
-            raise UserError(f"{what} must be positive, not {value:g}")
+        if not 0 < value < math.inf:
+            raise UserError(f"{what} must be a positive number, not {value:g}")
         if value < LEAST_PER_S:
             unit = "bytes per second, as 4.8e12" if what == "bandwidth" else "FLOP/s, as 989e12"
             raise UserError(f"{what} is given in {unit}, not {value:g}")

@@ -57,6 +57,8 @@ class AttentionStudy:
                 raise UserError(f"{name} must be a time, not {getattr(self, name)}")
         if not 1 <= self.least_repeats <= self.most_repeats:
             raise UserError("the number of repeats must be at least 1")
+        if not -(2**63) <= self.seed < 2**63:
+            raise UserError(f"seed must be of 64 bits, not {self.seed}")
 
         object.__setattr__(self, "cells", tuple(cell for group in self.groups() for cell in group))
 

@@ -18,6 +18,10 @@ from steplab.store.file_system import network_file_system
 
 _THOUGH_DAMAGED = "PRAGMA writable_schema = ON"
 """Has SQLite read a file that is shorter than its header says; nothing here writes the schema."""
+_BARE = "mode=ro&immutable=1"
+"""Reads the file alone, without locks and companions."""
+_NO_SPACE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
+"""What a reader gets that cannot make its companions for want of space."""
 _COPY_WAITS_S = 30.0
 """How long a copy waits for another process's lock."""
 
@@ -169,20 +173,36 @@ def open_to_read(path: Path, timeout_s: float, *, though_damaged: bool = False) 
         if not path.exists():
             raise SteplabError(f"no store at {path} yet; `steplab run` makes one")
         _refuse_folder(path)
-        sqlite = _connect(path, _reading_mode(path), timeout_s)
         try:
-            if though_damaged:
-                sqlite.execute(_THOUGH_DAMAGED)
-            sqlite.execute("PRAGMA query_only = ON")
-            _check_origin(path, sqlite)
-            seen = schema.version(sqlite)
-        except BaseException:
-            sqlite.close()
-            raise
+            sqlite, seen = _reader(path, _reading_mode(path), timeout_s, though_damaged)
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF not in _NO_SPACE or _has_unfinished_writes(path):
+                raise
+            # On a full disk there is no room for the companions; nobody can write there either.
+            sqlite, seen = _reader(path, _BARE, timeout_s, though_damaged)
         if seen:  # all formats have the same tables; a writer brings the keys of cells up to date
             return Connection(path, sqlite)
         sqlite.close()
     raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
+
+
+def _reader(path: Path, mode: str, timeout_s: float, though_damaged: bool) -> tuple[sqlite3.Connection, int]:
+    """A connection that only reads, and the store's format. Raises SteplabError for a file that is no store."""
+    sqlite = _connect(path, mode, timeout_s)
+    try:
+        if though_damaged:
+            sqlite.execute(_THOUGH_DAMAGED)
+        sqlite.execute("PRAGMA query_only = ON")
+        _check_origin(path, sqlite)
+        return sqlite, schema.version(sqlite)
+    except BaseException:
+        sqlite.close()
+        raise
+
+
+def _has_unfinished_writes(path: Path) -> bool:
+    log = Path(f"{path}-wal")
+    return log.exists() and log.stat().st_size > 0
 
 
 def _reading_mode(path: Path) -> str:
@@ -198,13 +218,13 @@ def _reading_mode(path: Path) -> str:
     # The companions are made now and removed on closing; query_only prevents writing.
     if os.access(path, os.W_OK) and os.access(path.parent, os.W_OK):
         return "mode=rw"
-    if log.exists() and log.stat().st_size > 0:
+    if _has_unfinished_writes(path):
         raise SteplabError(
             f"the store {path} has unfinished writes in {log.name}, which cannot be read where it is "
             "read-only; copy both files into a writable folder and name the copy with --store"
         )
     # Nobody has it open, and the companions cannot be made: read the bare file without locks.
-    return "mode=ro&immutable=1"
+    return _BARE
 
 
 def _refuse_folder(path: Path) -> None:

@@ -106,8 +106,8 @@ class RecordTable:
             return None
 
     def records(self, id_prefixes: Iterable[str]) -> list[Record]:
-        """The records with these ids, in this order. Raises as `get` does."""
-        return [self.get(prefix) for prefix in id_prefixes]
+        """The records with these ids, each once, in this order. Raises as `get` does."""
+        return list({record.id: record for record in map(self.get, id_prefixes)}.values())
 
     def rows(
         self,

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.lab.files import Destination, format_of
+from steplab.lab.files import Destination, format_of, packed
 from steplab.printing import leaving
 from steplab.report.kit.rendering import FORMATS as TEXT_FORMATS
 from steplab.report.kit.rendering import PAGE
@@ -36,7 +36,7 @@ class View:
         return leaving(self.write(format, color), format, colored=color)
 
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
-        """Write the report to a file, in the format of its suffix (page.html, rows.csv) unless one is named.
+        """Write the report to a file, in the format of its suffix (page.html, rows.csv.gz) unless one is named.
 
         A file that is not an earlier output of the same kind is replaced only with `force`, and the store never.
         Raises UserError for such a file, and SteplabError where writing fails.
@@ -47,5 +47,7 @@ class View:
             raise UserError(f"the name {target.name} does not say a format; choose one of {', '.join(FORMATS)}")
         destination = Destination(path=target, kind=chosen, store=self.store, force=force)
         destination.check()
-        destination.write(f"{self.render(chosen).rstrip(chr(10))}\n".encode())
+        text = self.render(chosen)
+        with destination.writing() as file, packed(file, target) as written:
+            written.write(f"{text.rstrip(chr(10))}\n".encode())
         return target

@@ -59,6 +59,9 @@ def export(
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
+    from steplab.lab.reporting import refuse_several
+
+    refuse_several({"ids": bool(ids), "a study": study is not None})
     if mlflow or wandb or tensorboard:
         _refuse_two((mlflow, wandb, tensorboard), format, out)
         _track(ids, study, _exporter("mlflow" if mlflow else "wandb" if wandb else "tensorboard", tensorboard), out)
