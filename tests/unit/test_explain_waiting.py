@@ -133,10 +133,12 @@ def test_a_number_read_back_each_step_costs_the_idle_time_around_it() -> None:
 
 def test_the_lines_that_read_values_are_those_of_the_dry_run() -> None:
     shares = CompiledShares(memory_bound=0.5, products=1.0, kernels=0.5, host=0.5, reads_at=("gpt.py:79", "gpt.py:81"))
+    shares = dataclasses.replace(shares, made_at=("gpt.py:52",))
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
     found = host_copies_and_syncs(case(own({}, dataclasses.replace(seen, compiled=shares), timing(14.0))))
     assert found is not None
     assert "reads values off tensors at gpt.py:79 and gpt.py:81." in found.saw
+    assert "makes tensors without naming a device at gpt.py:52." in found.saw
 
 
 @pytest.mark.parametrize(("calls", "said"), [(READ_BACK, True), ((), False)])

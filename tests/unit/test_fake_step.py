@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 from steplab.errors import Unsupported
 from steplab.explain.api import explain
 from steplab.fake_step import shares, step
+from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.step import fake_step, operators_of_fake
 from steplab.lab import compiling, profiling
 from steplab.lab.compiling import with_compiled_shares
@@ -24,7 +25,7 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.processes.launch import Answer
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
-from steplab.plan.dry_run.events import Event, Operator
+from steplab.plan.dry_run.events import MADE_BY_HOST, Event, Operator
 from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.step import dry_step, memory_of, operators_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
@@ -313,6 +314,34 @@ def test_what_cannot_be_traced_is_refused(factory: str, said: str) -> None:
 def test_a_peak_outside_of_blocks_is_said_to_be_of_what_is_there() -> None:
     found = plan_memory(resolve_step({"model": f"{__name__}:flat", "context": 64, "pass": "forward_backward"}))
     assert found.peak_where.startswith("output of ")
+
+
+@pytest.mark.parametrize(
+    ("mask", "said"),
+    [
+        ("torch.ones(8, 8)", True),
+        ("torch.tensor([[1.0, 0.0]])", True),
+        ("torch.full((8, 8), 1.0, device=None)", True),
+        ("torch.ones(8, 8, device=here)", False),
+        ("torch.ones_like(there)", False),
+        ("torch.tensor(1.0)", False),
+    ],
+)
+def test_tensors_are_the_hosts_that_name_no_device(mask: str, said: bool) -> None:
+    there, found = torch.zeros(8, 8), list[Tensor]()
+    with HostMade(found.append):
+        eval(mask, {"torch": torch, "there": there, "here": there.device})
+    assert bool(found) == said
+
+
+def test_the_line_that_makes_a_mask_in_each_step_is_named_and_costs_nothing() -> None:
+    found = plan_time(f"{__name__}:foreign", context=64)
+    (note,) = (note for note in found.notes if "without naming a device" in note)
+    line = _line_of("mask = nn.Transformer.generate")
+    assert note.startswith(
+        f"the model makes 1 tensor in a step without naming a device, at test_fake_step.py:{line}, which"
+    )
+    assert all(part.what != MADE_BY_HOST for part in found.parts)
 
 
 def test_a_value_that_is_read_and_decides_nothing_is_no_hindrance() -> None:

@@ -86,8 +86,11 @@ def _most(profile: Profile, calls: list[HostCallStats]) -> str:
 
 def _places(profile: Profile) -> str:
     """Where the dry run of the step saw that the model reads values."""
-    places = profile.compiled.reads_at if profile.compiled else ()
-    return f" The model reads values off tensors at {listed(list(places))}." if places else ""
+    if profile.compiled is None:
+        return ""
+    reads, made = profile.compiled.reads_at, profile.compiled.made_at
+    said = f" The model reads values off tensors at {listed(reads)}." if reads else ""
+    return said + (f" It makes tensors without naming a device at {listed(made)}." if made else "")
 
 
 def _counts(call: HostCallStats) -> bool:
@@ -118,6 +121,7 @@ def _change(case: Case, calls: list[HostCallStats]) -> tuple[str, str, dict[str,
         return command(spec, fields), why, fields
     return (
         "keep numbers on the GPU: total_loss += loss.detach(), and .item() only every hundredth step",
-        "copy batches with pin_memory=True and .to(device, non_blocking=True); no .cpu(), print or `if` on a tensor",
+        "copy batches with pin_memory=True and .to(device, non_blocking=True); no .cpu(), print or `if` on a tensor; "
+        "make masks and positions once, as buffers, or with device=",
         {},
     )

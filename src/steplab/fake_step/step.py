@@ -5,7 +5,7 @@ import logging
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, redirect_stdout
+from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
 
 import torch
@@ -19,6 +19,7 @@ from torch._subclasses.fake_tensor import (
 
 from steplab.errors import SteplabError, Unsupported
 from steplab.fake_step.cuda import as_on_cuda
+from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.machine.failures import place_of, place_of_call
@@ -173,7 +174,8 @@ def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> 
 def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
     for phase in step.phases:
         watcher.begin(phase.name)
-        phase.run()
+        with HostMade(lambda made: _tell_place(watcher, made)) if phase.name == "forward" else nullcontext():
+            phase.run()
         if phase.name == "optimizer" and step.optimizer is not None:
             for state in step.optimizer.state.values():
                 for key, value in state.items():
@@ -182,6 +184,11 @@ def _run(step: ModelStep, storages: Storages, watcher: Watcher) -> None:
                         piece.category, piece.what = "optimizer_state", f"{key} of a weight"
         elif phase.name == "forward":
             storages.call_rest("activations")
+
+
+def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
+    if place := place_of_call():
+        watcher.tell_host_made(place, made)
 
 
 def _blocks_of(module: nn.Module) -> list[nn.Module]:

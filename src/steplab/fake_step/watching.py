@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 from steplab.costs.operators import flops_of_elements
 from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_sparse, refuse_unknown
 from steplab.fake_step.storages import FORMATS, Storages
-from steplab.plan.dry_run.events import READS_A_VALUE, Began, Kind, Listener, Operand, Operator, Product
+from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator, Product
 from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten
@@ -87,6 +87,27 @@ class Watcher(TorchDispatchMode):
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
             block.register_forward_hook(self._entering(""))
+
+    def tell_host_made(self, place: str, made: Tensor) -> None:
+        """The model makes a tensor at this place of its code without naming a device."""
+        self._listen(
+            Operator(
+                name=MADE_BY_HOST,
+                kind="streaming",
+                dtype=FORMATS.get(made.dtype, str(made.dtype).removeprefix("torch.")),
+                flops=0.0,
+                read_bytes=0,
+                written_bytes=_bytes_of(made),
+                reads=(),
+                writes=(),
+                strided=False,
+                product=None,
+                phase=self._phase,
+                where=self._where,
+                what=place,
+                recomputed=False,
+            )
+        )
 
     def _entering(self, where: str) -> Callable[..., None]:
         def enter(*_: object) -> None:

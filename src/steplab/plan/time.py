@@ -14,7 +14,7 @@ from typing import Literal, get_args
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported
-from steplab.plan.dry_run.events import READS_A_VALUE, Operator
+from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s, streaming_name
@@ -96,8 +96,10 @@ def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) 
 
 def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
     """The device's time at the full clock, of a step whose update is not overlapped."""
-    after = dataclasses.replace(spec, update=AFTER)
-    return parts_of(after, gpu) if operators is None else _listed(_sums(_kernels(operators, spec.compile), gpu, spec))
+    if operators is None:
+        return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
+    ran = [op for op in operators if op.name != MADE_BY_HOST]
+    return _listed(_sums(_kernels(ran, spec.compile), gpu, spec))
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
@@ -112,8 +114,14 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
         products=_throttling_of(compiled, gpu) / _throttling_of(eager, gpu),
         kernels=after / before,
         host=(host.compiled_s * after + host.eager_s * updates) / (host.eager_s * (before + updates)),
-        reads_at=tuple(dict.fromkeys(op.what for op in operators or () if op.name == READS_A_VALUE and op.what)),
+        reads_at=_places(READS_A_VALUE, operators or ()),
+        made_at=_places(MADE_BY_HOST, operators or ()),
     )
+
+
+def _places(name: str, operators: Sequence[Operator]) -> tuple[str, ...]:
+    """Places of the model's code that are known of operators of this name, each once."""
+    return tuple(dict.fromkeys(op.what for op in operators if op.name == name and op.what))
 
 
 def _num_kernels(parts: Sequence[TimePart]) -> int:
@@ -407,15 +415,24 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
         refuse_unserved_attention(spec)
 
 
+def _at(name: str, operators: Sequence[Operator]) -> str:
+    """The places of operators of this name in words, behind a comma; empty where none is known."""
+    places = _places(name, operators)
+    return f", at {listed(places)}" if places else ""
+
+
 def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> list[str]:
     if operators is not None:
         notes = ["traced: the operators are those that torch ran on tensors without content"]
-        if reads := [op.what for op in operators if op.name == READS_A_VALUE]:
-            places = listed(list(dict.fromkeys(filter(None, reads))))
+        if reads := sum(op.name == READS_A_VALUE for op in operators):
             notes.append(
-                f"the model reads {counted(len(reads), 'value')} off tensors in a step, as `.item()` does"
-                f"{f', at {places}' if places else ''}: the host waits until the device has caught up, which is not "
-                "predicted"
+                f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
+                f"{_at(READS_A_VALUE, operators)}: the host waits for the device, which is not predicted"
+            )
+        if made := sum(op.name == MADE_BY_HOST for op in operators):
+            notes.append(
+                f"the model makes {counted(made, 'tensor')} in a step without naming a device"
+                f"{_at(MADE_BY_HOST, operators)}, which the host makes and copies to the GPU; that is not predicted"
             )
         return notes
     if spec.model.kind == "hf":

@@ -197,6 +197,8 @@ class CompiledShares:
     """Share of the time that Python takes to launch the step."""
     reads_at: tuple[str, ...] = ()
     """Places in the model's code at which the host reads values off tensors, as `.item()` does, such as model.py:12."""
+    made_at: tuple[str, ...] = ()
+    """Places at which the model makes tensors without naming a device, so that the host makes and copies them."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)

@@ -15,6 +15,10 @@ Kind = Literal["matmul", "attention", "streaming"]
 READS_A_VALUE = "_local_scalar_dense"
 """Name of the operator by which the host reads a value off a tensor (`.item()`), and waits until the device has it."""
 
+MADE_BY_HOST = "made_by_host"
+"""Name of what is no operator: a tensor that the model makes without naming a device, which a GPU gets by a copy. Its
+time is not predicted."""
+
 
 class Began(msgspec.Struct, frozen=True, gc=False):
     """A phase of the step begins."""
@@ -100,7 +104,8 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     where: str
     """Part of the model: 'block 3'."""
     what: str
-    """What it makes: 'gradient of query.weight'; of a value that the host reads, where it does: 'model.py:12'."""
+    """What it makes: 'gradient of query.weight'; of a value that the host reads, and of a tensor that it makes,
+    where it does: 'model.py:12'."""
     recomputed: bool
     """Whether activation checkpointing runs it a second time."""
 
