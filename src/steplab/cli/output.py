@@ -93,6 +93,11 @@ def say(text: str) -> None:
     print(remark(text), file=sys.stderr, flush=True)
 
 
+def say_stored(what: str, record_id: str) -> None:
+    """Say which record was stored, and the command that draws it."""
+    say(f"{what} {record_id}; `steplab report {record_id} --output page.html` draws it")
+
+
 def stdout_color(out: FileOptions | None = None) -> bool:
     """Whether the text may be coloured: it goes to a terminal, TERM is not dumb, and NO_COLOR is not set."""
     if out is not None and out.output is not None:

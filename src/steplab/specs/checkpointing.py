@@ -16,8 +16,15 @@ import re
 
 from steplab.errors import UserError
 
-CHECKPOINTING = ("none", "full", "every_N", "first_K", "selective", "auto")
-"""The choices; N is a whole number of at least 2, K one of at least 1."""
+CHECKPOINTING = {
+    "none": "",
+    "full": "those of every block",
+    "every_N": "those of every Nth block, as every_2",
+    "first_K": "those of the first K blocks, as first_12",
+    "selective": "all but those of matmuls and fused attention",
+    "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
+}
+"""The choices, and the activations that each computes again; N is a whole number of at least 2, K one of at least 1."""
 AUTO = "auto"
 
 _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")

@@ -183,14 +183,7 @@ class StepSpec:
         str,
         Declared(
             help="Activations that the backward pass computes again",
-            meanings={
-                "none": "",
-                "full": "those of every block",
-                "every_N": "those of every Nth block, as every_2",
-                "first_K": "those of the first K blocks, as first_12",
-                "selective": "all but those of matmuls and fused attention",
-                "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
-            },
+            meanings=CHECKPOINTING,
             check=check_checkpointing,
             applies=lambda spec: spec.checkpoints_apply,
             axis_name="checkp.",
@@ -199,7 +192,7 @@ class StepSpec:
             quiet=True,
             rank=2,
             panel=3,
-            order=CHECKPOINTING,
+            order=tuple(CHECKPOINTING),
             baseline="none",
         ),
     ] = "none"

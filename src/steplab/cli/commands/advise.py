@@ -33,7 +33,7 @@ def advise(
     name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit_document, say
+    from steplab.cli.output import chosen_format, emit_document, say, say_stored
     from steplab.cli.progress import ProgressLine
     from steplab.lab.advising import advise as walk
     from steplab.lab.turns import STEPS
@@ -53,5 +53,5 @@ def advise(
             on_change=lambda what: say(f"measuring {what} …"),
         )
     emit_document(advice_document(advice), chosen, out)
-    say(f"walk {advice.id}; `steplab report {advice.id} --output page.html` draws it")
+    say_stored("walk", advice.id)
     return 1 if advice.failure else 0

@@ -57,7 +57,7 @@ def attention(
     ] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit_document, say
+    from steplab.cli.output import chosen_format, emit_document, say_stored
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
@@ -93,5 +93,5 @@ def attention(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
     emit_document(attention_document(run, against=against), chosen, out)
-    say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
+    say_stored("benchmark", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -43,7 +43,7 @@ def comm(
     ] = "5min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit_document, say
+    from steplab.cli.output import chosen_format, emit_document, say_stored
     from steplab.cli.progress import ProgressLine
     from steplab.lab.benchmark import went_well
     from steplab.lab.comm import comm_study, measure_comm
@@ -65,5 +65,5 @@ def comm(
         )
     if is_first_rank():
         emit_document(comm_document(run), chosen, out)
-        say(f"benchmark {run.id}; `steplab report {run.id} --output page.html` draws it")
+        say_stored("benchmark", run.id)
     return 0 if went_well(run) else 1

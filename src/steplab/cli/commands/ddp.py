@@ -80,7 +80,7 @@ def ddp(
     timeout: Annotated[str, Parameter(help="Time after which a variant is given up: 90s, 5min, 2h")] = "10min",
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit_document, say
+    from steplab.cli.output import chosen_format, emit_document, say_stored
     from steplab.cli.progress import ProgressLine
     from steplab.lab.ddp import ddp_study, measure_ddp
     from steplab.lab.processes import is_first_rank
@@ -112,5 +112,5 @@ def ddp(
     if not is_first_rank():
         return 0  # the first rank reports the result
     emit_document(ddp_document(run), chosen, out)
-    say(f"study {run.id}; `steplab report {run.id} --output page.html` draws it")
+    say_stored("study", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

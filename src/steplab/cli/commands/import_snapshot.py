@@ -26,8 +26,8 @@ def import_snapshot(
     reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
-    from steplab.cli.commands.memory import next_step, show_memory
-    from steplab.cli.output import chosen_format, say
+    from steplab.cli.commands.memory import show_memory
+    from steplab.cli.output import chosen_format, say, say_stored
     from steplab.cli.progress import ProgressLine
     from steplab.lab.memory import import_snapshot as take
     from steplab.lab.memory import marks_beside
@@ -36,7 +36,7 @@ def import_snapshot(
     with ProgressLine() as line:
         record = take(file, name=name, store=out.store, limits=reading.limits(), on_progress=line.within)
     show_memory(record, chosen, out)
-    say(next_step(record))
+    say_stored("record", record.id)
     marks = marks_beside(file)
     if not os.path.exists(marks):
         say(

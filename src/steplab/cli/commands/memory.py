@@ -37,7 +37,7 @@ def memory(
     ] = False,
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, say
+    from steplab.cli.output import chosen_format, say, say_stored
     from steplab.cli.progress import ProgressLine, shown
     from steplab.lab.memory import marks_beside
     from steplab.lab.memory import memory as measure_and_watch
@@ -74,13 +74,8 @@ def memory(
     if record.memory_profile is None:
         say(f"steplab: {'; '.join(note for note in record.notes if note.startswith('memory: '))}")
         return 1
-    say(next_step(record))
+    say_stored("record", record.id)
     return 0
-
-
-def next_step(record: "Run") -> str:
-    """Which record was stored, and the command that draws it."""
-    return f"record {record.id}; `steplab report {record.id} --output page.html` draws it"
 
 
 def show_memory(

@@ -102,14 +102,13 @@ class _Warm:
     first_step_s: float | None
     states: tuple[AllocatorState, ...]
     others: OtherProcesses
+    suspension: Suspension
 
     @property
     def last_s(self) -> float:
         """Time of the last warm-up step in seconds; 0 without one."""
         step = find_phase(self.samples, "step")
         return step.best_s[-1] if step and step.best_s else 0.0
-
-    suspension: Suspension
 
 
 class _Cell:
