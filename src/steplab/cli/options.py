@@ -8,9 +8,9 @@ import difflib
 import shlex
 import types
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
 
 from cyclopts import Group, Parameter
 
@@ -41,32 +41,46 @@ _GROUPS = {"step": STEP, "processes": SPREAD, "sizes": _SIZES}
 _Class = TypeVar("_Class", bound=type)
 
 
-def step_options(
-    without: Collection[str] = (), changed: Mapping[str, str] = types.MappingProxyType({})
-) -> Callable[[_Class], _Class]:
-    """Add an option for each field of a step to a class that is about to become a dataclass.
+_NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
-    The fields in `without` get none. `changed` replaces declared help texts, by the name of the field.
+
+def field_options(
+    declared: Collection[StepField], group: Group | None = None, changed: Mapping[str, str] = _NOTHING
+) -> Callable[[_Class], _Class]:
+    """Add an option for each of these fields to a subclass of GivenFields that is about to become a dataclass.
+
+    They are listed under `group`; None: under the heading that each declares. `changed` replaces declared help texts,
+    by the name of the field.
     """
 
     def add(options: _Class) -> _Class:
+        options.declared = tuple(declared)  # type: ignore[attr-defined]
         options.__annotations__ = {}
-        for field in FIELDS.values():
-            if field.key not in without:
-                option = Parameter(
-                    name=option_name(field.key),
-                    help=changed.get(field.key, field.help),
-                    group=_GROUPS[field.about.group],
-                )
-                options.__annotations__[field.attribute] = Annotated[str | None, option]
-                setattr(options, field.attribute, None)
+        for field in declared:
+            option = Parameter(
+                name=option_name(field.key),
+                help=changed.get(field.key, field.help),
+                group=group or _GROUPS[field.about.group],
+            )
+            kind = bool if field.type is bool else str
+            options.__annotations__[field.attribute] = Annotated[kind | None, option]
+            setattr(options, field.attribute, None)
         return options
 
     return add
 
 
+def step_options(without: Collection[str] = (), changed: Mapping[str, str] = _NOTHING) -> Callable[[_Class], _Class]:
+    """The same for the fields of a step, but those in `without`."""
+    return field_options([field for field in FIELDS.values() if field.key not in without], changed=changed)
+
+
 class GivenFields:
-    """The options of a step that were given; specs.resolve decides the rest."""
+    """The options of a step that were given; specs.resolve decides the rest. Or those of a benchmark's cells, of which
+    every combination is one."""
+
+    declared: ClassVar[tuple[StepField, ...]] = ()
+    """The fields that have options."""
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """One value per given field, without those in `without`, for resolve_step."""
@@ -79,45 +93,17 @@ class GivenFields:
         return {field.key: value for field, value in given.items()}
 
     def grid(self) -> "Grid":
-        """A list of values per given field, for a study."""
+        """A list of values per given field, for a study or a benchmark."""
         return {
-            field.key: [value] if field.about.parse else [part.strip() for part in value.split(",")]
+            field.key: [value]
+            if field.about.parse or not isinstance(value, str)
+            else [part.strip() for part in value.split(",")]
             for field, value in self._given().items()
         }
 
-    def _given(self) -> dict[StepField, str]:
-        values = {field: getattr(self, field.attribute, None) for field in FIELDS.values()}
+    def _given(self) -> dict[StepField, Any]:
+        values = {field: getattr(self, field.attribute) for field in self.declared}
         return {field: value for field, value in values.items() if value is not None}
-
-
-def cell_options(cell_fields: Mapping[str, StepField], group: Group) -> Callable[[_Class], _Class]:
-    """Add an option for each field of a benchmark's cells, by its name, to a class that is about to become a
-    dataclass."""
-
-    def add(options: _Class) -> _Class:
-        options.__annotations__ = {
-            name: Annotated[(bool if field.type is bool else str) | None, Parameter(help=field.help, group=group)]
-            for name, field in cell_fields.items()
-        }
-        for name in cell_fields:
-            setattr(options, name, None)
-        return options
-
-    return add
-
-
-@dataclass(frozen=True, kw_only=True)
-class GivenLists:
-    """The fields of a benchmark's cells that were given; every combination of their values is a cell."""
-
-    def lists(self) -> dict[str, list[object]]:
-        """Each as a list."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
-        return {
-            name: [part.strip() for part in value.split(",")] if isinstance(value, str) else [value]
-            for name, value in given.items()
-            if value is not None
-        }
 
 
 def fields_in(text: str) -> dict[str, object]:

@@ -19,7 +19,9 @@ from steplab.specs.step_fields import Declared
 
 Grid = Mapping[str, Sequence[object]]
 _QUERIES = next(field for field in CELL_FIELDS if field.key == "queries")
-_SEQUENCE = replace(_QUERIES, key="sequence", about=Declared(help="Sequence length of both queries and keys"))
+_SEQUENCE = replace(
+    _QUERIES, key="sequence", attribute="sequence", about=Declared(help="Sequence length of both queries and keys")
+)
 FIELDS = {field.key: field for field in (_SEQUENCE, *CELL_FIELDS)}
 """The fields that a grid may set, by their names; `sequence` sets queries and keys alike."""
 

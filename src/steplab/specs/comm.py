@@ -7,7 +7,7 @@ keeps every part aligned.
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
@@ -125,7 +125,10 @@ class CommSpec:
         )
 
 
-FIELDS = {field.key.removesuffix("_bytes"): field for field in declared_fields(CommSpec)}
+FIELDS = {
+    field.key: field
+    for field in (replace(field, key=field.key.removesuffix("_bytes")) for field in declared_fields(CommSpec))
+}
 """The fields of a cell, by the names of their options; each takes a list of values."""
 
 

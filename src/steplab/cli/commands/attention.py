@@ -12,7 +12,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import GivenLists, OutputOptions, cell_options
+from steplab.cli.options import GivenFields, OutputOptions, field_options
 from steplab.specs.attention_study import FIELDS
 from steplab.specs.device import DEVICES_TOLD
 
@@ -21,8 +21,8 @@ _CELLS = Group.create_ordered("What is measured (every combination of the listed
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-@cell_options(FIELDS, _CELLS)
-class CellOptions(GivenLists):
+@field_options(FIELDS.values(), _CELLS)
+class CellOptions(GivenFields):
     """The shapes of attention and the implementations that compute them."""
 
 
@@ -69,7 +69,7 @@ def attention(
         raise UserError("--gpu needs --derive, because measurements are made on this machine; add --derive")
     study = attention_study(
         grid,
-        cells.lists(),
+        cells.grid(),
         pass_=tuple(part.strip() for part in passes.split(",")),
         device=device,
         repeats=repeats,

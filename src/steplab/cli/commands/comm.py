@@ -13,7 +13,7 @@ from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import GivenLists, OutputOptions, ProcessOptions, cell_options
+from steplab.cli.options import GivenFields, OutputOptions, ProcessOptions, field_options
 from steplab.specs.comm import FIELDS
 
 _CELLS = Group.create_ordered("What is measured (every combination of the listed values)")
@@ -21,8 +21,8 @@ _CELLS = Group.create_ordered("What is measured (every combination of the listed
 
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
-@cell_options(FIELDS, _CELLS)
-class CommOptions(GivenLists):
+@field_options(FIELDS.values(), _CELLS)
+class CommOptions(GivenFields):
     """The collectives, their message sizes, and the processes and backends that carry them out."""
 
 
@@ -52,7 +52,7 @@ def comm(
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
-    study, device = comm_study(cells.lists(), gpus=spread.gpus, processes=spread.processes, repeats=repeats)
+    study, device = comm_study(cells.grid(), gpus=spread.gpus, processes=spread.processes, repeats=repeats)
     with ProgressLine() as line:
         run = measure_comm(
             study,
