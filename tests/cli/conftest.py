@@ -47,7 +47,11 @@ def filled(steplab: Program, measured: Path) -> Program:
 
 @pytest.fixture
 def reader(steplab: Program) -> Program:
-    """The program for someone who types: beside the examples and the records, `steplab` and `python` on PATH."""
+    """The program for someone who types: beside the examples and the records, `steplab` and `python` on PATH; and
+    who is in a hurry, by a file of defaults above the folder."""
+    few = "warmup = 1\nsteps = 3\n"
+    defaults = "".join(f"[{command}]\n{few}" for command in ("run", "profile", "memory", "sweep", "study", "ddp"))
+    (steplab.folder / "steplab.toml").write_text(defaults, encoding="utf-8")
     shutil.copytree(REPOSITORY / "examples", steplab.cwd / "examples")
     (steplab.cwd / "tests").mkdir(exist_ok=True)
     (steplab.cwd / "tests" / "golden").symlink_to(REPOSITORY / "tests" / "golden")

@@ -1,16 +1,13 @@
 """Every command and every piece of Python in docs/python.md works as it is written, one after the other."""
 
 import contextlib
-import io
-import os
 import re
 import shlex
 import shutil
 import subprocess
-from unittest.mock import patch
 
 import pytest
-from tests.cli.program import REPOSITORY, Program
+from tests.cli.program import REPOSITORY, Program, finish
 from tests.cli.test_readme import Piece, blocks, commands
 
 TEXT = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
@@ -46,15 +43,12 @@ def test_every_command_works(filled: Program) -> None:
 
 
 def test_every_piece_of_python_works(filled: Program) -> None:
-    """In this process, which has torch already; all pieces share their names, as in a notebook."""
-    pieces = [block for block in FOUND if block.language == "python"]
+    """As one program, as all pieces of a notebook share their names; the lines are those of the page."""
+    pieces = [block for block in FOUND if block.language == "python" and installed(block)]
     assert len(pieces) >= 2
-    names: dict[str, object] = {}
-    out = io.StringIO()
-    with patch.dict(os.environ, filled.environment), contextlib.chdir(filled.cwd), contextlib.redirect_stdout(out):
-        for piece in filter(installed, pieces):
-            try:
-                exec(compile(piece.text, f"docs/python.md, line {piece.line}", "exec"), names)
-            except Exception as error:
-                pytest.fail(f"docs/python.md line {piece.line}: {type(error).__name__}: {error}\n{piece.text}")
-    assert "<Run " in out.getvalue()
+    lines: list[str] = []
+    for piece in pieces:
+        lines += [""] * (piece.line - 1 - len(lines)) + piece.text.splitlines()
+    result = finish(filled.start("-c", "\n".join(lines), module="python"))
+    assert result.code == 0, f"docs/python.md:\n{result.stderr}"
+    assert "<Run " in result.stdout
