@@ -227,7 +227,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
     assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
 
 
-@pytest.mark.usefixtures("torch_settings_put_back")
+@pytest.mark.usefixtures("earlier_tests_left_no_garbage", "torch_settings_put_back")
 @pytest.mark.parametrize("fields", [{}, {"pass": "forward_backward"}, {"optimizer": "sgd", "checkpointing": "full"}])
 def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
     tmp_path: Path, fields: dict[str, object]

@@ -97,7 +97,7 @@ def bytes_of(blocks: object) -> int:
 
 
 @pytest.fixture(autouse=True)
-def _no_garbage() -> Iterator[None]:
+def _no_garbage(earlier_tests_left_no_garbage: None) -> Iterator[None]:
     """What an earlier test left would be found alive before the step; and collecting it may come at any moment."""
     gc.collect()
     gc.disable()
