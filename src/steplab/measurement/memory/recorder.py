@@ -93,7 +93,7 @@ class MemoryRecorder:
             self._device.synchronize()
             module = None if self._compiled else step.module
             with Spans(nvtx=False).on(module) as left_out:
-                testimony = self._watch_step(step, sightings, None if self._compiled else left_out, lines)
+                testimony = self._watch_step(step, sightings, lines)
         on_step(0)
         on_export()
         events = AllocationEvents(compat.profiled_events(profiler), device)
@@ -108,17 +108,11 @@ class MemoryRecorder:
         self._write(marks, snapshot)
         return ()
 
-    def _watch_step(
-        self,
-        step: Step,
-        sightings: StepSightings | None,
-        left_out: tuple[str, ...] | None,
-        lines: PythonLines | None,
-    ) -> _Testimony:
+    def _watch_step(self, step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> _Testimony:
         before = {} if self._on_cuda else storages_in_sight()
         self._device.reset_peak()
         with compat.memory_history() if self._on_cuda else nullcontext():
-            with record_function(STEP), sightings.watching(left_out) if sightings else nullcontext():
+            with record_function(STEP), sightings.watching(modules=not self._compiled) if sightings else nullcontext():
                 _run(step, sightings, lines)
                 self._device.synchronize()
             counted = self._counted()

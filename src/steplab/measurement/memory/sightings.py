@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from steplab.measurement import compat
+from steplab.measurement.step.spans import modules_for_hooks
 from steplab.measurement.step.step import ModelStep, unseen
 from steplab.measurement.tensors import dtype_name, tensors_in
 
@@ -84,12 +85,9 @@ class StepSightings:
         return self._storages(self._step.module.named_parameters())
 
     @contextmanager
-    def watching(self, left_out: Iterable[str] | None) -> Iterator[None]:
-        """A context in which the model's modules and its gradients are recorded as they appear.
-
-        `left_out` are the names of the modules whose inside hooks would change; None for all.
-        """
-        hooks = self._attach(tuple(left_out)) if left_out is not None else []
+    def watching(self, *, modules: bool) -> Iterator[None]:
+        """A context in which the gradients and, with `modules`, the model's modules are recorded as they appear."""
+        hooks = self._attach() if modules else []
         self._step.on_gradients = self.see_gradients
         try:
             yield
@@ -143,18 +141,16 @@ class StepSightings:
                         )
                     )
 
-    def _attach(self, left_out: tuple[str, ...]) -> list[RemovableHandle]:
+    def _attach(self) -> list[RemovableHandle]:
         hooks: list[RemovableHandle] = []
-        modules = dict(self._step.module.named_modules())
+        modules, _ = modules_for_hooks(self._step.module)
         for name, module in modules.items():
-            if any(not closed or name == closed or name.startswith(f"{closed}.") for closed in left_out):
-                continue
             if name:
                 hooks += self._number(name, module)
             if isinstance(module, nn.ModuleList):
                 for child, block in module.named_children():
                     full = f"{name}.{child}" if name else child
-                    if full not in left_out:
+                    if full in modules:
                         hooks.append(block.register_forward_pre_hook(self._see_input_of(full), with_kwargs=True))
         return hooks
 

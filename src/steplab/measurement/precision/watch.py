@@ -8,9 +8,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from steplab.measurement.compat import minds_hooks
 from steplab.measurement.precision.elements import Exponents, Tally, kinds_of
 from steplab.measurement.precision.modes import Functions, Operators, Place, types_in
+from steplab.measurement.step.spans import modules_for_hooks
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import MatmulAudit, ModuleAudit, OperationAudit
 
@@ -44,27 +44,17 @@ class NumericsWatch:
         `reference` is the record of the fp32 run, to compare with; without one this is the reference itself, and keeps
         what a comparison needs.
         """
-        self.left_out: list[str] = []
-        """Modules that are not recorded inside, because hooks would change what they run."""
         self.exponents = Exponents()
         """The exponents of all gradients in `all_gradients`; counted for a reference only."""
         self.all_gradients = Tally()
         """The gradients of parameters, and of the outputs of modules without submodules."""
         self._device, self._low, self._reference = device, low, reference
         self._kinds: dict[Key, Tensor] = {}
-        self._seen = dict(self._watched(model))
+        modules, self.left_out = modules_for_hooks(model)
+        self._seen = {name: _Seen(module) for name, module in modules.items()}
         self._place = Place()
         self._operators = Operators(self._place)
         self._functions = Functions(self._place, self._operators)
-
-    def _watched(self, model: nn.Module) -> Iterator[tuple[str, _Seen]]:
-        for name, module in model.named_modules():
-            if any(not closed or name.startswith(f"{closed}.") for closed in self.left_out):
-                continue
-            if minds_hooks(module):
-                self.left_out.append(name)
-            else:
-                yield name, _Seen(module)
 
     @contextmanager
     def forward(self) -> Iterator[None]:

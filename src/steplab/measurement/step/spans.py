@@ -56,16 +56,9 @@ class Spans:
                 hook.remove()
 
     def _attach(self, module: nn.Module) -> tuple[list[RemovableHandle], tuple[str, ...]]:
-        hooks: list[RemovableHandle] = []
-        left_out: list[str] = []
-        for name, submodule in module.named_modules():
-            if any(not closed or name.startswith(f"{closed}.") for closed in left_out):
-                continue
-            if minds_hooks(submodule):
-                left_out.append(name)
-            elif name:  # the model as a whole is the forward pass
-                hooks += self._mark(name, submodule)
-        return hooks, tuple(left_out)
+        modules, left_out = modules_for_hooks(module)
+        # the model as a whole is the forward pass
+        return [hook for name, submodule in modules.items() if name for hook in self._mark(name, submodule)], left_out
 
     def _mark(self, name: str, module: nn.Module) -> tuple[RemovableHandle, RemovableHandle]:
         def enter(module: nn.Module, arguments: Any) -> None:
@@ -78,6 +71,21 @@ class Spans:
         # First in and last out: the module's other hooks are part of it. It also ends if the forward pass raises.
         before = module.register_forward_pre_hook(enter, prepend=True)
         return before, module.register_forward_hook(leave, always_call=True)
+
+
+def modules_for_hooks(model: nn.Module) -> tuple[dict[str, nn.Module], tuple[str, ...]]:
+    """The modules of a model that hooks may be on, by their dotted names ('' is the model itself), and the names of
+    those that are left out, with all inside them, because hooks would change what they run."""
+    modules: dict[str, nn.Module] = {}
+    left_out: list[str] = []
+    for name, module in model.named_modules():
+        if any(not closed or name.startswith(f"{closed}.") for closed in left_out):
+            continue
+        if minds_hooks(module):
+            left_out.append(name)
+        else:
+            modules[name] = module
+    return modules, tuple(left_out)
 
 
 def note_on_left_out(names: Sequence[str]) -> list[str]:
