@@ -272,6 +272,7 @@ def case_refusals() -> None:
     assert "groups of [2] parameters, and this optimizer has [1]" in raised(
         lambda: optimizer.load_state_dict(plain.state_dict())
     )
+    assert "cannot be copied or pickled" in raised(lambda: copy.deepcopy(optimizer))
     good[0].data = good[0].data.double()
     assert "move the model first" in raised(optimizer.step)
 

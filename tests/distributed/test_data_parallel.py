@@ -1,5 +1,6 @@
 """Data parallelism gives what one process with the whole batch gives, whatever the module and the ranks do."""
 
+import copy
 import warnings
 from functools import partial
 from typing import Any
@@ -20,7 +21,7 @@ from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives
 
@@ -146,6 +147,34 @@ def two_synchronisations_before_a_step() -> None:
 @cases.in_a_small_world
 def parameters_and_gradients_that_are_not_contiguous() -> None:
     every_way(lambda **options: assert_trains_alike(modules.Strided(), **options))
+
+
+class LooksUp(nn.Module):
+    """A table whose sparse gradient no module announces."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.layer = nn.Parameter(torch.zeros(5, 4)), nn.Linear(4, 4)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.layer(nn.functional.embedding(tokens, self.table, sparse=True))
+
+
+@cases.in_a_small_world
+def what_it_does_not_serve_is_refused_by_name() -> None:
+    for strategy in STRATEGIES:
+        model = DataParallel(LooksUp(), strategy)
+        with pytest.raises(Unsupported, match="data parallelism with a sparse gradient of table is not supported"):
+            _trained(model, torch.tensor([1, 2]))
+        model.zero_grad()
+        model.finish_gradient_synchronization()
+        with pytest.raises(UserError, match="cannot be copied or pickled: copy its `module`"):
+            copy.deepcopy(model)
+
+
+def _trained(model: DataParallel, batch: Tensor) -> None:
+    model(batch).sum().backward()
+    model.finish_gradient_synchronization()
 
 
 @cases.in_a_small_world

@@ -240,6 +240,12 @@ class DataParallel(nn.Module):
         """The inner module's buffers, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
+    def __getstate__(self) -> Any:
+        """Raises UserError: what it has with the other ranks cannot be copied or saved."""
+        raise UserError(
+            "a DataParallel cannot be copied or pickled: copy its `module` and build another, or save state_dict()"
+        )
+
     def __getattr__(self, name: str) -> Any:
         """An attribute of the inner module."""
         try:

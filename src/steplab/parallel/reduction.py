@@ -40,6 +40,7 @@ from steplab.parallel.grouping import grouped
 from steplab.parallel.launch_order import LaunchOrder
 from steplab.parallel.ownership import runs_of
 from steplab.parallel.sharded_optimizer import ShardedOptimizer
+from steplab.parallel.sparse import refuse_sparse_gradient
 from steplab.parallel.strategies import Strategy
 
 
@@ -59,7 +60,7 @@ class GradientReducer:
         """`owners`: each average is on the rank that owns the parameter alone; filled once the buckets are made."""
         self.active = True
         self._rank, self._owners = collectives.rank, owners
-        self._parameters = tuple(parameters)
+        self._names, self._parameters = names, tuple(parameters)
         self._strategy = strategy
         kinds = [(p.dtype, p.device) for p in parameters]
         self._members = grouped([p.nbytes for p in parameters], strategy.bucket_bytes, kinds)
@@ -197,6 +198,9 @@ class GradientReducer:
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
         """The gradients, which are removed from their parameters."""
         gradients = [self._parameters[index].grad for index in indices]
+        for index, gradient in zip(indices, gradients, strict=True):
+            if gradient is not None:
+                refuse_sparse_gradient(self._names[index], gradient)
         for index in indices:
             self._parameters[index].grad = None
         return gradients

@@ -292,6 +292,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     # --- state --------------------------------------------------------------------------------------------
 
+    def __getstate__(self) -> Any:
+        """Raises UserError: what it has with the other ranks cannot be copied or saved."""
+        raise UserError("a ShardedOptimizer cannot be copied or pickled: build another, or save state_dict()")
+
     def state_dict(self, *, gather: bool = False) -> StateDict:
         """This rank's shard of the state (see `sharded_state`); or, gathered, the state of the unsharded optimizer.
 
