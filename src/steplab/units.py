@@ -5,7 +5,7 @@ unit (`_s`, `_bytes`, `_flops`). Only this module scales them, for text shown to
 (GiB), bandwidth and message sizes in decimal ones (GB = 1e9), as vendors and nccl-tests do.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 
 from steplab.errors import UserError
@@ -61,11 +61,11 @@ def format_bytes(size_bytes: float) -> str:
 
 
 def format_rate(per_s: float, unit: str) -> str:
-    """A decimal rate: format_rate(9.9e14, 'FLOP/s') -> '990 TFLOP/s'."""
+    """A decimal rate: format_rate(9.9e14, 'FLOP/s') -> '990 TFLOP/s'; with ' tokens/s' '12.3 k tokens/s'."""
     for prefix, scale in _DECIMAL:
         if abs(per_s) >= scale:
             return f"{three_digits(per_s / scale)} {prefix}{unit}"
-    return f"{three_digits(per_s)} {unit}"
+    return f"{three_digits(per_s)} {unit.lstrip()}"
 
 
 def format_count(count: float) -> str:
@@ -88,6 +88,21 @@ def format_message(size_bytes: float) -> str:
 def format_percent(share: float) -> str:
     """A percentage with one decimal: 0.4312 -> '43.1 %'."""
     return f"{100 * share:.1f} %"
+
+
+def format_limit(share: float) -> str:
+    """A percentage as it was chosen, such as that of a threshold: 0.02 -> '2 %', 0.025 -> '2.5 %'."""
+    return f"{100 * share:g} %"
+
+
+def format_change(share: float) -> str:
+    """A relative change with its sign and one decimal: 0.123 -> '+12.3 %'."""
+    return f"{100 * share:+.1f} %"
+
+
+def signed(value: float, write: Callable[[float], str]) -> str:
+    """A difference with its sign: signed(-0.012, format_time) -> '-12.0 ms'; nothing before zero."""
+    return f"{'+' if value > 0 else '-' if value < 0 else ''}{write(abs(value))}"
 
 
 def format_share(share: float) -> str:

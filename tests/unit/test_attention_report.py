@@ -43,7 +43,7 @@ def render_attention(
 
 def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:
     shown = sheet(table)
-    return [column.header for column in shown.columns], list(shown.rows)
+    return [column.heading for column in shown.columns], list(shown.rows)
 
 
 @pytest.fixture(scope="module")

@@ -71,7 +71,7 @@ def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[
     table = fast_table.shares(profiled)
     for run, row in zip(profiled, table.rows, strict=True):
         assert run.profile is not None
-        told = {column.header: float(str(row[column.key])) for column in table.columns if column.header in signs}
+        told = {column.heading: float(str(row[column.key])) for column in table.columns if column.heading in signs}
         found = sum(sign * told[title] for title, sign in signs.items())
         assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
 

@@ -95,7 +95,7 @@ def test_constants_move_to_the_caption_and_empty_columns_go() -> None:
     assert {"model", "context", "precision", "step_time_s", "mfu"} <= set(shown)
     for shared in ("batch 4", "5 warm-up steps", "10 measured steps", "NVIDIA H200"):
         assert shared in sheet.caption
-    assert "MFU (causal)" in [column.header for column in sheet.columns]
+    assert "MFU (causal)" in [column.heading for column in sheet.columns]
 
 
 def test_a_failure_is_a_row_with_its_reason() -> None:

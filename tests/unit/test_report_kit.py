@@ -54,7 +54,7 @@ CHART = Chart(pictures=(Picture(title="", svg="<svg></svg>", width=100),), note=
 
 def document(*blocks: object, **fields: object) -> Document:
     section = Section(title="Cells", blocks=blocks or (TABLE,))  # type: ignore[arg-type]
-    return dataclasses.replace(Document(title="Title", subtitle="made", sections=(section,), data=TABLE), **fields)  # type: ignore[arg-type]
+    return dataclasses.replace(Document(title="Title", subtitle="made", sections=(section,), data=TABLE.rows), **fields)  # type: ignore[arg-type]
 
 
 def test_a_terminal_has_texts_of_raw_values_and_says_once_what_rows_share() -> None:
@@ -114,7 +114,7 @@ def test_programs_get_raw_values_with_every_field() -> None:
     assert json.loads(render(document(), "json")) == [dict(row) for row in ROWS]
     first = next(csv.DictReader(io.StringIO(render(document(), "csv"))))
     assert (first["time_s"], first["extra"], first["failure"]) == ("0.0123", "1", "")
-    several = document(data=(TABLE, dataclasses.replace(TABLE, name="more", rows=())))
+    several = document(data={"cells": ROWS, "more": ()})
     assert json.loads(render(several, "json")) == {"cells": [dict(row) for row in ROWS], "more": []}
     assert render(several, "csv") == render(document(), "csv")
 
@@ -123,12 +123,12 @@ def test_programs_get_raw_values_with_every_field() -> None:
     "name", ["=1+1", "+1", "-2+3", "@SUM(A1)", "\t=1", "\n=1", "＝1", "\x1b[0m=1", "'=1", "'quoted"]
 )
 def test_no_text_of_csv_is_a_formula_to_a_spreadsheet_and_each_can_be_had_back(name: str) -> None:
-    table = dataclasses.replace(TABLE, rows=({"name": name, "time_s": -0.5},))
-    [row] = csv.DictReader(io.StringIO(render(document(data=table), "csv")))
+    rows = ({"name": name, "time_s": -0.5},)
+    [row] = csv.DictReader(io.StringIO(render(document(data=rows), "csv")))
     assert row["name"][0] == "'"
     assert row["name"].removeprefix("'") == plain(name)
     assert row["time_s"] == "-0.5", "a number is no formula"
-    assert json.loads(render(document(data=table), "json"))[0]["name"] == name
+    assert json.loads(render(document(data=rows), "json"))[0]["name"] == name
 
 
 def test_nothing_of_a_record_is_taken_for_syntax() -> None:
@@ -206,7 +206,7 @@ def test_a_page_sets_what_stands_between_backticks_as_code() -> None:
 
 def test_the_caption_explains_the_columns_that_a_table_has_and_no_other() -> None:
     noted = tuple(
-        dataclasses.replace(column, note=f"{column.header.capitalize()} is explained.")
+        dataclasses.replace(column, note=f"{column.heading.capitalize()} is explained.")
         for column in TABLE.columns
         if column.key in ("time_s", "absent")
     )

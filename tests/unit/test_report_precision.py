@@ -203,7 +203,7 @@ def test_without_an_fp32_run_only_what_is_not_finite_is_counted() -> None:
     alone = dataclasses.replace(SOME, num_overflowed=None, num_underflowed=None, num_below_range=None)
     modules = (dataclasses.replace(layer("a"), output_elements=alone),)
     shown = sheet(loss_table(dataclasses.replace(AUDIT, modules=modules)))
-    row = dict(zip([column.header for column in shown.columns], shown.rows[0], strict=True))
+    row = dict(zip([column.heading for column in shown.columns], shown.rows[0], strict=True))
     assert row["inf or NaN"] == "3"
 
 

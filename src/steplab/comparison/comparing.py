@@ -1,16 +1,17 @@
 """Compares two sets of records, cell by cell and figure by figure; the entry point of this package."""
 
 import difflib
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import median
+from typing import TypeVar
 
 from steplab.comparison.differences import kernel_changes, memory_changes
 from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import ratio_in_turns, took_turns
 from steplab.errors import Inconclusive, UserError
-from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side, Unlike
+from steplab.records.comparison import ComparedFigure, Comparison, KernelChange, MemoryChange, Ratio, Side
 from steplab.records.disturbances import disturbances
 from steplab.records.measured import MeasuredCell, MeasuredFigure
 from steplab.records.record import Record
@@ -18,6 +19,8 @@ from steplab.records.registry import kind_of
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.units import counted
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,10 +47,54 @@ class _Cell:
         """The records that are runs, the newest last."""
         return sorted((r for r in self.records if isinstance(r, Run)), key=lambda run: run.created_utc)
 
+    @property
+    def figures(self) -> tuple[MeasuredFigure, ...]:
+        """Those of the first measurement that did not fail."""
+        return self.good[0].figures if self.good else ()
+
+    def newest(self, what: Callable[[Run], _T | None]) -> _T | None:
+        """What the newest run that has it has."""
+        return next((found for run in reversed(self.runs) if (found := what(run))), None)
+
     def like(self, first: MeasuredFigure) -> list[MeasuredFigure]:
         """The same figure of each measurement that has it; a phase and a category of kernels may have one name."""
         told = (first.group, first.name)
         return [figure for cell in self.good for figure in cell.figures if (figure.group, figure.name) == told]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pair:
+    """A cell of A, and the one of B that is like it."""
+
+    label: str
+    """What tells it from other pairs; empty for the only one."""
+    a: _Cell
+    b: _Cell
+
+    @property
+    def sides(self) -> tuple[tuple[str, _Cell], ...]:
+        """Both cells with the names of their sides."""
+        return ("A", self.a), ("B", self.b)
+
+    @property
+    def in_turns(self) -> tuple[Run, Run] | None:
+        """The runs of both, if they are one each and took turns with each other."""
+        if len(self.a.runs) != 1 or len(self.b.runs) != 1 or not took_turns(self.a.runs[0], self.b.runs[0]):
+            return None
+        return self.a.runs[0], self.b.runs[0]
+
+    @property
+    def doubts(self) -> list[str]:
+        """Why a difference of times may be the machine's; nothing for enough processes of each, which tell by
+        themselves how much they differ, and nothing for runs in turns, which the machine disturbs alike."""
+        if min(len(self.a.good), len(self.b.good)) >= FEWEST or self.in_turns:
+            return []
+        return [
+            f"{side} ({run.id}): {disturbance.text}"
+            for side, cell in self.sides
+            for run in cell.runs
+            for disturbance in disturbances(run)
+        ]
 
 
 _Cells = dict[frozenset[tuple[str, Scalar]], _Cell]
@@ -73,36 +120,30 @@ def compare(
     """
     cells_a, cells_b = _cells(a, records_a, allow), _cells(b, records_b, allow)
     _refuse_unknown(allow, [cell.key for cell in (*cells_a.values(), *cells_b.values())])
-    pairs = [(cells_a[key], cells_b[key]) for key in cells_a if key in cells_b]
+    several = max(len(cells_a), len(cells_b)) > 1
+    pairs = [
+        _Pair(label=cell.label if several else "", a=cell, b=cells_b[key])
+        for key, cell in cells_a.items()
+        if key in cells_b
+    ]
     if not pairs:
         raise Inconclusive(_why_unlike(a, b, cells_a, cells_b, allow))
-    several = max(len(cells_a), len(cells_b)) > 1
-    named = [(before.label if several else "", before, after) for before, after in pairs]
-    doubts = [_doubts(before, after) for before, after in pairs]
-    num_decided = max(1, sum(_may_alarm(figure) for before, _ in pairs for figure in _first_figures(before)))
-    allowed: dict[str, Unlike] = {}
-    for before, after in pairs:
-        allowed |= {found.field: found for found in unlike(before.key, after.key)}
+    num_decided = max(1, sum(_may_alarm(figure) for pair in pairs for figure in pair.a.figures))
+    allowed = {found.field: found for pair in pairs for found in unlike(pair.a.key, pair.b.key)}
     return Comparison(
         a=a,
         b=b,
-        figures=tuple(
-            compared
-            for (cell, before, after), doubtful in zip(named, doubts, strict=True)
-            for compared in _figures(cell, before, after, threshold, num_decided, doubtful=bool(doubtful))
-        ),
-        kernels=tuple(change for cell, before, after in named for change in _kernels(cell, before, after)),
-        memory=tuple(change for cell, before, after in named for change in _memory(cell, before, after)),
+        figures=tuple(compared for pair in pairs for compared in _figures(pair, threshold, num_decided)),
+        kernels=tuple(change for pair in pairs for change in _kernels(pair)),
+        memory=tuple(change for pair in pairs for change in _memory(pair)),
         allowed=tuple(allowed.values()),
         failed=tuple(
-            f"{cell or 'B'} failed: {after.failure}"
-            for cell, before, after in named
-            if after.failure and not before.failure
+            f"{pair.label or 'B'} failed: {pair.b.failure}" for pair in pairs if pair.b.failure and not pair.a.failure
         ),
-        in_turns=any(_pair_in_turns(before, after) for before, after in pairs),
+        in_turns=any(pair.in_turns for pair in pairs),
         can_run_again=all(isinstance(record, Run) and record.spec for record in (*records_a, *records_b)),
-        doubts=tuple(dict.fromkeys(doubt for found in doubts for doubt in found)),
-        notes=tuple(_notes(cells_a, cells_b, named)),
+        doubts=tuple(dict.fromkeys(doubt for pair in pairs for doubt in pair.doubts)),
+        notes=tuple(_notes(cells_a, cells_b, pairs)),
     )
 
 
@@ -138,13 +179,7 @@ def _refuse_unknown(allow: Collection[str], keys: Sequence[Row]) -> None:
             raise UserError(f"--allow {name}: no such field; {hint}")
 
 
-def _why_unlike(
-    a: Side,
-    b: Side,
-    cells_a: _Cells,
-    cells_b: _Cells,
-    allow: Collection[str],
-) -> str:
+def _why_unlike(a: Side, b: Side, cells_a: _Cells, cells_b: _Cells, allow: Collection[str]) -> str:
     """The fields in which the two cells that are most alike differ."""
     pairs = [unlike(x.key, y.key, allow) for x in cells_a.values() for y in cells_b.values()]
     if not pairs:
@@ -160,140 +195,87 @@ def _told(value: Scalar) -> str:
     return "not known" if value is None else f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _doubts(before: _Cell, after: _Cell) -> list[str]:
-    """Why a difference between the times of two cells may be the machine's; nothing for enough processes of each, which
-    tell by themselves how much they differ, and nothing for runs in turns, which the machine disturbs alike."""
-    if min(len(before.good), len(after.good)) >= FEWEST or _pair_in_turns(before, after):
-        return []
-    return [
-        f"{side} ({run.id}): {disturbance.text}"
-        for side, cell in (("A", before), ("B", after))
-        for run in cell.runs
-        for disturbance in disturbances(run)
-    ]
-
-
-def _first_figures(cell: _Cell) -> tuple[MeasuredFigure, ...]:
-    return cell.good[0].figures if cell.good else ()
-
-
 def _may_alarm(figure: MeasuredFigure) -> bool:
     """Whether a comparison is decided by samples of the figure, which may raise a false alarm; bytes are exact."""
     return figure.decides and figure.unit != "bytes"
 
 
-def _figures(
-    cell: str, before: _Cell, after: _Cell, threshold: float | None, num_decided: int, *, doubtful: bool
-) -> Iterator[ComparedFigure]:
+def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
     """The figures that both cells have."""
-    for first in _first_figures(before):
-        blocks_a = [figure.samples for figure in before.like(first)]
-        blocks_b = [figure.samples for figure in after.like(first)]
-        if not blocks_b:
+    doubtful = bool(pair.doubts)
+    for first in pair.a.figures:
+        a, b = ([figure.samples for figure in cell.like(first)] for _, cell in pair.sides)
+        if not b:
             continue
-        together = num_decided if _may_alarm(first) else 1
-        ratio = _in_turns(before, after, blocks_a, blocks_b, threshold, together) or _ratio(
-            first, blocks_a, blocks_b, threshold, together
-        )
+        ratio = _ratio(pair, first, a, b, threshold, num_decided if _may_alarm(first) else 1)
         if ratio and ratio.decision != "same" and doubtful and first.unit != "bytes":
             ratio = replace(ratio, decision="undecided", more=None)
         yield ComparedFigure(
-            cell=cell,
+            cell=pair.label,
             name=first.name,
             group=first.group,
             unit=first.unit,
             decides=first.decides,
-            a=_middle(blocks_a),
-            b=_middle(blocks_b),
+            a=_middle(a),
+            b=_middle(b),
             ratio=ratio,
         )
 
 
 def _ratio(
+    pair: _Pair,
     figure: MeasuredFigure,
-    blocks_a: list[tuple[float, ...]],
-    blocks_b: list[tuple[float, ...]],
+    a: list[tuple[float, ...]],
+    b: list[tuple[float, ...]],
     threshold: float | None,
     num_decided: int,
 ) -> Ratio | None:
-    """What can be said of the ratio: bytes are exact, and a few single times have no interval."""
+    """What can be said of the ratio: of runs in turns that of a sample of each step; else bytes are exact, and a few
+    single times have no interval."""
+    if (runs := pair.in_turns) and all(a[0]) and all(b[0]):
+        each_step = all(run.turns and len(of[0]) == run.turns.num_steps for run, of in zip(runs, (a, b), strict=True))
+        if each_step and (found := ratio_in_turns(*runs, a[0], b[0], threshold=threshold, num_decided=num_decided)):
+            return found
     if figure.unit == "bytes":
-        a, b = _middle(blocks_a), _middle(blocks_b)
-        return compare_values(a, b, threshold=threshold) if a > 0 and b > 0 else None
-    count = min(sum(map(len, blocks)) for blocks in (blocks_a, blocks_b))
-    single = max(map(len, (*blocks_a, *blocks_b))) == 1
-    if (single and count < FEWEST) or not all(all(block) for block in (*blocks_a, *blocks_b)):
+        before, after = _middle(a), _middle(b)
+        return compare_values(before, after, threshold=threshold) if before > 0 and after > 0 else None
+    count = min(sum(map(len, blocks)) for blocks in (a, b))
+    single = max(map(len, (*a, *b))) == 1
+    if (single and count < FEWEST) or not all(all(block) for block in (*a, *b)):
         return None
-    return compare_samples(blocks_a, blocks_b, in_turns=False, threshold=threshold, num_decided=num_decided)
-
-
-def _in_turns(
-    before: _Cell,
-    after: _Cell,
-    blocks_a: list[tuple[float, ...]],
-    blocks_b: list[tuple[float, ...]],
-    threshold: float | None,
-    num_decided: int,
-) -> Ratio | None:
-    """The ratio of the times of two runs that took turns with each other; None for others, and for single values."""
-    pair = _pair_in_turns(before, after)
-    if pair is None or not all(blocks_a[0]) or not all(blocks_b[0]):
-        return None
-    if any(
-        len(blocks[0]) != run.turns.num_steps
-        for run, blocks in zip(pair, (blocks_a, blocks_b), strict=True)
-        if run.turns
-    ):
-        return None
-    return ratio_in_turns(*pair, blocks_a[0], blocks_b[0], threshold=threshold, num_decided=num_decided)
-
-
-def _pair_in_turns(before: _Cell, after: _Cell) -> tuple[Run, Run] | None:
-    """The two runs of a pair of cells, if they took turns with each other."""
-    if len(before.runs) != 1 or len(after.runs) != 1 or not took_turns(before.runs[0], after.runs[0]):
-        return None
-    return before.runs[0], after.runs[0]
+    return compare_samples(a, b, in_turns=False, threshold=threshold, num_decided=num_decided)
 
 
 def _middle(blocks: Sequence[Sequence[float]]) -> float:
     return median(sample for block in blocks for sample in block)
 
 
-def _kernels(cell: str, before: _Cell, after: _Cell) -> Iterator[KernelChange]:
+def _kernels(pair: _Pair) -> tuple[KernelChange, ...]:
     """Changes between the newest profiles of both."""
-    profiles = [next((run.profile for run in reversed(side.runs) if run.profile), None) for side in (before, after)]
-    if profiles[0] and profiles[1]:
-        yield from kernel_changes(profiles[0], profiles[1], cell=cell)
+    a, b = (cell.newest(lambda run: run.profile) for _, cell in pair.sides)
+    return kernel_changes(a, b, cell=pair.label) if a and b else ()
 
 
-def _memory(cell: str, before: _Cell, after: _Cell) -> Iterator[MemoryChange]:
+def _memory(pair: _Pair) -> tuple[MemoryChange, ...]:
     """Changes between the newest memory profiles of both."""
-    watched = [
-        next((run.memory_profile for run in reversed(side.runs) if run.memory_profile), None)
-        for side in (before, after)
-    ]
-    if watched[0] and watched[1]:
-        yield from memory_changes(watched[0], watched[1], cell=cell)
+    a, b = (cell.newest(lambda run: run.memory_profile) for _, cell in pair.sides)
+    return memory_changes(a, b, cell=pair.label) if a and b else ()
 
 
-def _notes(
-    cells_a: _Cells,
-    cells_b: _Cells,
-    named: Sequence[tuple[str, _Cell, _Cell]],
-) -> Iterator[str]:
+def _notes(cells_a: _Cells, cells_b: _Cells, pairs: Sequence[_Pair]) -> Iterator[str]:
     """Cells that one side alone has, cells without figures, and failures beside what is compared."""
     for side, own, other in (("A", cells_a, cells_b), ("B", cells_b, cells_a)):
         if alone := [cell.label for key, cell in own.items() if key not in other]:
             yield f"In {side} alone, and not compared: {'; '.join(alone)}."
-    for cell, before, after in named:
-        if before.failure:
-            both = " So did B." if after.failure else ""
-            yield f"{cell or 'A'} failed in A: {before.failure}.{both}"
-        for side, one in (("A", before), ("B", after)):
-            failures = [measured.failure for measured in one.measured if measured.failure is not None]
-            if failures and one.good:
-                label = f"{cell}: " if cell else ""
+    for pair in pairs:
+        if pair.a.failure:
+            both = " So did B." if pair.b.failure else ""
+            yield f"{pair.label or 'A'} failed in A: {pair.a.failure}.{both}"
+        for side, cell in pair.sides:
+            failures = [measured.failure for measured in cell.measured if measured.failure is not None]
+            if failures and cell.good:
+                label = f"{pair.label}: " if pair.label else ""
                 yield (
-                    f"{label}{len(failures)} of {counted(len(one.measured), 'record')} failed in {side}, and only the "
+                    f"{label}{len(failures)} of {counted(len(cell.measured), 'record')} failed in {side}, and only the "
                     f"others are compared: {failures[-1]}."
                 )

@@ -14,7 +14,7 @@ from steplab.records.rows import Row
 from steplab.records.run_figures import RUN_FIGURES
 from steplab.specs.step import FIELDS, STEP_FIELDS
 
-METRICS = tuple(figure.key for figure in RUN_FIGURES if figure.unit != "text")
+METRICS = tuple(figure.key for figure in RUN_FIGURES if not figure.is_words)
 """The figures that have a history."""
 
 

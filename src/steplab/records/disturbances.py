@@ -6,7 +6,7 @@ from steplab import stats
 from steplab.records.environment import Environment
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, curve, waits_for_host
-from steplab.units import counted, format_time
+from steplab.units import counted, format_limit, format_time
 
 _NOTICEABLE = 0.1
 """Share of the machine's processors from which other processes matter."""
@@ -84,7 +84,7 @@ def _waiting(run: Run) -> Disturbance | None:
     assert run.timing is not None
     if not waits_for_host(run.timing.back_to_back):
         return None
-    share = f"{HARDLY_AHEAD:.0%}".replace("%", " %")
+    share = format_limit(HARDLY_AHEAD)
     text = (
         f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
     )

@@ -5,14 +5,11 @@ The flat row of a run and the columns of every table of runs are made of these; 
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal
 
 from steplab.records.disturbances import disturbance_words
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.run import Run, Utilization
 from steplab.specs.step_fields import Scalar
-
-Unit = Literal["s", "tokens/s", "share", "FLOP/s", "bytes", "text"]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -20,13 +17,13 @@ class RunFigure:
     """One figure of a run."""
 
     key: str
-    """Name in rows, JSON and CSV; ends in the unit."""
+    """Name in rows, JSON and CSV; ends in the unit, by which tables write its values."""
     header: str | None
     """Heading of its column; None: tables leave it out."""
-    unit: Unit
-    """Unit of the value; share: a part of one."""
     find: Callable[[Run], Scalar]
     """Function that reads the value from a record; it gives None for a missing value."""
+    is_words: bool = False
+    """Whether its values are words, and not numbers."""
     rank: int = 0
     """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
     shared: str = ""
@@ -86,30 +83,29 @@ def _reserved_bytes(run: Run) -> int | None:
 
 
 RUN_FIGURES: tuple[RunFigure, ...] = (
-    RunFigure(key="step_time_s", header="step", unit="s", find=lambda run: run.median_s),
-    RunFigure(key="step_time_low_s", header=None, unit="s", find=_end_of_interval(0)),
-    RunFigure(key="step_time_high_s", header=None, unit="s", find=_end_of_interval(1)),
-    RunFigure(key="warnings", header="warning", unit="text", find=disturbance_words, rank=1, shared="warning: {}"),
-    RunFigure(key="forward_s", header="forward", unit="s", find=_phase("forward"), rank=5),
-    RunFigure(key="backward_s", header="backward", unit="s", find=_phase("backward"), rank=5),
-    RunFigure(key="pipeline_s", header="pipeline", unit="s", find=_phase("pipeline"), rank=5),
-    RunFigure(key="gradient_sync_s", header="sync", unit="s", find=_phase("gradient sync"), rank=5),
-    RunFigure(key="optimizer_s", header="opt. step", unit="s", find=_phase("optimizer"), rank=5),
-    RunFigure(key="compile_s", header="compile time", unit="s", find=_compile_s, rank=6),
-    RunFigure(key="tokens_per_s", header="tokens/s", unit="tokens/s", find=_tokens_per_s, rank=3),
-    RunFigure(key="mfu", header="MFU", unit="share", find=_of(_mfu, lambda used: used.value), rank=1),
+    RunFigure(key="step_time_s", header="step", find=lambda run: run.median_s),
+    RunFigure(key="step_time_low_s", header=None, find=_end_of_interval(0)),
+    RunFigure(key="step_time_high_s", header=None, find=_end_of_interval(1)),
+    RunFigure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warning: {}"),
+    RunFigure(key="forward_s", header="forward", find=_phase("forward"), rank=5),
+    RunFigure(key="backward_s", header="backward", find=_phase("backward"), rank=5),
+    RunFigure(key="pipeline_s", header="pipeline", find=_phase("pipeline"), rank=5),
+    RunFigure(key="gradient_sync_s", header="sync", find=_phase("gradient sync"), rank=5),
+    RunFigure(key="optimizer_s", header="opt. step", find=_phase("optimizer"), rank=5),
+    RunFigure(key="compile_s", header="compile time", find=_compile_s, rank=6),
+    RunFigure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
+    RunFigure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
     RunFigure(
         key="mfu_convention",
         header="convention",
-        unit="text",
+        is_words=True,
         find=_of(_mfu, lambda used: used.convention),
         rank=4,
     ),
-    RunFigure(key="hfu", header="HFU", unit="share", find=_of(_hfu, lambda used: used.value), rank=4),
+    RunFigure(key="hfu", header="HFU", find=_of(_hfu, lambda used: used.value), rank=4),
     RunFigure(
         key="peak_flops_per_s",
         header="dense peak",
-        unit="FLOP/s",
         find=_of(_used, lambda used: used.peak_flops_per_s),
         rank=10,
         shared="dense peak {}",
@@ -117,24 +113,23 @@ RUN_FIGURES: tuple[RunFigure, ...] = (
     RunFigure(
         key="peak_source",
         header="source of the peak",
-        unit="text",
+        is_words=True,
         find=_of(_used, lambda used: used.peak_source),
         rank=11,
         shared="source of the peak: {}",
     ),
-    RunFigure(key="peak_allocated_bytes", header="allocated", unit="bytes", find=_allocated_bytes, rank=2),
-    RunFigure(key="peak_reserved_bytes", header="reserved", unit="bytes", find=_reserved_bytes, rank=5),
+    RunFigure(key="peak_allocated_bytes", header="allocated", find=_allocated_bytes, rank=2),
+    RunFigure(key="peak_reserved_bytes", header="reserved", find=_reserved_bytes, rank=5),
     RunFigure(
         key="host_peak_bytes",
         header="host peak",
-        unit="bytes",
         find=lambda run: run.memory.host_peak_bytes if run.memory else None,
         rank=7,
     ),
     RunFigure(
         key="memory_source",
         header=None,
-        unit="text",
+        is_words=True,
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),
 )

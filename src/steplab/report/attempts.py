@@ -2,20 +2,13 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 from steplab.errors import LeftOut
 from steplab.printing import plain
+from steplab.report.kit.document import Identified
 
 _MOST_LETTERS = 200
-
-
-class Identified(Protocol):
-    """A record, or an object with the id of one."""
-
-    @property
-    def id(self) -> str:
-        """The record's."""
 
 
 R = TypeVar("R", bound=Identified)

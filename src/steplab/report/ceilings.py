@@ -16,7 +16,8 @@ from steplab.report.kit.document import (
     notes_section,
     record_section,
 )
-from steplab.report.kit.quantities import LABEL, TIME, Quantity
+from steplab.report.kit.quantities import LABEL, Quantity
+from steplab.report.kit.text import dotted, made
 from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.stats import summarize
 from steplab.units import format_percent, format_rate
@@ -27,29 +28,29 @@ def ceilings_document(ceilings: Ceilings) -> Document:
     table = _table(ceilings)
     return Document(
         title=ceilings.environment.device.name,
-        subtitle=" · ".join((f"record {ceilings.id}", ceilings.created_utc, f"steplab {ceilings.steplab_version}")),
+        subtitle=made(ceilings, "record"),
         verdict=ceilings_verdict(ceilings),
         sections=(
-            *environment_section(ceilings.environment),
+            environment_section(ceilings.environment),
             named_section("Ceilings", table),
-            *notes_section(ceilings.environment.gaps, "Not measured"),
+            notes_section(ceilings.environment.gaps, "Not measured"),
         ),
-        data=table,
+        data=table.rows,
     )
 
 
-def ceilings_chapter(records: Sequence[Ceilings], answered: bool = False) -> Section | None:
+def ceilings_chapter(records: Sequence[Ceilings], answered: bool = False) -> Section:
     """The machines on a page."""
-    parts = [
+    parts = (
         record_section(
-            " · ".join((made.created_utc, f"record {made.id}")),
-            Verdict() if answered else ceilings_verdict(made),
-            [named_section("", _table(made))],
-            title=made.environment.device.name,
+            dotted(ceilings.created_utc, f"record {ceilings.id}"),
+            Verdict() if answered else ceilings_verdict(ceilings),
+            [named_section("", _table(ceilings))],
+            title=ceilings.environment.device.name,
         )
-        for made in records
-    ]
-    return Section(title="Ceilings", anchor="ceilings", blocks=tuple(parts)) if parts else None
+        for ceilings in records
+    )
+    return named_section("Ceilings", *parts, anchor="ceilings")
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
@@ -81,10 +82,10 @@ def _table(ceilings: Ceilings) -> Table:
     return Table(
         name="ceilings",
         columns=(
-            Column(key="ceiling", header="ceiling"),
-            Column(key="best", header="best", quantity=_RATE),
-            Column(key="median_s", header="median time", quantity=TIME),
-            Column(key="repeats", header="repeats", quantity=LABEL, rank=1),
+            Column(key="ceiling"),
+            Column(key="best", quantity=_RATE),
+            Column(key="median_s", header="median time"),
+            Column(key="repeats", quantity=LABEL, rank=1),
             Column(key="stated", header="data sheet", quantity=_RATE),
         ),
         rows=tuple(_row(ceiling, hardware) for ceiling in ceilings.ceilings),

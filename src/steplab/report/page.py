@@ -15,7 +15,7 @@ from steplab.records.run import Run
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
-from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict, chapter, named_section
+from steplab.report.kit.document import Document, Pairs, Section, Verdict, named_section, sentences
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import RunCell, cells_of
@@ -75,16 +75,15 @@ def render_page(
     environments = tries.draw("environments", drawn, _environments)
     shared = tries.draw("the heading", cells, _shared)
     subtitle = " · ".join(part for part in tries.draw("the heading", drawn, _subtitle) if part and part not in shared)
-    left_out = Sentences(texts=tuple(tries.left_out), role="finding") if tries.left_out else None
     page = Document(
         title=title,
         subtitle="\n".join(filter(None, (description, subtitle, shared))),
         verdict=tries.draw("the verdict", drawn, partial(page_verdict, context=context)),
         sections=(
-            *filter(None, [chapter("Left out", "left-out", left_out)]),
+            named_section("Left out", sentences(tries.left_out, "finding"), anchor="left-out"),
             *sections,
             environments,
-            Section(title="Method", anchor="method", blocks=(Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))),)),
+            named_section("Method", Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))), anchor="method"),
         ),
     )
     return write(page, ready)
@@ -111,10 +110,7 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
 
 def _printed(part: Chapter, context: Context, ready: dict[str, str], records: Sequence[Any]) -> Section | None:
     """The chapter, written to `ready` at once, so that what cannot be written fails where its record is left out."""
-    section = part.make(records, context)
-    if section is None:
-        return None
-    section = html.drawn(section)
+    section = html.drawn(part.make(records, context))
     ready[section.anchor] = html.section_html(section)
     return section if section.blocks else None
 
@@ -147,9 +143,8 @@ def _environments(records: Sequence[Record]) -> Section:
         return known["device"], known["software"]
 
     groups = grouped((record.environment for record in records if record.environment), where)
-    blocks = tuple(_group(tuple(groups.values())))
-    unknown = Sentences(texts=("No record says where it was made.",))
-    return Section(title="Environment", anchor="environment", blocks=blocks or (unknown,))
+    blocks = tuple(_group(tuple(groups.values()))) or ("No record says where it was made.",)
+    return named_section("Environment", *blocks, anchor="environment")
 
 
 def _group(groups: Sequence[Sequence[Environment]]) -> Iterator[Section]:

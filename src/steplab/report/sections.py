@@ -24,7 +24,7 @@ from steplab.report.ddp import document as ddp
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import asked
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Document, Section, Table, Verdict
+from steplab.report.kit.document import Document, Section, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.facts import memory_facts
 from steplab.report.memory.verdict import memory_verdict
@@ -76,8 +76,8 @@ class Chapter:
 
     name: str
     """Name of the chapter in the message that a record is left out of it."""
-    make: Callable[[Sequence[Any], Context], Section | None]
-    """Makes the chapter from the records of its kind (for runs, their cells); None where there is nothing to show."""
+    make: Callable[[Sequence[Any], Context], Section]
+    """Makes the chapter from the records of its kind (for runs, their cells)."""
     terms: Terms = ()
     """Terms that the chapter uses, with their definitions."""
 
@@ -101,19 +101,19 @@ class Sections:
 
 
 def _of_cells(
-    make: Callable[[Sequence[RunCell]], Section | None],
-) -> Callable[[Sequence[Any], Context], Section | None]:
+    make: Callable[[Sequence[RunCell]], Section],
+) -> Callable[[Sequence[Any], Context], Section]:
     return lambda cells, context: make(cells)
 
 
-def _summary(cells: Sequence[RunCell], context: Context) -> Section | None:
-    if len(cells) == 1:
-        return None
-    fields = varying(cells)
-    return run.summary_chapter(cells, (*saving_facts(cells, context.findings, fields), *memory_facts(cells, fields)))
+def _summary(cells: Sequence[RunCell], context: Context) -> Section:
+    several = cells if len(cells) > 1 else ()
+    fields = varying(several)
+    of_others = (*saving_facts(several, context.findings, fields), *memory_facts(several, fields))
+    return run.summary_chapter(several, of_others)
 
 
-def _planning(cells: Sequence[RunCell], context: Context) -> Section | None:
+def _planning(cells: Sequence[RunCell], context: Context) -> Section:
     """What the different steps of several runs were predicted to need, beside what they needed."""
     planned = [cell for cell in cells if cell.id in context.plans] if len(cells) > 1 else []
     return planning_chapter([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
@@ -122,14 +122,14 @@ def _planning(cells: Sequence[RunCell], context: Context) -> Section | None:
 def _runs_document(runs: Sequence[Run], context: Context = _NOTHING) -> Document:
     """The chapters of a page about these runs, without what only a page can show; of a single one also where it ran."""
     context = replace(context, cells=cells_of(runs))
-    chapters = (part.make(context.cells, context) for part in SECTIONS["run"].chapters)
+    chapters = [part.make(context.cells, context) for part in SECTIONS["run"].chapters]
     alone = runs[0] if len(runs) == 1 else None
     return Document(
         title=run_title(alone) if alone else counted(len(runs), "run"),
         subtitle=run_subtitle(alone) if alone else "",
         verdict=_runs_verdict(context.cells, context),
-        sections=(*filter(None, chapters), *(environment_section(alone.environment) if alone else ())),
-        data=Table(name="runs", columns=(), rows=tuple(map(run_row, runs))),
+        sections=(*chapters, environment_section(alone.environment if alone else None)),
+        data=list(map(run_row, runs)),
     )
 
 

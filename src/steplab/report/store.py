@@ -3,7 +3,7 @@
 import dataclasses
 
 from steplab.records.store_condition import StoreCondition
-from steplab.report.kit.document import Column, Document, Pairs, Section, Table, Verdict, named_section, notes_section
+from steplab.report.kit.document import Column, Document, Pairs, Table, Verdict, named_section, notes_section, row_of
 from steplab.units import counted, format_bytes
 
 
@@ -12,34 +12,25 @@ def condition_document(condition: StoreCondition) -> Document:
     unreadable = Table(
         name="unreadable",
         columns=(
-            Column(key="id", header="id"),
-            Column(key="kind", header="kind"),
+            Column(key="id"),
+            Column(key="kind"),
             Column(key="created_utc", header="time"),
             Column(key="why", header="why it cannot be read", wraps_from=20),
         ),
         rows=tuple(dataclasses.asdict(record) for record in condition.unreadable),
     )
-    facts = {
-        name: getattr(condition, name)
-        for name in (
-            *("path", "format", "size_bytes", "free_bytes", "journal", "file_system", "num_records", "num_studies"),
-            *("num_outdated", "has_unreachable"),
-        )
-    }
-    store = Table(
-        name="store",
-        columns=(),
-        rows=(facts | {"num_unreadable": len(condition.unreadable), "num_damaged": len(condition.damage)},),
-    )
+    fields = ("path", "format", "size_bytes", "free_bytes", "journal", "file_system", "num_records", "num_studies")
+    facts = row_of(condition, *fields, "num_outdated", "has_unreachable")
+    store = facts | {"num_unreadable": len(condition.unreadable), "num_damaged": len(condition.damage)}
     return Document(
         title=f"Store {condition.path}",
         verdict=_verdict(condition),
         sections=(
-            Section(title="", blocks=(Pairs(pairs=tuple(_pairs(condition).items())),)),
-            *((named_section("Records that cannot be read", unreadable),) if condition.unreadable else ()),
-            *notes_section(condition.damage, "What SQLite finds"),
+            named_section("", Pairs(pairs=tuple(_pairs(condition).items()))),
+            named_section("Records that cannot be read", unreadable),
+            notes_section(condition.damage, "What SQLite finds"),
         ),
-        data=(store, unreadable),
+        data={"store": [store], "unreadable": unreadable.rows},
     )
 
 

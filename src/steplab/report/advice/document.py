@@ -10,26 +10,26 @@ from steplab.records.rows import Row
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
+    Block,
     Column,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
-    chapter,
     later,
     named_section,
     notes_section,
     record_section,
     row_of,
+    sentences,
 )
-from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME, Quantity
-from steplab.report.kit.text import reason
+from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
+from steplab.report.kit.text import dotted, made, reason
 from steplab.report.turns.document import alternating_caution, ratio_words
 from steplab.specs.command import command
 from steplab.specs.step import describe
 
-_SIGNED_BYTES = Quantity(lambda size: ("+" if size > 0 else "-" if size < 0 else "") + units.format_bytes(abs(size)))
+_SIGNED_BYTES = Quantity(lambda size: units.signed(size, units.format_bytes))
 
 
 def advice_document(advice: Advice) -> Document:
@@ -37,25 +37,25 @@ def advice_document(advice: Advice) -> Document:
     table = _table(advice)
     return Document(
         title=advice_title(advice),
-        subtitle=f"walk {advice.id} · {advice.created_utc} · steplab {advice.steplab_version}",
+        subtitle=made(advice, "walk"),
         verdict=advice_verdict(advice),
-        sections=(*_sections(advice), *environment_section(advice.environment)),
-        data=table,
+        sections=(*_sections(advice), environment_section(advice.environment)),
+        data=table.rows,
     )
 
 
-def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section | None:
+def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section:
     """The walks on a page."""
     parts = [
         record_section(
-            f"{advice.created_utc} · walk {advice.id}",
+            dotted(advice.created_utc, f"walk {advice.id}"),
             Verdict() if answered else advice_verdict(advice),
             _sections(advice),
             title=advice.name or advice_title(advice),
         )
         for advice in records
     ]
-    return chapter("Advice", "advice", *parts)
+    return named_section("Advice", *parts, anchor="advice")
 
 
 def advice_title(advice: Advice) -> str:
@@ -134,20 +134,15 @@ def _sections(advice: Advice) -> Iterator[Section]:
     if advice.best and advice.kept:
         yield named_section(
             "The fastest step",
-            Sentences(texts=(command(advice.best),), role="code"),
-            Sentences(texts=("In a training loop of your own:",)),
-            Sentences(texts=tuple(line for tried in advice.kept for line in tried.code), role="code"),
+            sentences([command(advice.best)], "code"),
+            "In a training loop of your own:",
+            sentences((line for tried in advice.kept for line in tried.code), "code"),
         )
-    if advice.by_hand:
-        yield named_section(
-            "To be changed in the code",
-            *(block for finding in advice.by_hand for block in _by_hand(finding.title, finding.saw, finding.change)),
-        )
-    yield from notes_section(advice.notes)
-
-
-def _by_hand(title: str, saw: str, change: str) -> tuple[Sentences, ...]:
-    return Sentences(texts=(f"{title}. {saw}",)), Sentences(texts=(change,), role="code")
+    by_hand: list[Block | str] = []
+    for found in advice.by_hand:
+        by_hand += [f"{found.title}. {found.saw}", sentences([found.change], "code")]
+    yield named_section("To be changed in the code", *by_hand)
+    yield notes_section(advice.notes)
 
 
 def _table(advice: Advice) -> Table:
@@ -156,17 +151,17 @@ def _table(advice: Advice) -> Table:
     return Table(
         name="changes",
         columns=(
-            Column(key="change", header="change"),
-            Column(key="predicted_s", header="predicted", quantity=TIME),
-            Column(key="saved_s", header="saved", quantity=TIME),
-            Column(key="least_saved_s", header="from", quantity=TIME, rank=2),
-            Column(key="most_saved_s", header="to", quantity=TIME, rank=2),
-            Column(key="after_s", header="step time", quantity=TIME),
+            Column(key="change"),
+            Column(key="predicted_s", header="predicted"),
+            Column(key="saved_s", header="saved"),
+            Column(key="least_saved_s", header="from", rank=2),
+            Column(key="most_saved_s", header="to", rank=2),
+            Column(key="after_s", header="step time"),
             Column(key="saved_share", header="share", quantity=PERCENT, rank=3),
-            Column(key="peak_bytes", header="peak memory", quantity=BYTES, rank=1),
+            Column(key="peak_bytes", header="peak memory", rank=1),
             Column(key="added_bytes", header="added", quantity=_SIGNED_BYTES, rank=4),
-            Column(key="result", header="result", quantity=TEXT, wraps_from=12),
-            Column(key="took_s", header="took", quantity=TIME, rank=6),
+            Column(key="result", quantity=TEXT, wraps_from=12),
+            Column(key="took_s", header="took", rank=6),
             Column(key="run_id", header="record", quantity=LABEL, rank=5),
         ),
         rows=tuple(_row(tried) for tried in advice.tried),

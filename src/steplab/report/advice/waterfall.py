@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.advice import Advice, Tried
 from steplab.report.kit.charts import BAD, INK, MUTED, SERIES, Drawing, drawing, tidy, time_scale
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -37,13 +37,12 @@ def waterfall(advice: Advice) -> Chart | None:
             _figure(axes, seconds, row, units.format_time(seconds), INK)
         for row, tried in enumerate(timed, start=1):
             _change(picture, axes, row, tried)
-        svg = picture.to_svg()
     legend = ((1, "■", "measured, kept"), (2, "■", "measured, not kept"), (3, "■", "predicted"))
     note = (
         "A bar reaches from the step time before a change to that with it, both as measured in turns; to the right of "
         "where it begins the change costs time. The thin bar is what was predicted."
     )
-    return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=legend, note=note)
+    return Chart(pictures=(picture.picture(),), legend=legend, note=note)
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,8 +70,7 @@ def _change(picture: Drawing, axes: "Axes", row: int, tried: Tried) -> None:
         predicted_s = max(ratio.a * (1 - tried.predicted_share), 0.0)
         told = f"{tried.words}: predicted to become {units.format_time(predicted_s)}"
         _bar(picture, axes, _Bar(row + 0.3, ratio.a, predicted_s, thick=0.14), SERIES[2], told)
-    figure = f"{'-' if saved_s > 0 else '+'}{units.format_time(abs(saved_s))}"
-    _figure(axes, max(ratio.a, after_s), row, figure, INK if saved_s > 0 else BAD)
+    _figure(axes, max(ratio.a, after_s), row, units.signed(-saved_s, units.format_time), INK if saved_s > 0 else BAD)
 
 
 def _figure(axes: "Axes", x: float, row: int, text: str, color: str) -> None:

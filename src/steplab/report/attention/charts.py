@@ -14,7 +14,7 @@ from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_labe
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, MUTED, Drawing, drawing, put_line, put_mark, series_legend
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.text import reason
 from steplab.specs.hardware import Peak, find_hardware
@@ -120,7 +120,7 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
                 picture.tip(line, f"dense peak: {plot.show(plot.limit)}")
             for index, column in enumerate(series):
                 _paint(picture, axes, panel, place, plot, index, column)
-            pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
+            pictures.append(picture.picture(panel.title))
     return Chart(pictures=tuple(pictures), legend=series_legend(series), note=note)
 
 

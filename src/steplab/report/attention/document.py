@@ -20,17 +20,16 @@ from steplab.report.kit.document import (
     MOST_IN_FULL,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
-    chapter,
     later,
     named_section,
     notes_section,
     record_section,
     records_in_full,
+    sentences,
 )
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import dotted, made, quoted_name, reason
 from steplab.specs.attention import PASSES
 
 _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes per element"
@@ -43,13 +42,12 @@ def attention_document(run: AttentionRun, *, against: str | None = None) -> Docu
     was measured.
     """
     peer = against or default_peer(run.cells)
-    made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
     return Document(
         title=_title(run),
-        subtitle=" · ".join(part for part in (*made, f"'{run.name}'" if run.name else "") if part),
+        subtitle=dotted(made(run, "benchmark"), run.device_name, quoted_name(run)),
         verdict=attention_verdict(run, peer),
-        sections=(*_sections(run, peer), *environment_section(run.environment)),
-        data=Table(name="cells", columns=(), rows=tuple(attention_rows(run.cells, peer))),
+        sections=(*_sections(run, peer), environment_section(run.environment)),
+        data=attention_rows(run.cells, peer),
     )
 
 
@@ -59,22 +57,22 @@ def _title(run: AttentionRun) -> str:
     return f"{told[:1].upper()}{told[1:]}" if told.lower().startswith("attention") else f"Attention: {told}"
 
 
-def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answered: bool = False) -> Section | None:
+def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answered: bool = False) -> Section:
     """Attention on a page: `steps`, the training steps that differ only in their attention, then the benchmarks."""
-    parts = [named_section("Training steps by attention implementation", steps)] if steps else []
-    records = []
-    for run in runs[-MOST_IN_FULL:][::-1]:
-        made = [run.study.description or run.study.name, run.device_name or "", run.created_utc, f"benchmark {run.id}"]
-        heading, title = " · ".join(part for part in made if part), (run.name or run.study.name)
+
+    def record(run: AttentionRun) -> Section:
         peer = default_peer(run.cells)
-        answer = Verdict() if answered else attention_verdict(run, peer)
-        records.append(
-            record_section(
-                heading, answer, _sections(run, peer, alone=len(runs) == 1), title=title if len(runs) > 1 else ""
-            )
+        return record_section(
+            dotted(run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"),
+            Verdict() if answered else attention_verdict(run, peer),
+            _sections(run, peer, alone=len(runs) == 1),
+            title=(run.name or run.study.name) if len(runs) > 1 else "",
         )
-    shown = records_in_full(records, [run.id for run in reversed(runs[:-MOST_IN_FULL])])
-    return chapter("Attention", "attention", *parts, *shown)
+
+    newest = runs[::-1]
+    shown = records_in_full(newest[:MOST_IN_FULL], newest, record)
+    by_step = named_section("Training steps by attention implementation", steps)
+    return named_section("Attention", by_step, *shown, anchor="attention")
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
@@ -99,7 +97,7 @@ def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Ite
         if saved or alone:
             yield named_section(title, later(memory_chart, run.cells, saved))
     yield from cell_tables(run.cells, peer)
-    yield from notes_section([*run.notes, *notes_of(run.cells)])
+    yield notes_section([*run.notes, *notes_of(run.cells)])
 
 
 def account_document(account: AttentionAccount) -> Document:
@@ -121,10 +119,9 @@ def account_document(account: AttentionAccount) -> Document:
         title = f"Plain attention of {account.asked.label} fits; its sequence doubled until it does not: "
         title += account.spec.label
     table = account_table(account)
-    told_last = Sentences(texts=tuple(told), role="finding")
     return Document(
         title=title,
         verdict=Verdict(sentences=(answer,)),
-        sections=(Section(title="", blocks=(table, told_last)),),
-        data=table,
+        sections=(named_section("", table, sentences(told, "finding")),),
+        data=table.rows,
     )

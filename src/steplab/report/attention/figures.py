@@ -58,7 +58,7 @@ def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> l
 
 
 def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, AttentionCell]) -> Row:
-    spec, memory, of_memory = cell.spec, cell.memory, ("saved_bytes", "forward_peak_bytes", "both_peak_bytes")
+    spec = cell.spec
     row: Row = {
         "shape": spec.sizes_label,
         **row_of(spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
@@ -72,7 +72,7 @@ def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, At
     row |= {"against": peer} | {f"{name}_speed": speed(cell, peers, name) for name in PASSES}
     row |= {
         "first_call_s": cell.first_call_s,
-        **(row_of(memory, *of_memory) if memory else dict.fromkeys(of_memory)),
+        **row_of(cell.memory, "saved_bytes", "forward_peak_bytes", "both_peak_bytes"),
         "checked_heads": cell.checked_heads,
     }
     errors = {error.tensor: error for error in cell.errors}

@@ -18,12 +18,12 @@ from steplab.report.attention.figures import (
     speed,
 )
 from steplab.report.kit.document import RESULT, Column, Section, Table, named_section
-from steplab.report.kit.quantities import BYTES, ERROR, FLOPS_PER_S, LABEL, NUMBER, TIME, TIMES, Quantity
+from steplab.report.kit.quantities import ERROR, LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
 _SHAPE = (
     Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
-    Column(key="mask", header="mask", shared="{}"),
+    Column(key="mask", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
 )
 Value = Callable[[AttentionCell], Scalar]
@@ -108,8 +108,8 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
     return Table(
         name="mean_speeds",
         columns=(
-            Column(key="implementation", header="implementation"),
-            Column(key="shapes", header="shapes", quantity=LABEL, rank=2),
+            Column(key="implementation"),
+            Column(key="shapes", quantity=LABEL, rank=2),
             *(
                 column
                 for name in PASSES
@@ -150,17 +150,14 @@ def _times(rows: Sequence[Row], peer: str | None) -> Table:
         name="times",
         columns=(
             *_HEAD,
-            *(Column(key=f"{name}_s", header=name, quantity=TIME) for name in PASSES),
+            *(Column(key=f"{name}_s", header=name) for name in PASSES),
             *(
                 Column(key=f"{name}_speed", header=f"{name} vs {peer}", quantity=TIMES, rank=1)
                 for name in PASSES
                 if peer
             ),
-            *(
-                Column(key=f"{name}_flops_per_s", header=f"{name} rate", quantity=FLOPS_PER_S, rank=2)
-                for name in PASSES
-            ),
-            Column(key="first_call_s", header="first call", quantity=TIME, rank=3),
+            *(Column(key=f"{name}_flops_per_s", header=f"{name} rate", rank=2) for name in PASSES),
+            Column(key="first_call_s", header="first call", rank=3),
             RESULT,
         ),
         rows=tuple(rows),
@@ -178,14 +175,12 @@ def _memory(rows: Sequence[Row]) -> Table:
             Column(
                 key="saved_bytes",
                 header="saved for backward",
-                quantity=BYTES,
                 note="Saved for backward includes the output.",
             ),
-            Column(key="forward_peak_bytes", header="peak, forward", quantity=BYTES, rank=1),
+            Column(key="forward_peak_bytes", header="peak, forward", rank=1),
             Column(
                 key="both_peak_bytes",
                 header="peak, both",
-                quantity=BYTES,
                 note="The peaks include the output and the gradients.",
             ),
             RESULT,
@@ -230,12 +225,12 @@ def account_table(account: AttentionAccount) -> Table:
     return Table(
         name="tensors",
         columns=(
-            Column(key="tensor", header="tensor"),
+            Column(key="tensor"),
             Column(key="formula", header="bytes in symbols"),
-            Column(key="shape", header="shape", rank=1),
+            Column(key="shape", rank=1),
             Column(key="element_bytes", header="e", quantity=LABEL, rank=2),
             Column(key="num_bytes", header="bytes", quantity=NUMBER, rank=3),
-            Column(key="size_bytes", header="size", quantity=BYTES),
+            Column(key="size_bytes", header="size"),
             Column(key="saved", header="saved for backward", rank=1),
         ),
         rows=tuple(rows),

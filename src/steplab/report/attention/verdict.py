@@ -189,10 +189,9 @@ def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     timed = [cell for cell in cells if cell.samples(name)]
     noisy = [cell for cell in timed if scatter(cell, name) > SCATTERED]
     if noisy:
-        share = f"{SCATTERED:.0%}".replace("%", " %")
         yield (
             f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "
-            f"spans more than {share} of the median; those medians are marked ~."
+            f"spans more than {units.format_limit(SCATTERED)} of the median; those medians are marked ~."
         )
 
 

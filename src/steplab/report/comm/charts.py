@@ -159,7 +159,7 @@ def _picture(panel: _Panel, plot: _Plot, width: float) -> Picture:
             _paint(picture, axes, plot, series, cells)
             if series in panel.fits:
                 _paint_fit(axes, plot, series, cells, panel.fits[series])
-        return Picture(title=panel.title, svg=picture.to_svg(), width=width)
+        return picture.picture(panel.title)
 
 
 def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":

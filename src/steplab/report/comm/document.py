@@ -14,18 +14,18 @@ from steplab.report.kit.document import (
     Column,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
     later,
     named_section,
     notes_section,
     record_section,
+    sentences,
     table_of,
 )
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import dotted, made, reason
 from steplab.specs.comm import COLLECTIVES
 
 TERMS = (
@@ -56,19 +56,18 @@ TERMS = (
 
 def comm_document(run: CommRun) -> Document:
     """All that is said of one benchmark."""
-    made = [f"benchmark {run.id}", run.created_utc, f"steplab {run.steplab_version}", run.device_name or ""]
     libraries = [(name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items()]
     ranks = [("ranks", _processes(run))] if run.ranks else []
     return Document(
         title=f"Collectives: {run.name}" if run.name else comm_name(run).capitalize(),
-        subtitle=" · ".join(part for part in made if part),
+        subtitle=dotted(made(run, "benchmark"), run.device_name),
         verdict=comm_verdict(run),
-        sections=(*_sections(run), *environment_section(run.environment, *ranks, *libraries)),
-        data=_cells(run),
+        sections=(*_sections(run), environment_section(run.environment, *ranks, *libraries)),
+        data=comm_rows(run.cells),
     )
 
 
-def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section | None:
+def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section:
     """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
     parts = [
         record_section(
@@ -81,9 +80,9 @@ def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section | N
     ]
     together = backends_side_by_side([cell for run in runs for cell in run.cells])
     if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
-        ids = Sentences(texts=(" · ".join(f"benchmark {run.id}" for run in runs),), role="note")
+        ids = sentences([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
         parts.append(named_section("Backends side by side", ids, together))
-    return Section(title="Communication", anchor="communication", blocks=tuple(parts)) if parts else None
+    return named_section("Communication", *parts, anchor="communication")
 
 
 def comm_cell_line(cell: CommCell) -> str:
@@ -96,11 +95,7 @@ def comm_cell_line(cell: CommCell) -> str:
 
 def _page_heading(run: CommRun) -> str:
     libraries = [f"{name.upper()} {version}" for name, version in run.libraries.items()]
-    return " · ".join(
-        part
-        for part in (_processes(run) if run.ranks else "", *libraries, run.created_utc, f"benchmark {run.id}")
-        if part
-    )
+    return dotted(_processes(run) if run.ranks else None, *libraries, run.created_utc, f"benchmark {run.id}")
 
 
 def _processes(run: CommRun) -> str:
@@ -123,13 +118,12 @@ def _sections(run: CommRun) -> Iterator[Section]:
     yield named_section("Time over ranks", later(time_over_ranks, run.cells))
     yield named_section("Backends", later(backends_side_by_side, run.cells))
     yield named_section("Every cell", _cells(run))
-    if run.profile:
-        yield named_section("Communication profile", _profile(run.profile))
-    yield from notes_section(run.notes)
+    yield named_section("Communication profile", _profile(run.profile))
+    yield notes_section(run.notes)
 
 
 _HEAD = (
-    Column(key="collective", header="collective"),
+    Column(key="collective"),
     Column(key="way", header="backend", shared="{}"),
     Column(key="dtype", header="type", shared="{}"),
     Column(key="world_size", header="ranks", quantity=LABEL, shared="{} rank{s}"),
@@ -183,10 +177,10 @@ def _cells(run: CommRun) -> Table:
         Column(key="size_bytes", header="size", quantity=MESSAGE, shared="{}"),
         Column(key="busbw_bytes_per_s", header="busbw GB/s", quantity=GB_PER_S),
         Column(key="algbw_bytes_per_s", header="algbw GB/s", quantity=GB_PER_S, rank=2),
-        Column(key="time_s", header="median", quantity=TIME),
-        Column(key="min_s", header="min", quantity=TIME, rank=1),
-        Column(key="p95_s", header="p95", quantity=TIME, rank=1),
-        Column(key="alone_s", header="alone", quantity=TIME, rank=3),
+        Column(key="time_s", header="median"),
+        Column(key="min_s", header="min", rank=1),
+        Column(key="p95_s", header="p95", rank=1),
+        Column(key="alone_s", header="alone", rank=3),
         Column(key="rank_spread", header="spread", quantity=PERCENT, rank=2),
         RESULT,
     )
@@ -196,6 +190,7 @@ def _cells(run: CommRun) -> Table:
         rows=tuple(comm_rows(run.cells)),
         caption=f"Times of the slowest rank. {how} Spread is how much longer the slowest rank's median is than the "
         "fastest's. Results were checked before they were timed.",
+        empty="nothing was measured",
     )
 
 
@@ -211,8 +206,8 @@ def _profile(profile: Sequence[CommFit]) -> Table:
         profile,
         (
             *_HEAD[:3],
-            Column(key="ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", value=_ranks_of),
-            Column(key="alpha_s", header="α", quantity=TIME),
+            Column(key="ranks", quantity=LABEL, shared="{} rank{s}", value=_ranks_of),
+            Column(key="alpha_s", header="α"),
             Column(key="bandwidth_bytes_per_s", header="1/β GB/s", quantity=GB_PER_S, value=_bandwidth_of),
             Column(key="gamma_s_per_rank", header="γ per rank", quantity=TIME),
             Column(key="rms_relative", header="residual", quantity=PERCENT),

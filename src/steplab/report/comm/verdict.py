@@ -106,8 +106,7 @@ def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
         yield f"{failed} of {units.counted(len(run.cells), 'cell')} failed; the table has the reasons."
     apart = [cell for cell in measured if (rank_spread(cell) or 0.0) > _APART]
     if apart:
-        share = f"{_APART:.0%}".replace("%", " %")
         yield (
             f"Warning: in {len(apart)} of {units.counted(len(measured), 'cell')} the slowest rank took more than "
-            f"{share} longer than the fastest."
+            f"{units.format_limit(_APART)} longer than the fastest."
         )

@@ -15,9 +15,9 @@ from steplab.report.kit.document import (
     Row,
     Section,
     Segment,
-    Table,
     named_section,
     notes_section,
+    row_of,
     table_of,
 )
 from steplab.report.kit.labels import short_name
@@ -47,23 +47,21 @@ def compare_document(comparison: Comparison) -> Document:
         title=f"{_title(comparison.b)} (B) against {_title(comparison.a)} (A)",
         verdict=verdict(comparison),
         sections=(
-            *_picture(comparison.figures),
-            *filter(None, figures),
-            *notes_section([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
-            *notes_section([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
+            _picture(comparison.figures),
+            *figures,
+            notes_section([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
+            notes_section([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
             named_section("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
-            *notes_section(comparison.notes, "Not compared"),
+            notes_section(comparison.notes, "Not compared"),
         ),
-        data=Table(name="figures", columns=(), rows=tuple(_row(comparison, figure) for figure in in_order)),
+        data=[_row(comparison, figure) for figure in in_order],
     )
 
 
-def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section | None:
-    """The table of one group of figures; None without any. explained: whether it says what its columns are, which one
+def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -> Section:
+    """The table of one group of figures. explained: whether it says what its columns are, which one
     table does for all."""
     found = [figure for figure in comparison.figures if figure.group == group]
-    if not found:
-        return None
     caption = "Medians." if group == "time" else ""
     if comparison.in_turns and group == "time":
         caption += f" {RATIO_IN_TURNS}"
@@ -75,8 +73,7 @@ def _change(figure: ComparedFigure) -> str:
     change = figure.b - figure.a
     if figure.unit == "share":
         return f"{100 * change:+.1f} points"
-    sign = "+" if change > 0 else "-" if change < 0 else ""
-    return f"{sign}{value_words(abs(change), figure.unit)}"
+    return units.signed(change, lambda size: value_words(size, figure.unit))
 
 
 def _ratio(figure: ComparedFigure) -> str | None:
@@ -98,12 +95,12 @@ def _decision(figure: ComparedFigure) -> str | None:
 
 
 _COLUMNS = (
-    Column(key="cell", header="cell"),
+    Column(key="cell"),
     Column(key="name", header="figure"),
     Column(key="a", header="A", quantity=LABEL, value=lambda figure: value_words(figure.a, figure.unit)),
     Column(key="b", header="B", quantity=LABEL, value=lambda figure: value_words(figure.b, figure.unit)),
-    Column(key="change", header="change", quantity=LABEL, value=_change),
-    Column(key="ratio", header="ratio", quantity=LABEL, value=_ratio),
+    Column(key="change", quantity=LABEL, value=_change),
+    Column(key="ratio", quantity=LABEL, value=_ratio),
     Column(
         key="interval",
         header="95 % interval",
@@ -111,20 +108,18 @@ _COLUMNS = (
         note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, and single times "
         "have no interval.",
     ),
-    Column(key="p", header="p", quantity=LABEL, value=_p, note="p is of the Mann-Whitney test."),
-    Column(key="decision", header="decision", value=_decision),
+    Column(key="p", quantity=LABEL, value=_p, note="p is of the Mann-Whitney test."),
+    Column(key="decision", value=_decision),
 )
 
 
-def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:
+def _picture(figures: Iterable[ComparedFigure]) -> Section:
     """Bars of the relative differences: what decides, then what is decided, and the largest first; a page alone shows
     them."""
     rated = [(figure.b / figure.a - 1, figure) for figure in figures if figure.a > 0 and figure.a != figure.b]
     largest = sorted(rated, key=lambda pair: (not pair[1].decides, not _is_decided(pair[1]), -abs(pair[0])))[
         :_MOST_BARS
     ]
-    if not largest:
-        return ()
     bars = tuple(_bar(change, figure) for change, figure in largest)
     legend = (
         (_WORSE, "■", "B is worse"),
@@ -132,7 +127,7 @@ def _picture(figures: Iterable[ComparedFigure]) -> tuple[Section, ...]:
         (_OPEN, "■", "alike, undecided or single values"),
     )
     note = "Relative change of the medians from A to B: first the figures that decide, then the largest differences."
-    return (named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12)),)
+    return named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12))
 
 
 def _is_decided(figure: ComparedFigure) -> bool:
@@ -142,11 +137,10 @@ def _is_decided(figure: ComparedFigure) -> bool:
 def _bar(change: float, figure: ComparedFigure) -> Bar:
     rises = (_BETTER, _WORSE) if figure.group == "speed" else (_WORSE, _BETTER)
     color = dict(zip(("higher", "lower"), rises, strict=True)).get(_decision(figure) or "", _OPEN)
-    told = f"{'+' if change > 0 else '-'}{units.format_share(abs(change))}"
     values = f"{value_words(figure.a, figure.unit)} to {value_words(figure.b, figure.unit)}"
     return Bar(
         label=": ".join(filter(None, (figure.cell, figure.name))),
-        figure=told,
+        figure=units.signed(change, units.format_share),
         segments=(Segment(value=abs(change), color=color, tip=f"{figure.name}: {values}"),),
         detail=values,
         strong=figure.decides,
@@ -182,17 +176,11 @@ def _row(comparison: Comparison, figure: ComparedFigure) -> Row:
         "outcome": comparison.outcome,
         "cell": figure.cell or None,
         "figure": figure.name,
-        "group": figure.group,
-        "unit": figure.unit,
+        **row_of(figure, "group", "unit"),
         "decides": int(figure.decides),
-        "a": figure.a,
-        "b": figure.b,
+        **row_of(figure, "a", "b"),
         "ratio": ratio.ratio if ratio else figure.b / figure.a if figure.a else None,
-        "low": ratio.low if ratio else None,
-        "high": ratio.high if ratio else None,
-        "p": ratio.p if ratio else None,
-        "threshold": ratio.threshold if ratio else None,
-        "decision": ratio.decision if ratio else None,
+        **row_of(ratio, "low", "high", "p", "threshold", "decision"),
         "why": (ratio.why or None) if ratio else None,
         "more_samples": ratio.more if ratio else None,
         "samples_a": ratio.num_a if ratio else 1,

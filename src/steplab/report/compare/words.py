@@ -70,16 +70,12 @@ def _ratio_words(ratio: Ratio | None) -> str:
         return ""
     known = ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
     interval = f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}; " if known else ""
-    return f", {ratio.ratio:.3f}× ({interval}threshold {_percent(ratio.threshold)})"
+    return f", {ratio.ratio:.3f}× ({interval}threshold {units.format_limit(ratio.threshold)})"
 
 
 def _thresholds(figures: Sequence[ComparedFigure]) -> str:
     found = sorted({figure.ratio.threshold for figure in figures if figure.ratio})
-    return " and ".join(map(_percent, found))
-
-
-def _percent(share: float) -> str:
-    return f"{100 * share:g} %"
+    return " and ".join(map(units.format_limit, found))
 
 
 def value_words(value: float, unit: str) -> str:
@@ -90,7 +86,7 @@ def value_words(value: float, unit: str) -> str:
         return units.format_bytes(value)
     if unit == "share":
         return SHARE.show(value)
-    return " ".join(units.format_rate(value, f" {unit}" if unit == "tokens/s" else unit).split())
+    return units.format_rate(value, f" {unit}" if unit == "tokens/s" else unit)
 
 
 def _cautions(comparison: Comparison) -> Iterator[str]:
@@ -129,7 +125,7 @@ def _where(change: KernelChange) -> str:
     """+3.10 ms per step in backward of blocks.*.norm; -10.6 ms per step in backward, category copy."""
     cell = f"{change.cell}: " if change.cell else ""
     of_what = f" of {change.range}" if change.range else f", category {change.category}" if change.category else ""
-    return f"{cell}{_signed_time(change.b_s - change.a_s)} per step in {change.phase}{of_what}"
+    return f"{cell}{units.signed(change.b_s - change.a_s, units.format_time)} per step in {change.phase}{of_what}"
 
 
 def _what_changed(change: KernelChange) -> str:
@@ -183,18 +179,13 @@ def _count(calls: float) -> str:
     return f"{calls:g}"
 
 
-def _signed_time(seconds: float) -> str:
-    return f"{'+' if seconds > 0 else '-'}{units.format_time(abs(seconds))}"
-
-
 # --- memory -----------------------------------------------------------------------------------------------
 
 
 def memory_words(change: MemoryChange) -> str:
     """+412 MiB of activations: [4, 512, 10000] of head, float32 in place of bfloat16."""
     cell = f"{change.cell}: " if change.cell else ""
-    sign = "+" if change.change_bytes > 0 else "-"
-    size = f"{sign}{units.format_bytes(abs(change.change_bytes))} of {category_word(change.category)}"
+    size = f"{units.signed(change.change_bytes, units.format_bytes)} of {category_word(change.category)}"
     what = "tensors" if change.shape is None else f"{list(change.shape)}"
     where = f" of {change.module}" if change.module else f" by {change.op}" if change.op else ""
     return f"{cell}{size}: {what}{where}, {_held(change)}"

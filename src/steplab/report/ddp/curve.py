@@ -13,7 +13,7 @@ from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
 from steplab.report.ddp import figures
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import INK, MUTED, Drawing, drawing, put_line, put_mark, series_legend
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
 
 if TYPE_CHECKING:
@@ -48,10 +48,7 @@ def bucket_curve(run: DdpRun) -> Chart | None:
             picture.tip(line, name)
         for index, (family, points) in enumerate(lines.items()):
             _measured(picture, axes, index, family, points)
-        svg = picture.to_svg()
-    return Chart(
-        pictures=(Picture(title="", svg=svg, width=_WIDTH),), legend=series_legend(lines), note=_note(run.model)
-    )
+    return Chart(pictures=(picture.picture(),), legend=series_legend(lines), note=_note(run.model))
 
 
 def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, float]]:

@@ -19,16 +19,16 @@ from steplab.report.kit.document import (
     Column,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
     later,
     named_section,
     notes_section,
     record_section,
+    sentences,
 )
-from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME, TIMES
-from steplab.report.kit.text import reason
+from steplab.report.kit.quantities import LABEL, SHARE, TIMES
+from steplab.report.kit.text import dotted, made, quoted_name, reason
 
 TERMS = (
     (
@@ -64,25 +64,27 @@ TERMS = (
 
 def ddp_document(run: DdpRun) -> Document:
     """All that is said of one study."""
-    made = [f"study {run.id}", run.created_utc, f"steplab {run.steplab_version}", f"'{run.name}'" if run.name else ""]
     return Document(
         title=f"Data parallelism: {asked(run)}",
-        subtitle=" · ".join(part for part in (ranks_words(run), *made) if part),
+        subtitle=dotted(ranks_words(run), made(run, "study"), quoted_name(run)),
         verdict=ddp_verdict(run),
-        sections=(*_sections(run), *environment_section(run.environment)),
-        data=Table(name="variants", columns=(), rows=tuple(ddp_rows(run))),
+        sections=(*_sections(run), environment_section(run.environment)),
+        data=ddp_rows(run),
     )
 
 
-def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section | None:
+def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section:
     """The studies on a page, in their order; `answered`: without the answer, which opens the page."""
-    parts = []
-    for run in runs:
-        heading = " · ".join((asked(run), ranks_words(run), run.created_utc, f"study {run.id}"))
-        title = (run.name or asked(run)) if len(runs) > 1 else ""
-        answer = Verdict() if answered else ddp_verdict(run)
-        parts.append(record_section(heading, answer, _sections(run), title=title))
-    return Section(title="Data parallelism", anchor="ddp", blocks=tuple(parts)) if parts else None
+    parts = (
+        record_section(
+            dotted(asked(run), ranks_words(run), run.created_utc, f"study {run.id}"),
+            Verdict() if answered else ddp_verdict(run),
+            _sections(run),
+            title=(run.name or asked(run)) if len(runs) > 1 else "",
+        )
+        for run in runs
+    )
+    return named_section("Data parallelism", *parts, anchor="ddp")
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
@@ -96,18 +98,14 @@ def ddp_cell_line(cell: DdpCell) -> str:
 
 
 def _sections(run: DdpRun) -> Iterator[Section]:
-    about = tuple(facts(run))
-    yield named_section(
-        "Exposed communication", exposed_bars(run), Sentences(texts=about, role="note") if about else None
-    )
+    yield named_section("Exposed communication", exposed_bars(run), sentences(facts(run), "note"))
     rows = ddp_rows(run)
     yield named_section("Time and communication", _time(rows))
-    model = tuple(model_words(run))
-    yield named_section("Bucket size", later(bucket_curve, run), Sentences(texts=model) if model else None)
+    yield named_section("Bucket size", later(bucket_curve, run), sentences(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    yield named_section("Memory per rank", memory_bars(run), _memory(held) if held else None)
+    yield named_section("Memory per rank", memory_bars(run), _memory(held))
     yield named_section("One step of each strategy", later(timelines, run))
-    yield from notes_section(notes_of(run))
+    yield notes_section(notes_of(run))
 
 
 _VARIANT = Column(key="contender", header="variant")
@@ -116,23 +114,21 @@ _VARIANT = Column(key="contender", header="variant")
 _HEADERS = {"gradient sync": "sync", "optimizer": "opt. step"}
 _TIME_COLUMNS = (
     _VARIANT,
-    Column(key="step_s", header="step", quantity=TIME),
+    Column(key="step_s", header="step"),
     Column(
         key="baseline_s",
         header="without",
-        quantity=TIME,
         rank=1,
         note="Without is the same step without communication, in turns with the variant.",
     ),
-    Column(key="exposed_s", header="exposed", quantity=TIME, note="Exposed is the difference."),
+    Column(key="exposed_s", header="exposed", note="Exposed is the difference."),
     Column(
         key="exposed_low_s",
         header="exposed, min",
-        quantity=TIME,
         rank=1,
         note="Min and max are its bounds by the 95 % intervals of both.",
     ),
-    Column(key="exposed_high_s", header="exposed, max", quantity=TIME, rank=1),
+    Column(key="exposed_high_s", header="exposed, max", rank=1),
     Column(
         key="of_best_ddp",
         header="× DDP",
@@ -143,13 +139,11 @@ _TIME_COLUMNS = (
     Column(
         key="alone_s",
         header="alone",
-        quantity=TIME,
         rank=1,
         note="Alone is the time of the same messages with nothing beside them.",
     ),
     Column(
         key="hidden",
-        header="hidden",
         quantity=SHARE,
         rank=2,
         note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
@@ -158,33 +152,27 @@ _TIME_COLUMNS = (
     Column(
         key="traced_exposed_s",
         header="exposed in trace",
-        quantity=TIME,
         rank=3,
         note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
     ),
     Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
-    Column(key="sent_bytes", header="messages", quantity=BYTES, rank=4, note="Messages is the sum of their sizes."),
+    Column(key="sent_bytes", header="messages", rank=4, note="Messages is the sum of their sizes."),
     Column(
         key="wire_bytes",
         header="on the wire",
-        quantity=BYTES,
         rank=4,
         note="On the wire is the sum of each size times nccl-tests' factor.",
     ),
-    *(
-        Column(key=f"{name.replace(' ', '_')}_s", header=_HEADERS.get(name, name), quantity=TIME, rank=5)
-        for name in PHASES
-    ),
+    *(Column(key=f"{name.replace(' ', '_')}_s", header=_HEADERS.get(name, name), rank=5) for name in PHASES),
     Column(
         key="host_lead_s",
         header="host ahead",
-        quantity=TIME,
         rank=3,
         note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
         "least, including the time for which the device was held before the step.",
     ),
     Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
-    Column(key="first_step_s", header="first step", quantity=TIME, rank=7),
+    Column(key="first_step_s", header="first step", rank=7),
     RESULT,
 )
 
@@ -199,15 +187,14 @@ def _memory(rows: Sequence[Row]) -> Table:
         name="memory",
         columns=(
             _VARIANT,
-            *(Column(key=f"{moment}_bytes", header=words, quantity=BYTES) for moment, words in MOMENT_WORDS.items()),
-            Column(key="after_step_parameters_bytes", header="parameters", quantity=BYTES, rank=2),
-            Column(key="after_step_gradients_bytes", header="gradients", quantity=BYTES, rank=2),
-            Column(key="after_step_optimizer_bytes", header="optimizer state", quantity=BYTES, rank=1),
-            Column(key="after_step_other_bytes", header="other", quantity=BYTES, rank=3),
+            *(Column(key=f"{moment}_bytes", header=words) for moment, words in MOMENT_WORDS.items()),
+            Column(key="after_step_parameters_bytes", header="parameters", rank=2),
+            Column(key="after_step_gradients_bytes", header="gradients", rank=2),
+            Column(key="after_step_optimizer_bytes", header="optimizer state", rank=1),
+            Column(key="after_step_other_bytes", header="other", rank=3),
             Column(
                 key="after_step_formula_bytes",
                 header="by formula",
-                quantity=BYTES,
                 rank=2,
                 note="The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the "
                 "optimizer state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of "
@@ -216,7 +203,6 @@ def _memory(rows: Sequence[Row]) -> Table:
             Column(
                 key="peak_bytes",
                 header="peak of a step",
-                quantity=BYTES,
                 rank=1,
                 note="The peak is the allocator's, without the memory that peer copies share.",
             ),

@@ -4,6 +4,7 @@ from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
 from steplab.records.profile import PHASES
 from steplab.records.rows import Row
 from steplab.report.ddp import figures
+from steplab.report.kit.document import row_of
 
 
 def ddp_rows(run: DdpRun) -> list[Row]:
@@ -21,8 +22,7 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
         "contender": cell.contender.label,
         "kind": cell.contender.kind,
         "bucket_mb": cell.contender.bucket_size_mb,
-        "transport": cell.contender.transport,
-        "update": cell.contender.update,
+        **row_of(cell.contender, "transport", "update"),
         "status": cell.status,
         "turns": cell.turns or None,
         "num_ranks": len(cell.ranks) or None,
@@ -54,13 +54,9 @@ def _row(cell: DdpCell, run: DdpRun, best_ddp_s: float | None) -> Row:
     }
     for moment in MOMENTS:
         memory, expected = figures.memory_at(cell, moment), figures.expected_at(cell, moment)
-        row |= {
-            f"{moment}_bytes": memory.known_bytes + (memory.other_bytes or 0) if memory else None,
-            f"{moment}_parameters_bytes": memory.parameters_bytes if memory else None,
-            f"{moment}_gradients_bytes": memory.gradients_bytes if memory else None,
-            f"{moment}_optimizer_bytes": memory.optimizer_bytes if memory else None,
-            f"{moment}_other_bytes": memory.other_bytes if memory else None,
-            f"{moment}_formula_bytes": expected.known_bytes if expected else None,
-        }
+        parts = row_of(memory, "parameters_bytes", "gradients_bytes", "optimizer_bytes", "other_bytes")
+        row[f"{moment}_bytes"] = memory.known_bytes + (memory.other_bytes or 0) if memory else None
+        row |= {f"{moment}_{name}": size for name, size in parts.items()}
+        row[f"{moment}_formula_bytes"] = expected.known_bytes if expected else None
     row["failure"] = cell.failure.message if cell.failure else None
     return row

@@ -1,6 +1,7 @@
 """Timelines of a data-parallel study: one step of each variant, computation above messages."""
 
 import math
+from dataclasses import replace
 
 from steplab import units
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, DdpCell, DdpRun
@@ -38,7 +39,7 @@ def timelines(run: DdpRun) -> Chart | None:
                 f"messages take {units.format_time(steps.communication_s)} per step, "
                 f"{units.format_time(steps.exposed_s)} of it beside no computation"
             )
-        pictures.append(Picture(title=drawn.title, svg=drawn.svg, width=drawn.width, subtitle=told))
+        pictures.append(replace(drawn, subtitle=told))
     seen = {category for _, steps in traced for category in steps.timeline.categories}
     note = (
         "One traced step of rank 0 of each strategy, at its bucket size with the shortest step, on one axis of time. "

@@ -4,13 +4,11 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.history import ChangePoint, Point, Series
-from steplab.records.run_figures import RUN_FIGURES, Unit
 from steplab.report.kit.charts import MUTED, SERIES, drawing
 from steplab.report.kit.document import (
     Chart,
     Column,
     Document,
-    Picture,
     Row,
     Section,
     Table,
@@ -18,8 +16,7 @@ from steplab.report.kit.document import (
     later,
     named_section,
 )
-from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity
-from steplab.report.run.columns import QUANTITIES
+from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of
 
 _NAMED = 3
 
@@ -31,7 +28,7 @@ def history_document(histories: Sequence[Series]) -> Document:
         title=f"History of {_name(metric)}",
         verdict=Verdict(sentences=tuple(_answers(histories))),
         sections=tuple(_section(series) for series in histories),
-        data=Table(name="history", columns=(), rows=tuple(row for series in histories for row in _rows(series))),
+        data=[row for series in histories for row in _rows(series)],
     )
 
 
@@ -49,7 +46,7 @@ def _answers(histories: Sequence[Series]) -> Iterator[str]:
 
 def change_words(series: Series, change: ChangePoint) -> str:
     """20.0 ms to 22.1 ms, 1.105×, from commit 1a2b3c4 of 2026-11-21 on (p 0.003)."""
-    point, quantity = series.points[change.index], QUANTITIES[_unit(series.metric)]
+    point, quantity = series.points[change.index], quantity_of(series.metric)
     since = f"commit {point.commit}" if point.commit else f"run {point.ids[0]}"
     return (
         f"{quantity.show(change.before)} to {quantity.show(change.after)}, {change.ratio:.3f}×, from {since} of "
@@ -58,13 +55,13 @@ def change_words(series: Series, change: ChangePoint) -> str:
 
 
 def _section(series: Series) -> Section:
-    quantity = QUANTITIES[_unit(series.metric)]
+    quantity = quantity_of(series.metric)
     table = Table(
         name=series.label,
         columns=(
             Column(key="created_utc", header="UTC", quantity=TEXT),
-            Column(key="commit", header="commit", quantity=TEXT),
-            Column(key="runs", header="runs", quantity=LABEL),
+            Column(key="commit", quantity=TEXT),
+            Column(key="runs", quantity=LABEL),
             Column(key="value", header=_name(series.metric), quantity=quantity),
             Column(
                 key="change",
@@ -72,7 +69,7 @@ def _section(series: Series) -> Section:
                 quantity=TIMES,
                 note="A change is the ratio of the medians of two levels.",
             ),
-            Column(key="p", header="p", quantity=DIGITS),
+            Column(key="p", quantity=DIGITS),
         ),
         rows=tuple(_rows(series))[::-1],
         caption="The newest commit first; medians of its runs.",
@@ -101,10 +98,6 @@ def _row(series: Series, point: Point, change: ChangePoint | None) -> Row:
 
 def _name(metric: str) -> str:
     return metric.replace("_per_s", "/s").removesuffix("_s").removesuffix("_bytes").replace("_", " ")
-
-
-def _unit(metric: str) -> Unit:
-    return next(figure.unit for figure in RUN_FIGURES if figure.key == metric)
 
 
 _WIDTH, _HEIGHT = 720, 240
@@ -136,6 +129,5 @@ def history_chart(series: Series, quantity: Quantity) -> Chart | None:
             (mark,) = axes.plot([index], [point.value], "o", color=SERIES[0], markersize=5)
             what = point.commit or point.ids[0]
             picture.tip(mark, f"{what}, {point.created_utc}: {quantity.show(point.value)}")
-        svg = picture.to_svg()
     note = "One mark per commit. Dotted strokes show where the level changes, thick lines the median of each level."
-    return Chart(pictures=(Picture(title="", svg=svg, width=_WIDTH),), note=note)
+    return Chart(pictures=(picture.picture(),), note=note)

@@ -17,6 +17,7 @@ from xml.etree import ElementTree
 
 from steplab import units
 from steplab.records.profile import CATEGORIES
+from steplab.report.kit.document import Legend, Picture
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
@@ -77,9 +78,14 @@ def category_color(category: str) -> str:
     return CATEGORY_COLORS[CATEGORIES.index(category)]
 
 
-def category_legend(categories: Sequence[str]) -> tuple[tuple[int, str, str], ...]:
+def category_legend(categories: Sequence[str]) -> Legend:
     """Legend of these categories of kernels."""
-    return tuple((len(SERIES) + 1 + CATEGORIES.index(name), "■", name) for name in categories)
+    return tuple((color_number(category_color(name)), "■", name) for name in categories)
+
+
+def color_number(stand_in: str) -> int:
+    """The number by which legends and bars name a stand-in's colour, from 1."""
+    return _COLORS.index(stand_in) + 1
 
 
 def css_color(stand_in: str) -> str:
@@ -108,6 +114,10 @@ class Drawing:
         """Show `text` when the pointer rests on `artist`."""
         artist.set_gid(f"tip-{len(self._tips)}")
         self._tips.append(text)
+
+    def picture(self, title: str = "", **more: Any) -> Picture:
+        """The finished picture; `title` tells it from others, `more` are further fields of it."""
+        return Picture(title=title, svg=self.to_svg(), width=self.width, **more)
 
     def to_svg(self) -> str:
         """The picture as an inline <svg> element: responsive, labelled, the same for the same data."""
@@ -263,9 +273,9 @@ def series_color(index: int) -> str:
     return SERIES[index % len(SERIES)]
 
 
-def series_legend(names: Iterable[str], glyphs: Sequence[str] = GLYPHS) -> tuple[tuple[int, str, str], ...]:
+def series_legend(names: Iterable[str], glyphs: Sequence[str] = GLYPHS) -> Legend:
     """The legend of series, each with its colour and its glyph."""
-    return tuple((i % len(SERIES) + 1, glyphs[i % len(glyphs)], name) for i, name in enumerate(names))
+    return tuple((color_number(series_color(i)), glyphs[i % len(glyphs)], name) for i, name in enumerate(names))
 
 
 def put_mark(axes: "Axes", x: float, y: float, index: int, *, size: float = 7, **look: Any) -> "Artist":

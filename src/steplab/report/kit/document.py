@@ -7,10 +7,10 @@ A section of a report says here once what it has to say. The renderers beside th
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from steplab.records.rows import Scalar
-from steplab.report.kit.quantities import TEXT, Quantity
+from steplab.report.kit.quantities import BY_NAME, Quantity, quantity_of
 
 Row = Mapping[str, Scalar]
 
@@ -24,10 +24,10 @@ class Column:
 
     key: str
     """Field of the row."""
-    header: str
-    """Heading, with the convention where one is needed to read the figure."""
-    quantity: Quantity = TEXT
-    """How its values are written, and whether they are figures."""
+    header: str | None = None
+    """Heading, with the convention where one is needed to read the figure; None: the field's name in words."""
+    quantity: Quantity = BY_NAME
+    """How its values are written, and whether they are figures; BY_NAME: as the unit says that `key` ends in."""
     shared: str | Callable[[Scalar], str] = ""
     """How the caption says a value that all rows share, which then has no column: '{} ranks', with {s} for the plural's
     s, or a function of the value. Empty: the column always stays."""
@@ -46,6 +46,23 @@ class Column:
     value: Callable[[Any], Scalar] | None = None
     """What it shows of an item in a table by `table_of`; None: the item's attribute that `key` names."""
 
+    def __post_init__(self) -> None:
+        """Find the quantity in the field's name."""
+        if self.quantity is BY_NAME:
+            object.__setattr__(self, "quantity", quantity_of(self.key))
+
+    @property
+    def heading(self) -> str:
+        """The heading as it is shown."""
+        return self.key.replace("_", " ") if self.header is None else self.header
+
+    def said(self, value: Scalar) -> str:
+        """A value together with what it is a value of; the column has words for that in `shared`."""
+        if not isinstance(self.shared, str):
+            return self.shared(value)
+        text = self.quantity.show(value)
+        return self.shared.format(text, s="" if text == "1" else "s")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Table:
@@ -55,17 +72,17 @@ class Table:
     """
 
     name: str
-    """What it is called in JSON, and by a screen reader."""
+    """What it is called by a screen reader."""
     columns: tuple[Column, ...]
     """What people are shown. A column for which no row has a value is left out."""
     rows: tuple[Row, ...]
-    """Values in base units. JSON and CSV have all their fields, people are shown those with a column."""
+    """Values in base units. People are shown the fields with a column."""
     caption: str = ""
     """How to read it, in whole sentences."""
     first: int | None = None
     """How many rows come first: a terminal shows these alone, a page has the others closed. None: all of them."""
-    empty: str = "nothing was measured"
-    """What people read where there are no rows."""
+    empty: str = ""
+    """What people read where there are no rows; empty: its section then leaves it out."""
     folded: bool = False
     """Whether a page starts with it closed. Longer tables start so in any case."""
 
@@ -114,6 +131,10 @@ class Facts:
     """The most telling first."""
 
 
+Legend = tuple[tuple[int, str, str], ...]
+"""Number of the colour (from 1), glyph and label of each thing that is told apart."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Picture:
     """One SVG."""
@@ -136,8 +157,8 @@ class Chart:
 
     pictures: tuple[Picture, ...]
     """A panel each."""
-    legend: tuple[tuple[int, str, str], ...] = ()
-    """Number of the colour (from 1), glyph, label; empty where there is nothing to tell apart."""
+    legend: Legend = ()
+    """Empty where there is nothing to tell apart."""
     note: str = ""
     """How to read it, and what is not shown."""
 
@@ -182,8 +203,8 @@ class Bars:
 
     bars: tuple[Bar, ...]
     """From top to bottom."""
-    legend: tuple[tuple[int, str, str], ...] = ()
-    """Number of the colour, glyph and label of each kind of segment that is drawn."""
+    legend: Legend = ()
+    """Of each kind of segment that is drawn."""
     note: str = ""
     """Quantity, statistic and meaning of the mark, in whole sentences."""
     full: float | None = None
@@ -192,7 +213,7 @@ class Bars:
     """Number of bars that start open; the others start closed. None: all."""
 
     @property
-    def drawn_legend(self) -> tuple[tuple[int, str, str], ...]:
+    def drawn_legend(self) -> Legend:
         """The legend of those colours that some segment has."""
         colors = {segment.color for bar in self.bars for segment in bar.segments}
         return tuple(entry for entry in self.legend if entry[0] in colors)
@@ -271,13 +292,42 @@ class Document:
     """The answer, before anything else."""
     sections: tuple[Section, ...] = ()
     """In the order they are read."""
-    data: Table | tuple[Table, ...] = ()
-    """What programs get: the rows of one table; or of several, each under its name."""
+    data: Sequence[Row] | Mapping[str, Sequence[Row]] = ()
+    """What programs get: rows in base units; or those of several tables, each under its name."""
 
 
-def named_section(title: str, *blocks: Block | None) -> Section:
-    """A section of those blocks that there are."""
-    return Section(title=title, blocks=tuple(block for block in blocks if block is not None))
+class Identified(Protocol):
+    """A record, or an object with the id of one."""
+
+    @property
+    def id(self) -> str:
+        """The record's."""
+
+
+def named_section(title: str, *blocks: Block | str | None, anchor: str = "") -> Section:
+    """A section of those blocks that say something; a text is a sentence.
+
+    So a section is asked for without asking first what there is: one without blocks is not printed.
+    """
+    found = (Sentences(texts=(block,)) if isinstance(block, str) else block for block in blocks)
+    return Section(title=title, anchor=anchor, blocks=tuple(block for block in found if block and _says(block)))
+
+
+def _says(block: Block) -> bool:
+    """Whether a block has anything to print; what a chart has is not known before it is drawn."""
+    match block:
+        case (
+            Sentences(texts=parts) | Facts(facts=parts) | Pairs(pairs=parts) | Bars(bars=parts) | Section(blocks=parts)
+        ):
+            return bool(parts)
+        case Table():
+            return bool(block.rows or block.empty)
+    return True
+
+
+def sentences(texts: Iterable[str | None], role: Role = "text") -> Sentences:
+    """Those of the texts that there are."""
+    return Sentences(texts=tuple(text for text in texts if text), role=role)
 
 
 def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
@@ -285,9 +335,9 @@ def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
     return Deferred(partial(draw, *arguments))
 
 
-def row_of(item: object, *names: str) -> dict[str, Scalar]:
-    """A row with these attributes of an item, under their own names."""
-    return {name: getattr(item, name) for name in names}
+def row_of(item: object | None, *names: str) -> dict[str, Scalar]:
+    """A row with these attributes of an item, under their own names; without an item they are absent."""
+    return {name: None if item is None else getattr(item, name) for name in names}
 
 
 def table_of(name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> Table:
@@ -296,32 +346,29 @@ def table_of(name: str, items: Iterable[Any], columns: Sequence[Column], caption
     return Table(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
 
 
-def chapter(title: str, anchor: str, *blocks: Block | None) -> Section | None:
-    """A section of a page of those blocks that there are; None without any."""
-    found = tuple(block for block in blocks if block is not None)
-    return Section(title=title, anchor=anchor, blocks=found) if found else None
-
-
-def notes_section(notes: Sequence[str], title: str = "Notes") -> tuple[Section, ...]:
-    """A section of these notes as a list; none without any."""
-    return (Section(title=title, blocks=(Sentences(texts=tuple(notes), role="finding"),)),) if notes else ()
+def notes_section(notes: Iterable[str], title: str = "Notes") -> Section:
+    """A section of these notes as a list."""
+    return named_section(title, sentences(notes, "finding"))
 
 
 def record_section(heading: str, verdict: Verdict, sections: Iterable[Section], *, title: str) -> Section:
     """A record among others: its heading, its verdict and its sections, one level down."""
-    return named_section(title, Sentences(texts=(heading,), role="note"), *verdict_blocks(verdict), *sections)
+    return named_section(title, sentences([heading], "note"), *verdict_blocks(verdict), *sections)
 
 
 MOST_IN_FULL = 6
 """Number of records of one chapter that are shown in full."""
 
 
-def records_in_full(parts: Sequence[Section], others: Sequence[str]) -> Iterator[Block]:
+def records_in_full(
+    shown: Sequence[Identified], every: Sequence[Identified], make: Callable[[Any], Section]
+) -> Iterator[Block]:
     """The sections of the records that are shown in full, and a note with the ids of all others."""
-    yield from parts
-    if others:
+    yield from map(make, shown)
+    ids = {one.id for one in shown}
+    if others := [one.id for one in every if one.id not in ids]:
         told = f"{len(others)} more are not shown in full; `steplab show ID` shows each: {', '.join(others)}."
-        yield Sentences(texts=(told,), role="note")
+        yield sentences([told], "note")
 
 
 def verdict_blocks(verdict: Verdict) -> Iterator[Sentences]:

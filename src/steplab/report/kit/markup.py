@@ -130,7 +130,7 @@ def markdown_table(table: Table) -> str:
     if not table.rows:
         return escape_markdown(table.empty)
     shown = sheet(table)
-    lines = [line([escape_markdown(column.header) for column in shown.columns])]
+    lines = [line([escape_markdown(column.heading) for column in shown.columns])]
     lines.append(line(["---:" if column.quantity.numeric else "---" for column in shown.columns]))
     lines += [line([escape_markdown(cell) for cell in cells]) for cells in shown.rows]
     return "\n".join(lines + (["", escape_markdown(shown.below)] if shown.below else []))
@@ -169,7 +169,7 @@ def _latex_table(table: Table) -> str:
     lines = [
         rf"\begin{{tabular}}{{{alignment}}}",
         r"\toprule",
-        line([column.header for column in shown.columns]),
+        line([column.heading for column in shown.columns]),
         r"\midrule",
         *(line(cells) for cells in shown.rows),
         r"\bottomrule",

@@ -30,6 +30,8 @@ def _decimal(value: float) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:,.6g}"
 
 
+BY_NAME = Quantity(str)
+"""Stands for the quantity of the unit that a field's name ends in."""
 TEXT = Quantity(str, numeric=False)
 """Words; a number among them is written as Python does."""
 LABEL = Quantity(str)
@@ -62,3 +64,20 @@ DIGITS = Quantity(units.three_digits)
 """A number with three significant digits."""
 ERROR = Quantity(lambda value: f"{value:.1e}")
 """A relative error: 1.2e-03."""
+TOKENS_PER_S = Quantity(lambda value: units.format_rate(value, "").rstrip())
+"""Tokens per second, where the heading names the unit: 12.3 k."""
+
+_BY_UNIT = (
+    ("flops_per_s", FLOPS_PER_S),
+    ("bytes_per_s", BYTES_PER_S),
+    ("tokens_per_s", TOKENS_PER_S),
+    ("_per_s", NUMBER),
+    ("_s", TIME),
+    ("_bytes", BYTES),
+    *((share, SHARE) for share in ("mfu", "hfu", "_share")),
+)
+
+
+def quantity_of(name: str) -> Quantity:
+    """How the values of a field are written whose name ends in its unit; words where it ends in none."""
+    return next((quantity for unit, quantity in _BY_UNIT if name.endswith(unit)), TEXT)

@@ -3,7 +3,7 @@
 import csv
 import io
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from steplab.errors import UserError
 from steplab.printing import plain
@@ -12,18 +12,14 @@ from steplab.report.kit.document import Document, Row
 
 
 def to_json(document: Document) -> str:
-    """The rows of the document's table; of several tables an object that has the rows of each under its name."""
-    found = document.data
-    rows: object = {table.name: table.rows for table in found} if isinstance(found, tuple) else found.rows
-    return json.dumps(rows, indent=2, ensure_ascii=False, allow_nan=False)
+    """The document's rows; of several tables an object that has the rows of each under its name."""
+    return json.dumps(document.data, indent=2, ensure_ascii=False, allow_nan=False)
 
 
 def to_csv(document: Document) -> str:
-    """The rows of the document's table, of several the first; an absent value is an empty field."""
+    """The document's rows, of several tables those of the first; an absent value is an empty field."""
     found = document.data
-    if isinstance(found, tuple):
-        return csv_rows(found[0].rows) if found else ""
-    return csv_rows(found.rows)
+    return csv_rows(next(iter(found.values()), ()) if isinstance(found, Mapping) else found)
 
 
 def csv_rows(rows: Sequence[Row]) -> str:

@@ -49,8 +49,8 @@ def sheet(table: Table) -> Sheet:
         texts = [_text(column, row) for row in table.rows]
         if all(text in (ABSENT, column.quiet) for text in texts) or (column.key == RESULT.key and not failures):
             continue
-        if column.shared and len(table.rows) > 1 and (text := _common(column, table.rows)):
-            shared.append(_words(column, text, _first_value(column, table.rows)))
+        if column.shared and len(table.rows) > 1 and (value := _common(column, table.rows)) is not None:
+            shared.append(column.said(value))
         else:
             kept.append(column)
     captions = dict.fromkeys((table.caption, *(column.note for column in kept)))
@@ -61,7 +61,7 @@ def sheet(table: Table) -> Sheet:
         notes = [text for text, count in Counter(texts).items() if len(text) >= _FOOTNOTE_FROM and count > 1]
         if notes and column.shared and not column.quantity.numeric:
             texts[:] = [f"note {notes.index(text) + 1}" if text in notes else text for text in texts]
-            footnotes += [f"{column.header}, note {number}: {text}." for number, text in enumerate(notes, start=1)]
+            footnotes += [f"{column.heading}, note {number}: {text}." for number, text in enumerate(notes, start=1)]
     return Sheet(
         columns=tuple(kept),
         rows=tuple(zip(*cells, strict=True)) if kept else ((),) * len(table.rows),
@@ -81,29 +81,18 @@ def _text(column: Column, row: Row) -> str:
     return "ok" if status == "ok" else plain(reason(str(status), str(row.get(RESULT.key) or "")))
 
 
-def _common(column: Column, rows: Sequence[Row]) -> str | None:
-    """The text that all rows have; one that failed before it could say does not count, any other does."""
+def _common(column: Column, rows: Sequence[Row]) -> Scalar:
+    """The value whose text all rows have; one that failed before it could say does not count, any other does."""
     silent_failures = all(row.get("status", "ok") != "ok" for row in rows if row.get(column.key) is None)
-    texts = {_text(column, row) for row in rows if row.get(column.key) is not None}
-    return texts.pop() if len(texts) == 1 and silent_failures else None
-
-
-def _first_value(column: Column, rows: Sequence[Row]) -> Scalar:
-    return next(row[column.key] for row in rows if row.get(column.key) is not None)
-
-
-def _words(column: Column, text: str, value: Scalar) -> str:
-    """A value together with what it is a value of."""
-    if isinstance(column.shared, str):
-        return column.shared.format(text, s="" if text == "1" else "s")
-    return column.shared(value)
+    known = {_text(column, row): row[column.key] for row in reversed(rows) if row.get(column.key) is not None}
+    return next(iter(known.values())) if len(known) == 1 and silent_failures else None
 
 
 def _said(column: Column, row: Row) -> str:
     text = _text(column, row)
     if not column.folds or text in (ABSENT, column.quiet):
         return ""
-    return plain(_words(column, text, row[column.key])) or text
+    return plain(column.said(row[column.key])) or text
 
 
 def _folded(shown: Sheet) -> tuple[Sheet, tuple[str, ...]]:
@@ -147,7 +136,7 @@ def drawn(shown: Sheet, width: int) -> Drawn:
         shown, below = _folded(shown)
         chosen = _fitting(shown, width)
     if not chosen:
-        label = max((columns(column.header) for column in shown.columns), default=0)
+        label = max((columns(column.heading) for column in shown.columns), default=0)
         return Drawn(
             header=(),
             rows=tuple(
@@ -170,9 +159,9 @@ def drawn(shown: Sheet, width: int) -> Drawn:
 
     rule = "─" * (sum(widths) + len(_GAP) * (len(widths) - 1))
     return Drawn(
-        header=(*lines([column.header for column in shown.columns]), rule),
+        header=(*lines([column.heading for column in shown.columns]), rule),
         rows=tuple((*lines(row), *_indented(words, width)) for row, words in zip(shown.rows, below, strict=True)),
-        left_out=tuple(dict.fromkeys(c.header for index, c in enumerate(shown.columns) if index not in chosen)),
+        left_out=tuple(dict.fromkeys(c.heading for index, c in enumerate(shown.columns) if index not in chosen)),
     )
 
 
@@ -187,8 +176,8 @@ def _fitting(shown: Sheet, width: int) -> list[int]:
         last = shown.columns[max(chosen, key=lambda index: (shown.columns[index].rank, index))]
         if last.rank == 0:
             return []
-        alike = (last.rank, last.header)
-        chosen = [index for index in chosen if (shown.columns[index].rank, shown.columns[index].header) != alike]
+        alike = (last.rank, last.heading)
+        chosen = [index for index in chosen if (shown.columns[index].rank, shown.columns[index].heading) != alike]
     return chosen
 
 
@@ -200,14 +189,14 @@ def _least(shown: Sheet, index: int) -> int:
     widest = max((measured(row[index]) for row in shown.rows), default=0)
     if column.wraps_from is not None:
         widest = min(widest, column.wraps_from)
-    return max(widest, longest_piece(column.header))
+    return max(widest, longest_piece(column.heading))
 
 
 def _widths(shown: Sheet, chosen: Sequence[int], width: int) -> list[int]:
     """The least widths, and what is left over first to those columns that lack least."""
     given = [_least(shown, index) for index in chosen]
     whole = [
-        max(columns(text) for text in (shown.columns[index].header, *(row[index] for row in shown.rows)))
+        max(columns(text) for text in (shown.columns[index].heading, *(row[index] for row in shown.rows)))
         for index in chosen
     ]
     left = width - sum(given) - len(_GAP) * (len(chosen) - 1)
@@ -222,6 +211,6 @@ def _stacked(shown: Sheet, row: Sequence[str], label: int, width: int) -> Iterat
     """One line per field, for a terminal too narrow even for the columns that always stay."""
     for column, text in zip(shown.columns, row, strict=True):
         first, *rest = flowed(text, max(width - label - len(_GAP), 8))
-        yield f"{column.header:<{label}}{_GAP}{first}".rstrip()
+        yield f"{column.heading:<{label}}{_GAP}{first}".rstrip()
         yield from (" " * (label + len(_GAP)) + line for line in rest)
     yield ""

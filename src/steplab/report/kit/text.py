@@ -5,6 +5,8 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
+from steplab.records.record import Record
+
 ABSENT = "–"
 """Shown where a value was not measured."""
 
@@ -21,6 +23,21 @@ def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
     text = " ".join(message.split())
     text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
     return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+
+
+def dotted(*parts: str | None) -> str:
+    """Those of the parts that there are, on one line."""
+    return " · ".join(part for part in parts if part)
+
+
+def made(record: Record, noun: str) -> str:
+    """Which record it is, of when, and by which version; `noun` is what such a record is called."""
+    return dotted(f"{noun} {record.id}", record.created_utc, f"steplab {record.steplab_version}")
+
+
+def quoted_name(record: Record) -> str:
+    """The name that the user gave, in quotes; empty without one."""
+    return f"'{record.name}'" if record.name else ""
 
 
 def columns(text: str) -> int:

@@ -4,7 +4,7 @@ The step is divided into columns a few pixels wide. In each column the categorie
 share of the column's time, so that an area is a time and empty space is idle time."""
 
 import html
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,7 +22,8 @@ WIDTH, _LEFT, _RIGHT = 1040, 76, 10
 _TOP, BOTTOM, _GAP = 20, 24, 8
 _COLUMNS_PX = (2.0, 3.0, 4.0)
 _MOST_CHARACTERS = 12_000
-LETTER_PX = 6.2
+LETTERS, LETTER_PX = 11, 6.2
+"""Size of the letters, and about how wide one is, in pixels."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -77,11 +78,7 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
         row_px=row_px,
     )
     body = [*_phases(timeline, frame), *axis(frame), *stream_names(frame)]
-    drawn = ""
-    for column_px in _COLUMNS_PX:
-        drawn = "".join(_columns(timeline, frame, column_px))
-        if len(drawn) <= _MOST_CHARACTERS:
-            break
+    drawn = short_enough(lambda column_px: _columns(timeline, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     title = f"{title or 'the step'}, {units.format_time(end_ns / 1e9)}"
     return Picture(title=title, svg=svg(title, frame.bottom + BOTTOM, "".join(body) + drawn), width=WIDTH)
 
@@ -128,7 +125,7 @@ def _columns(timeline: Timeline, frame: Frame, column_px: float) -> Iterator[str
             below = above
             tip = f"{category}, {units.format_time(_time_s(timeline, stream, category))} of the step"
             path = _rectangles(tops, bottoms, column_px)
-            yield f'<g><title>{tip}</title><path d="{path}" fill="{css_color(category_color(category))}"/></g>'
+            yield titled(tip, f'<path d="{path}" fill="{css_color(category_color(category))}"/>')
 
 
 def _rectangles(tops: "NDArray[np.float64]", bottoms: "NDArray[np.float64]", column_px: float) -> str:
@@ -158,12 +155,8 @@ def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
     """Shade every other phase, and label each phase that is wide enough for its name."""
     for index, (name, start_ns, end_ns) in enumerate(timeline.phases):
         left, right = frame.x(start_ns), frame.x(end_ns)
-        opacity = 0.09 if index % 2 else 0.04
-        tip = f"{html.escape(name)}, {units.format_time((end_ns - start_ns) / 1e9)}"
-        yield (
-            f'<g><title>{tip}</title><path d="M{left:.1f} 0H{right:.1f}V{frame.bottom + 4:g}H{left:.1f}z" '
-            f'fill="{css_color(INK)}" fill-opacity="{opacity}"/></g>'
-        )
+        tip = f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}"
+        yield shade(left, right, frame.bottom + 4, 0.09 if index % 2 else 0.04, tip)
         if len(name) * LETTER_PX + 8 <= right - left:
             yield words_at(left + 5, 14, name, INK)
 
@@ -183,10 +176,32 @@ def stream_names(frame: Frame) -> Iterator[str]:
         yield words_at(_LEFT - 8, frame.y(stream) + frame.row_px / 2 + 4, name, INK, "end")
 
 
-def words_at(x: float, y: float, text: str, color: str, anchor: str = "start") -> str:
-    """A text element at a position in pixels."""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="11" text-anchor="{anchor}" fill="{css_color(color)}"'
-    return f"<text {place}>{html.escape(text)}</text>"
+def words_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
+    """A line of text at a position in pixels. The page's style sheet gives text in the ink colour a halo."""
+    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
+    return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
+
+
+def shade(left: float, right: float, bottom: float, opacity: float, tip: str) -> str:
+    """A phase, shaded from the upper edge of the picture down to `bottom`."""
+    box = f'd="M{left:.1f} 0H{right:.1f}V{bottom:g}H{left:.1f}z"'
+    return titled(tip, f'<path {box} fill="{css_color(INK)}" fill-opacity="{opacity}"/>')
+
+
+def titled(tip: str, body: str) -> str:
+    """An element with a hover text."""
+    return f"<g><title>{html.escape(tip)}</title>{body}</g>"
+
+
+def short_enough(paint: Callable[[float], Iterable[str]], widths_px: Sequence[float], most: int) -> str:
+    """What `paint` draws in columns of the first of these widths with which it takes at most so many characters; else
+    of the last."""
+    drawn = ""
+    for column_px in widths_px:
+        drawn = "".join(paint(column_px))
+        if len(drawn) <= most:
+            break
+    return drawn
 
 
 def svg(title: str, height: float, body: str, *, width: float = WIDTH) -> str:

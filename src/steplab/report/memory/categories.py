@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 
 from steplab.records.memory_profile import MEMORY_CATEGORIES, UNNAMED_CATEGORIES
-from steplab.report.kit.charts import CATEGORY_COLORS, SERIES
+from steplab.report.kit.charts import CATEGORY_COLORS, color_number
+from steplab.report.kit.document import Legend
 
 _ORDER = tuple(dict.fromkeys((*MEMORY_CATEGORIES[:-1], *UNNAMED_CATEGORIES)))
 _WORDS = {
@@ -46,11 +47,6 @@ def color_of(category: str) -> str:
     return CATEGORY_COLORS[_COLORS.get(category, _UNKNOWN_COLOR)]
 
 
-def color_number(category: str) -> int:
-    """The number of a category's colour on a page."""
-    return len(SERIES) + 1 + CATEGORY_COLORS.index(color_of(category))
-
-
-def legend_of(categories: Iterable[str]) -> tuple[tuple[int, str, str], ...]:
+def legend_of(categories: Iterable[str]) -> Legend:
     """Legend of these categories, in their order."""
-    return tuple((color_number(name), "■", category_word(name)) for name in in_order(categories))
+    return tuple((color_number(color_of(name)), "■", category_word(name)) for name in in_order(categories))

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from steplab import units
 from steplab.records.prediction import MemoryPrediction
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import MUTED, drawing, put_mark, series_legend
+from steplab.report.kit.charts import MUTED, color_number, drawing, put_mark, series_legend
 from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
-from steplab.report.memory.categories import category_word, color_number, legend_of
+from steplab.report.memory.categories import category_word, color_of, legend_of
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
 from steplab.report.run.cells import RunCell, label, said, varying
@@ -44,7 +44,7 @@ def _peak_bar(cell: RunCell, fields: Sequence[str], prediction: MemoryPrediction
         if part.num_bytes:
             tip = f"{name}: {category_word(part.category)} {units.format_bytes(part.num_bytes)}"
             tip += f", {format_share(part.share)} of the peak"
-            segments.append(Segment(value=part.num_bytes, color=color_number(part.category), tip=tip))
+            segments.append(Segment(value=part.num_bytes, color=color_number(color_of(part.category)), tip=tip))
     error = whole(profile, prediction).error if prediction else None
     predicted = f"predicted {units.format_bytes(prediction.peak_bytes)}" if prediction else ""
     return Bar(
@@ -81,13 +81,7 @@ def checkpointing_tradeoff(cells: Sequence[RunCell]) -> Chart | None:
     groups = [(name, points) for name, points in groups if len(points) > 1]
     used = {point.setting for _, points in groups for point in points}
     settings = [name for name in dict.fromkeys(str(cell.values[_FIELD]) for cell in cells) if name in used]
-    pictures = tuple(
-        Picture(
-            title=name if fields else "", svg=_panel(points, settings, name), width=_PANEL_WIDTH,
-            subtitle=_verdict(points),
-        )
-        for name, points in groups
-    )  # fmt: skip
+    pictures = tuple(_panel(points, settings, name, title=name if fields else "") for name, points in groups)
     if not pictures:
         return None
     return Chart(
@@ -120,7 +114,7 @@ def _against(point: _Point, plain: _Point) -> str:
     return f"{100 * memory:+.0f} % memory, {100 * time:+.0f} % time"
 
 
-def _panel(points: Sequence[_Point], settings: Sequence[str], name: str) -> str:
+def _panel(points: Sequence[_Point], settings: Sequence[str], name: str, *, title: str) -> Picture:
     from matplotlib.ticker import FuncFormatter, MaxNLocator
 
     first_s, last_s = points[0].time_s, points[-1].time_s
@@ -142,4 +136,4 @@ def _panel(points: Sequence[_Point], settings: Sequence[str], name: str) -> str:
             tip = f"{said(_FIELD, point.setting)}: {units.format_bytes(point.peak_bytes)}, "
             tip += units.format_time(point.time_s)
             picture.tip(mark, tip + (f" ({_against(point, plain)})" if plain and point is not plain else ""))
-        return picture.to_svg()
+        return picture.picture(title, subtitle=_verdict(points))

@@ -9,9 +9,9 @@ from steplab.records.run import Run
 from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word, in_order
 from steplab.report.memory.forecast import balance, forecast_sentence, moved_words
-from steplab.report.memory.pairs import counterpart
+from steplab.report.memory.pairs import among, counterpart
 from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
-from steplab.report.run.cells import RunCell, cells_of
+from steplab.report.run.cells import RunCell
 from steplab.report.run.words import precision_words
 from steplab.specs.step import AUTOCAST
 
@@ -27,10 +27,7 @@ def comparison_sentences(
 ) -> Iterator[str]:
     """Why a cell's precision and checkpointing change its peak, compared with the same cell without them, which is
     looked for among `cells` and `references`."""
-    known = {other.run.id: other.run for other in cells}
-    known |= {run.id: run for run in (*(references.others if references else ()), cell.run)}
-    every = cells_of(list(known.values()))
-    own = next(other for other in every if other.run.id == cell.run.id)
+    own, every = among(cell.run, (*(other.run for other in cells), *(references.others if references else ())))
 
     def run_of(found: RunCell | None) -> Run | None:
         return found.run if found else None
@@ -74,7 +71,7 @@ def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
     if after_s and before_s:
         yield (
             f"The step takes {units.format_time(after_s)} instead of {units.format_time(before_s)} "
-            f"({100 * (after_s / before_s - 1):+.1f} %)."
+            f"({units.format_change(after_s / before_s - 1)})."
         )
 
 
@@ -86,7 +83,7 @@ def _change(name: str, other: str, after: MemoryProfile, before: MemoryProfile) 
     text = f"With {name} the peak is {moved}: "
     text += f"{size(after.peak_bytes)}, against {size(before.peak_bytes)} with {other}."
     reasons = [*_stays(after, before), *_moves(after, before)]
-    return f"{text} {'; '.join(reasons)}; net {_signed(change)}." if reasons else text
+    return f"{text} {'; '.join(reasons)}; net {units.signed(change, units.format_bytes)}." if reasons else text
 
 
 def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
@@ -104,7 +101,7 @@ def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
     pairs = [(name, after.at_peak.get(name, 0), before.at_peak.get(name, 0)) for name in names]
     moved = [pair for pair in pairs if not _is_same(pair[1], pair[2])]
     for category, now, then in sorted(moved, key=lambda pair: -abs(pair[1] - pair[2])):
-        word, change = category_word(category), _signed(now - then)
+        word, change = category_word(category), units.signed(now - then, units.format_bytes)
         if not then:
             yield f"{word} {_verb('add', category)} {units.format_bytes(now)} ({change})"
         elif not now:
@@ -134,10 +131,6 @@ def _times(ratio: float) -> str:
 
 def _is_same(now: int, then: int) -> bool:
     return abs(now - then) <= _SAME * max(now, then)
-
-
-def _signed(change: int) -> str:
-    return f"{'+' if change > 0 else '-' if change < 0 else ''}{units.format_bytes(abs(change))}"
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:

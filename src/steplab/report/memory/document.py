@@ -1,6 +1,6 @@
 """The report of a step's memory: the peak by category and its moment, allocations, and saved tensors."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from steplab.errors import UserError
 from steplab.records.memory_profile import MemoryProfile
@@ -12,15 +12,13 @@ from steplab.report.kit.document import (
     Block,
     Document,
     Section,
-    Sentences,
-    Table,
     Verdict,
-    chapter,
     later,
     named_section,
     notes_section,
     record_section,
     records_in_full,
+    sentences,
 )
 from steplab.report.memory import words
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
@@ -66,33 +64,31 @@ def memory_document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=memory_verdict(run, prediction, references),
-        sections=tuple(filter(None, (memory_chapter(cells_of([run]), predictions, references),))),
-        data=Table(name="peak_by_category", columns=(), rows=category_rows(profile, prediction)),
+        sections=(memory_chapter(cells_of([run]), predictions, references),),
+        data=category_rows(profile, prediction),
     )
 
 
 def memory_chapter(
     cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction], references: MemoryReferences | None = None
-) -> Section | None:
+) -> Section:
     """Memory on a page: the peaks that the allocator counted, what runs show together, then each watched run.
 
-    `predictions` by the runs' ids. None where there is nothing to show.
+    `predictions` by the runs' ids.
     """
     fields = varying(cells)
-    blocks: list[Block] = []
-    if len(cells) > 1:
-        blocks.append(later(peak_memory, cells))
-    elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
-        blocks += memory_blocks(cells[0].run)  # an imported trace has neither
-    blocks += _across(cells, predictions)
-    parts = []
-    in_full = watched_in_full(cells)
-    for cell in in_full:
+
+    def record(cell: RunCell) -> Section:
         title = label(cell, fields) if len(cells) > 1 else ""
-        parts.append(_record(cell, cells, predictions.get(cell.run.id), references, title=title))
-    ids = [cell.id for cell in in_full]
-    blocks += records_in_full(parts, [cell.id for cell in watched(cells) if cell.id not in ids])
-    return chapter("Memory", "memory", *blocks)
+        return _record(cell, cells, predictions.get(cell.id), references, title=title)
+
+    blocks: Iterable[Block] = ()
+    if len(cells) > 1:
+        blocks = (later(peak_memory, cells),)
+    elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
+        blocks = memory_blocks(cells[0].run)  # an imported trace has neither
+    shown = records_in_full(watched_in_full(cells), watched(cells), record)
+    return named_section("Memory", *blocks, *_across(cells, predictions), *shown, anchor="memory")
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -102,8 +98,7 @@ def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
     """What several runs show together."""
-    if bars := peak_bars(cells, predictions):
-        yield named_section("What the peaks are made of", bars)
+    yield named_section("What the peaks are made of", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
         fields = [field for field in varying(cells) if field != "context"]
@@ -135,36 +130,26 @@ def _sections(
     """`cells` and `references` are what the cell is compared with."""
     run, profile = cell.run, profile_of(cell)
     yield named_section("Memory over time", later(memory_timelines, [_shown(cell, "")]))
-    predicted = _sentences(words.prediction_sentence(profile, prediction)) if prediction else None
+    predicted = words.prediction_sentence(profile, prediction) if prediction else None
     yield named_section("Peak by category", category_table(profile, prediction), predicted)
-    if phases := phase_table(run, profile):
-        yield named_section("Peaks by phase", phases)
-    if compared := _sentences(*comparison_sentences(cell, cells, references)):
-        yield named_section("Effect of precision and checkpointing", compared)
+    yield named_section("Peaks by phase", phase_table(run, profile))
+    compared = sentences(comparison_sentences(cell, cells, references))
+    yield named_section("Effect of precision and checkpointing", compared)
     yield from _allocations(run, profile)
     if saved := profile.saved:
-        told = _sentences(*words.saved_sentences(run, profile))
+        told = sentences(words.saved_sentences(run, profile))
         yield named_section("Saved for backward", told, saved_table(saved, profile.saved_left_out))
     checks = [*words.check_sentences(profile, run.memory), *words.around_sentences(profile)]
-    yield from notes_section([*checks, *profile.notes], "Notes on this memory")
-    yield from notes_section(prediction.notes if prediction else (), "Notes on the prediction")
+    yield notes_section([*checks, *profile.notes], "Notes on this memory")
+    yield notes_section(prediction.notes if prediction else (), "Notes on the prediction")
 
 
 def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
-    told = _sentences(words.residual_sentence(run, profile), *words.largest_sentences(run, profile))
-    if alive:
-        table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
-        yield named_section("Largest allocations alive at the peak", told, table)
-    elif told:
-        yield named_section("Sizes", told)
-    if others:
-        table = allocation_table(run, others, folded=True)
-        yield named_section("Large allocations not alive at the peak", table)
-
-
-def _sentences(*texts: str | None) -> Sentences | None:
-    found = tuple(text for text in texts if text)
-    return Sentences(texts=found) if found else None
+    told = sentences([words.residual_sentence(run, profile), *words.largest_sentences(run, profile)])
+    table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
+    yield named_section("Largest allocations alive at the peak" if alive else "Sizes", told, table)
+    others_table = allocation_table(run, others, folded=True)
+    yield named_section("Large allocations not alive at the peak", others_table)

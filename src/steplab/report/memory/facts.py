@@ -7,17 +7,16 @@ from steplab.records.rows import Scalar
 from steplab.report.kit.document import Fact
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.figures import parts
-from steplab.report.memory.pairs import counterpart, profile_of, with_owners
+from steplab.report.memory.pairs import BASELINES, counterpart, profile_of, with_owners
 from steplab.report.run.cells import RunCell, label, said
 
-_BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
 _TOLD = 3  # categories named
 
 
 def memory_facts(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
     """Facts about the cells whose memory was watched; empty without any."""
     known = with_owners(cells)
-    changes = [_changes(known, field, baseline, fields) for field, baseline in _BASELINES]
+    changes = [_changes(known, field, baseline, fields) for field, baseline in BASELINES]
     return [*_largest(known, fields), *(fact for found in changes for fact in found)]
 
 
@@ -48,15 +47,20 @@ def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequen
             continue
         choice = f"{said(field, value)} instead of {said(field, baseline)}"
         (low, lowest), (high, highest) = pairs[0], pairs[-1]
+        least, most = units.format_change(low), units.format_change(high)
         text = f"peak memory, {choice}"
         if len(pairs) == 1:
             text += f", at {label(lowest, others)}."
         else:
-            text += f", over {len(pairs)} pairs of otherwise equal runs: {_signed(low)} at {label(lowest, others)}, "
-            text += f"{_signed(high)} at {label(highest, others)}."
+            text += f", over {len(pairs)} pairs of otherwise equal runs: {least} at {label(lowest, others)}, "
+            text += f"{most} at {label(highest, others)}."
             raised = sum(change > 0 for change, _ in pairs)
             text += f" It raises the peak in {raised}." if 0 < raised < len(pairs) else ""
-        yield Fact(figure=" to ".join(dict.fromkeys((_signed(low), _signed(high)))), text=text, wide=True)
+        yield Fact(
+            figure=" to ".join(dict.fromkeys((least, most))),
+            text=text,
+            wide=True,
+        )
 
 
 def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:
@@ -66,7 +70,3 @@ def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -
         before = profile_of(other).peak_bytes if other else 0
         if before:
             yield profile_of(cell).peak_bytes / before - 1, cell
-
-
-def _signed(change: float) -> str:
-    return f"{100 * change:+.1f} %"

@@ -1,11 +1,15 @@
 """Finds runs whose cells differ in one choice only, so that their memory can be compared."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.rows import Scalar
+from steplab.records.run import Run
 from steplab.report.memory.figures import has_owners
-from steplab.report.run.cells import FIELDS, HOW, RunCell
+from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of
+
+BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
+"""The choices whose effect on memory is told, each with the value that it is compared with."""
 
 
 def watched(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -22,6 +26,12 @@ def profile_of(cell: RunCell) -> MemoryProfile:
     """The memory profile of a watched cell."""
     assert cell.run.memory_profile is not None
     return cell.run.memory_profile
+
+
+def among(run: Run, others: Iterable[Run]) -> tuple[RunCell, list[RunCell]]:
+    """The cell of a run among those of others, and the cells of all."""
+    every = cells_of(list({other.id: other for other in (*others, run)}.values()))
+    return next(cell for cell in every if cell.id == run.id), every
 
 
 def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scalar) -> RunCell | None:

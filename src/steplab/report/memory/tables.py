@@ -44,11 +44,11 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
         columns=(
             Column(key="name", header="category"),
             Column(key="bytes", header="size", quantity=BYTES),
-            Column(key="bytes", header="bytes", quantity=NUMBER, rank=1),
-            Column(key="share", header="share", quantity=SHARE, rank=2),
-            Column(key="predicted_bytes", header="predicted", quantity=BYTES),
-            Column(key="predicted_bytes", header="predicted bytes", quantity=NUMBER, rank=3),
-            Column(key="error", header="error", quantity=Quantity(error_text)),
+            Column(key="bytes", quantity=NUMBER, rank=1),
+            Column(key="share", quantity=SHARE, rank=2),
+            Column(key="predicted_bytes", header="predicted"),
+            Column(key="predicted_bytes", quantity=NUMBER, rank=3),
+            Column(key="error", quantity=Quantity(error_text)),
         ),
         rows=tuple(
             {"name": category_word(part.category), **_part_row(part, predicted=prediction is not None)}
@@ -58,10 +58,8 @@ def category_table(profile: MemoryProfile, prediction: MemoryPrediction | None =
     )
 
 
-def phase_table(run: Run, profile: MemoryProfile) -> Table | None:
-    """Each phase's peak in the watched step, and in the timed steps that nobody watched; None without phases."""
-    if not profile.phases:
-        return None
+def phase_table(run: Run, profile: MemoryProfile) -> Table:
+    """Each phase's peak in the watched step, and in the timed steps that nobody watched."""
     counted = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     rows = tuple(
         {"phase": phase, "peak_bytes": peak_bytes, "unwatched_bytes": counted.get(phase)}
@@ -71,10 +69,10 @@ def phase_table(run: Run, profile: MemoryProfile) -> Table | None:
     return Table(
         name="phases",
         columns=(
-            Column(key="phase", header="phase"),
-            Column(key="peak_bytes", header="peak", quantity=BYTES),
+            Column(key="phase"),
+            Column(key="peak_bytes", header="peak"),
             Column(key="peak_bytes", header="bytes", quantity=NUMBER, rank=2),
-            Column(key="unwatched_bytes", header="unwatched bytes", quantity=NUMBER, rank=1),
+            Column(key="unwatched_bytes", quantity=NUMBER, rank=1),
         ),
         rows=rows,
         caption=unwatched if any(row["unwatched_bytes"] is not None for row in rows) else "",
@@ -92,19 +90,19 @@ def allocation_table(
     return Table(
         name="allocations",
         columns=(
-            Column(key="requested_bytes", header="size", quantity=BYTES),
-            Column(key="count", header="count", quantity=NUMBER, rank=1),
-            Column(key="together_bytes", header="total", quantity=BYTES),
-            Column(key="category", header="category"),
+            Column(key="requested_bytes", header="size"),
+            Column(key="count", quantity=NUMBER, rank=1),
+            Column(key="together_bytes", header="total"),
+            Column(key="category"),
             Column(key="what", header="tensor", rank=2, wraps_from=20),
-            Column(key="module", header="module", rank=3),
-            Column(key="line", header="line", rank=1),
-            Column(key="function", header="function", rank=5),
-            Column(key="phase", header="phase", rank=4),
-            Column(key="shape", header="shape", rank=6),
-            Column(key="dtype", header="dtype", rank=7),
+            Column(key="module", rank=3),
+            Column(key="line", rank=1),
+            Column(key="function", rank=5),
+            Column(key="phase", rank=4),
+            Column(key="shape", rank=6),
+            Column(key="dtype", rank=7),
             Column(key="op", header="operator", rank=8),
-            Column(key="folder", header="folder", rank=9, wraps_from=24),
+            Column(key="folder", rank=9, wraps_from=24),
         ),
         rows=tuple(
             {**look, "count": sum(made.count for made in group), "together_bytes": allocated_bytes(group)}
@@ -147,14 +145,14 @@ def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) 
     return Table(
         name="saved",
         columns=(
-            Column(key="module", header="module", rank=1),
-            Column(key="saved_by", header="saved by"),
-            Column(key="shape", header="shape"),
-            Column(key="dtype", header="dtype", rank=4),
-            Column(key="count", header="count", quantity=NUMBER, rank=3),
-            Column(key="stored_bytes", header="memory", quantity=BYTES),
-            Column(key="share", header="share", quantity=SHARE, rank=2),
-            Column(key="category", header="category", rank=5),
+            Column(key="module", rank=1),
+            Column(key="saved_by"),
+            Column(key="shape"),
+            Column(key="dtype", rank=4),
+            Column(key="count", quantity=NUMBER, rank=3),
+            Column(key="stored_bytes", header="memory"),
+            Column(key="share", quantity=SHARE, rank=2),
+            Column(key="category", rank=5),
         ),
         rows=tuple(
             {

@@ -30,24 +30,40 @@ _LOGITS = {
 }
 
 
+_BY_OPERATOR = {"scores": _SCORES, "logits": _LOGITS}
+_SIZES = {"scores": "attention scores", "logits": "logits"}
+_WIDTHS = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
+
+
 def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
     """Name of the tensor in a few words; None where it is not certain."""
-    if spec is None or spec.model.shape is None or made.shape is None:
+    sizes = spec.model.shape if spec else None
+    if spec is None or sizes is None or made.shape is None:
         return None
-    sizes = spec.model.shape
-    if is_scores(made.shape, spec, sizes):
-        words = _SCORES.get(_last(made.op))
+    kind = _kind(made.shape, spec, sizes)
+    if kind in _SIZES:
+        words = _BY_OPERATOR[kind].get(_last(made.op))
         if words is None or (made.phase == "backward" and "gradient" not in words and made.op != "aten::_softmax"):
-            return "a tensor of the size of the attention scores"
+            return f"a tensor of the size of the {_SIZES[kind]}"
         return words
-    if _is_logits(made.shape, spec, sizes):
-        words = _LOGITS.get(_last(made.op))
-        if words is None or (made.phase == "backward" and "gradient" not in words):
-            return "a tensor of the size of the logits"
-        return words
-    if made.category in ("parameters", "gradients", "optimizer_state", "autocast_copies"):
+    if made.category in _WEIGHTS:
         return _weight(made, sizes)
-    return _of_width(made.shape, spec, sizes)
+    return f"a tensor of the {_WIDTHS[kind]}" if kind else None
+
+
+def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
+    """What has such a shape: 'scores', 'logits', or activations of the model's 'width' or 'inner width'.
+
+    None for other sizes, and where two of the model's sizes are equal.
+    """
+    if is_scores(shape, spec, sizes):
+        return "scores"
+    if len(shape) < 2 or prod(shape[:-1]) != spec.tokens:
+        return None
+    if shape[-1] == sizes.vocab_size and sizes.vocab_size not in (sizes.d_model, sizes.d_ff):
+        return "logits"
+    names = {sizes.d_model: "width", sizes.d_ff: "inner width", sizes.vocab_size: None}
+    return names.get(shape[-1]) if len(names) == 3 else None
 
 
 def _last(op: str | None) -> str:
@@ -67,19 +83,17 @@ def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> 
     return spec.context not in (sizes.head_dim, sizes.head_dim // 2, *of_one_head)
 
 
-def _is_logits(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    wide = len(shape) > 1 and shape[-1] == sizes.vocab_size and prod(shape[:-1]) == spec.tokens
-    return wide and sizes.vocab_size not in (sizes.d_model, sizes.d_ff)
+_WEIGHTS = {
+    "parameters": "{}",
+    "gradients": "gradient of {}",
+    "optimizer_state": "optimizer state of {}",
+    "autocast_copies": "low-precision copy of {}",
+}
+"""How an allocation of a category is named by the weights whose shape it has."""
 
 
 def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
     """Name of the weights that have an allocation's shape; None if several kinds of weights have it."""
-    whose = {
-        "parameters": "{}",
-        "gradients": "gradient of {}",
-        "optimizer_state": "optimizer state of {}",
-        "autocast_copies": "low-precision copy of {}",
-    }[made.category]
     of = {
         "the embedding or the head": {(sizes.vocab_size, sizes.d_model)},
         "a feed-forward weight": {
@@ -89,20 +103,7 @@ def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
         "an attention projection": {(width, sizes.d_model) for width in _projected_widths(sizes)},
     }
     fitting = [name for name, shapes in of.items() if made.shape in shapes]
-    return whose.format(fitting[0]) if len(fitting) == 1 else None
-
-
-def _of_width(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """Name of activations by their width: the residual stream's or the feed-forward's inner width."""
-    name = _width_name(shape[-1], sizes) if len(shape) > 1 and prod(shape[:-1]) == spec.tokens else None
-    whose = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
-    return f"a tensor of the {whose[name]}" if name else None
-
-
-def _width_name(size: int, sizes: TransformerShape) -> str | None:
-    """'width' or 'inner width'; None for other sizes, and where two of the model's sizes are equal."""
-    names = {sizes.d_model: "width", sizes.d_ff: "inner width", sizes.vocab_size: None}
-    return names.get(size) if len(names) == 3 else None
+    return _WEIGHTS[made.category].format(fitting[0]) if len(fitting) == 1 else None
 
 
 def derivation(shape: Sequence[int], dtype: str | None, spec: StepSpec | None) -> str | None:
@@ -128,15 +129,13 @@ def _names(shape: Sequence[int], spec: StepSpec | None) -> list[str] | None:
     by_token = len(shape) == 3 and tuple(shape[:2]) == (spec.batch, spec.context)
     if sizes is None:
         return ["batch", "context", "width"] if by_token else None
-    if is_scores(shape, spec, sizes):
+    kind = _kind(shape, spec, sizes)
+    if kind == "scores":
         return [*(("batch", "heads") if len(shape) == 4 else ("(batch × heads)",)), "context", "context"]
-    tokens = ["batch", "context"] if by_token else ["(batch × context)"]
-    if not by_token and (len(shape) != 2 or shape[0] != spec.tokens):
+    if kind is None or not (by_token or len(shape) == 2):
         return None
-    if _is_logits(shape, spec, sizes):
-        return [*tokens, "vocabulary"]
-    width = _width_name(shape[-1], sizes)
-    return [*tokens, width] if width else None
+    tokens = ["batch", "context"] if by_token else ["(batch × context)"]
+    return [*tokens, "vocabulary" if kind == "logits" else kind]
 
 
 def node_name(op: str) -> str:
@@ -183,27 +182,22 @@ def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
     return None if spec.tokens in shape else True
 
 
-def shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
+def _shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
     """Name of saved tensors by their shape alone; None if several kinds of tensors have it, or none has."""
     sizes = spec.model.shape if spec else None
     if spec is None or sizes is None:
         return None
-    if is_scores(tensors.shape, spec, sizes):
-        return "attention scores"
-    if is_weight_shape(tensors.shape, spec):
+    kind = _kind(tensors.shape, spec, sizes)
+    if kind != "scores" and is_weight_shape(tensors.shape, spec):
         return "weights"
-    if len(tensors.shape) < 2 or prod(tensors.shape[:-1]) != spec.tokens:
-        return None
-    names = {"width": "width of the residual stream", "inner width": "inner width of the feed-forward"}
-    width = _width_name(tensors.shape[-1], sizes)
-    return "logits" if _is_logits(tensors.shape, spec, sizes) else names.get(width or "")
+    return (_SIZES | _WIDTHS)[kind] if kind else None
 
 
 def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
     """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside of modules'."""
     node = node_name(tensors.op) or ("checkpointing" if is_checkpointed(spec) else "a tensor")
     if is_compiled(tensors):
-        words = shape_words(tensors, spec)
+        words = _shape_words(tensors, spec)
         size = " × ".join(map(str, tensors.shape)) or "scalar"
         return f"{size} {tensors.dtype}{f' ({words})' if words else ''}"
     where = f"in {tensors.module}" if tensors.module else "outside of modules"

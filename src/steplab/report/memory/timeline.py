@@ -16,7 +16,7 @@ from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
-from steplab.report.kit.timelines import svg
+from steplab.report.kit.timelines import LETTERS, shade, short_enough, svg, titled, words_at
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
@@ -27,8 +27,6 @@ LEFT, RIGHT, STRIP, BOTTOM = 62, 10, 22, 24
 """Margins in pixels: left (sizes), right, top (names of phases), bottom (times)."""
 GAP = 8
 """Least distance between two labels, in pixels."""
-LETTERS = 11
-"""Size of the letters, in pixels."""
 _COLUMNS_PX = (1.0, 2.0, 4.0, 8.0)
 _MOST_CHARACTERS = 60_000
 _CAPACITY_MATTERS = 0.6  # show the device's memory once a peak reaches this share of it
@@ -164,11 +162,7 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
         scale=scale,
     )
     body = [*_phases(phases, frame), *_bytes_axis(frame), *_time_axis(timeline, frame)]
-    areas = ""
-    for column_px in _COLUMNS_PX:
-        areas = "".join(_areas(one.profile, frame, column_px))
-        if len(areas) <= _MOST_CHARACTERS:
-            break
+    areas = short_enough(lambda column_px: _areas(one.profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     body += [areas, *_borders(phases, frame), *_phase_names(phases, frame), *_marks(one.profile, frame, capacity)]
     name = f"memory over time{f', {one.title}' if one.title else ''}"
     return svg(name, frame.bottom + BOTTOM, "".join(body), width=width)
@@ -232,10 +226,8 @@ def _phases(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
     """Shade every other phase more strongly."""
     for index, phase in enumerate(phases):
         left, right = frame.x(phase.start_s), frame.x(phase.end_s)
-        opacity = 0.1 if index % 2 else 0.04
-        box = f'd="M{left:.1f} 0H{right:.1f}V{frame.bottom:g}H{left:.1f}z"'
-        shade = f'<path {box} fill="{css_color(INK)}" fill-opacity="{opacity}"/>'
-        yield titled(f"{phase.name}: peak {units.format_bytes(phase.peak_bytes)}", shade)
+        tip = f"{phase.name}: peak {units.format_bytes(phase.peak_bytes)}"
+        yield shade(left, right, frame.bottom, 0.1 if index % 2 else 0.04, tip)
 
 
 def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
@@ -247,14 +239,14 @@ def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
 
 def _phase_names(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
     for left, text in phase_labels(phases, frame):
-        yield text_at(left, 15, text)
+        yield words_at(left, 15, text)
 
 
 def _bytes_axis(frame: Frame) -> Iterator[str]:
     for tick in frame.scale.ticks:
         y = frame.y(tick)
         yield f'<path d="M{LEFT} {y:.1f}H{frame.right:g}" stroke="{css_color(GRID)}"/>'
-        yield text_at(LEFT - 8, y + 4, ax.tidy(frame.scale.show(tick)), MUTED, "end")
+        yield words_at(LEFT - 8, y + 4, ax.tidy(frame.scale.show(tick)), MUTED, "end")
 
 
 def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
@@ -268,7 +260,7 @@ def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
         x = frame.x(frame.start_s + tick)
         yield f'<path d="M{x:.1f} {frame.bottom:g}v5" stroke="{css_color(MUTED)}"/>'
         half = text_width(text, LETTERS) / 2
-        yield text_at(min(x, frame.width - half - 1), frame.bottom + 18, text, MUTED, "middle")
+        yield words_at(min(x, frame.width - half - 1), frame.bottom + 18, text, MUTED, "middle")
 
 
 def peak_place(profile: MemoryProfile, frame: Frame) -> tuple[float, float, str]:
@@ -293,9 +285,9 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
         yield f'<path d="M{LEFT} {line:.1f}H{frame.right:g}" stroke="{css_color(MUTED)}" stroke-dasharray="4 3"/>'
         name = fitted(f"device memory {units.format_bytes(capacity)}", frame.right - LEFT, LETTERS)
         at, above, side = _capacity_place(name, line, text_box(x, y - 9, text, anchor), frame)
-        yield text_at(at, above, name, MUTED, side)
+        yield words_at(at, above, name, MUTED, side)
     yield titled(f"{text}, {profile.peak_phase or 'the peak'}", dot(x, y, INK))
-    yield text_at(x, y - 9, text, INK, anchor)
+    yield words_at(x, y - 9, text, INK, anchor)
 
 
 def _capacity_place(name: str, line: float, peak: Box, frame: Frame) -> tuple[float, float, str]:
@@ -332,17 +324,6 @@ def _spread(middles: Sequence[float], widths: Sequence[float], left: float, righ
         lefts[index] = min(lefts[index], right - widths[index])
         right = lefts[index] - GAP
     return lefts
-
-
-def text_at(x: float, y: float, text: str, color: str = INK, anchor: str = "start") -> str:
-    """A line of text. The page's style sheet gives text in the ink colour a halo."""
-    place = f'x="{x:.1f}" y="{y:.1f}" font-size="{LETTERS}" text-anchor="{anchor}"'
-    return f'<text {place} style="fill: {css_color(color)}">{html.escape(text)}</text>'
-
-
-def titled(tip: str, body: str) -> str:
-    """An element with a hover text."""
-    return f"<g><title>{html.escape(tip)}</title>{body}</g>"
 
 
 def dot(x: float, y: float, color: str) -> str:

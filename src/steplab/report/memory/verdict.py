@@ -10,10 +10,9 @@ from steplab.report.kit.document import Verdict
 from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.forecast import moved_words
-from steplab.report.memory.pairs import counterpart, profile_of
-from steplab.report.run.cells import RunCell, cells_of, said
+from steplab.report.memory.pairs import BASELINES, among, counterpart, profile_of
+from steplab.report.run.cells import RunCell, said
 
-_BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
 _WORTH_TELLING = 0.05
 """Share of the peak from which a category is told."""
 _MOST_PARTS = 3
@@ -70,10 +69,8 @@ def effect_sentences(run: Run, references: MemoryReferences | None = None) -> It
     """By how much low precision and checkpointing move the peak, measured or, for precision, predicted."""
     if run.spec is None or references is None or run.memory_profile is None:
         return
-    others = {other.id: other for other in (*references.others, run)}
-    every = cells_of(list(others.values()))
-    own = next(cell for cell in every if cell.run.id == run.id)
-    for field, baseline in _BASELINES:
+    own, every = among(run, references.others)
+    for field, baseline in BASELINES:
         other = counterpart(own, every, field, baseline)
         if other:
             yield _moved(own, field, baseline, run.memory_profile.peak_bytes, profile_of(other).peak_bytes, "")

@@ -5,17 +5,16 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.accounting import Accounting, Figure, Means, Question
 from steplab.report.kit.document import (
-    Block,
     Column,
     Document,
     Equation,
     Equations,
     Row,
     Section,
-    Sentences,
     Table,
     Verdict,
     named_section,
+    sentences,
 )
 from steplab.report.kit.quantities import NUMBER
 
@@ -29,7 +28,7 @@ def accounting_document(found: Accounting) -> Document:
         title=f"Accounting for {found.model}",
         verdict=Verdict(sentences=tuple(found.questions[index].answer for index in _TOLD_FIRST)),
         sections=(_given(found), *(_section(question) for question in found.questions)),
-        data=Table(name="accounting", columns=(), rows=tuple(_rows(found))),
+        data=tuple(_rows(found)),
     )
 
 
@@ -38,14 +37,9 @@ def _given(found: Accounting) -> Section:
 
 
 def _section(question: Question) -> Section:
-    blocks: list[Block] = [Sentences(texts=(question.answer,))]
-    if question.figures:
-        blocks.append(Equations(lines=tuple(map(_equation, question.figures))))
-    if question.means:
-        blocks.append(_means(question.means))
-    blocks += [Sentences(texts=(text,)) for text in question.remarks]
-    blocks.append(Sentences(texts=(f"Source: {question.source}.",), role="note"))
-    return Section(title=question.title, blocks=tuple(blocks))
+    equations = Equations(lines=tuple(map(_equation, question.figures))) if question.figures else None
+    source = sentences([f"Source: {question.source}."], "note")
+    return named_section(question.title, question.answer, equations, _means(question.means), *question.remarks, source)
 
 
 def _equation(figure: Figure) -> Equation:
@@ -62,7 +56,7 @@ def _means(means: tuple[Means, ...]) -> Table:
         columns=(
             Column(key="what", header="means"),
             Column(key="tokens_per_device", header="tokens a device", quantity=NUMBER),
-            Column(key="how", header="how", wraps_from=30),
+            Column(key="how", wraps_from=30),
         ),
         rows=tuple(
             {"what": one.what, "how": one.how, "tokens_per_device": round(one.tokens_per_device)} for one in means

@@ -17,7 +17,6 @@ from steplab.report.kit.document import (
     Chart,
     Column,
     Document,
-    Picture,
     Section,
     Table,
     Verdict,
@@ -26,7 +25,7 @@ from steplab.report.kit.document import (
     row_of,
     table_of,
 )
-from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TIME
+from steplab.report.kit.quantities import LABEL, PERCENT
 from steplab.stats import percentile
 
 if TYPE_CHECKING:
@@ -43,24 +42,20 @@ def check_document(checks: Sequence[TimeCheck]) -> Document:
         title="Predicted and measured step times",
         verdict=Verdict(sentences=_answer(checks, scored)),
         sections=tuple(_sections(checks, scored)),
-        data=Table(name="check", columns=(), rows=tuple(check_rows(checks))),
+        data=check_rows(checks),
     )
 
 
 def _answer(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> tuple[str, ...]:
     if not scored:
         return (f"None of {units.counted(len(checks), 'measurement')} can be predicted.",)
-    errors = _errors(scored)
+    errors, show = _errors(scored), units.format_percent
     inside = sum(bool(check.inside) for check in scored)
     return (
-        f"Of {units.counted(len(scored), 'measured step')}, the median error is {_percent(median(errors))}, nine of "
-        f"ten are within {_percent(percentile(errors, 90))}, the worst is {_percent(max(errors))}; {inside} lie in the "
+        f"Of {units.counted(len(scored), 'measured step')}, the median error is {show(median(errors))}, nine of "
+        f"ten are within {show(percentile(errors, 90))}, the worst is {show(max(errors))}; {inside} lie in the "
         f"90 % interval. {units.counted(len(checks) - len(scored), 'other')} cannot be predicted.",
     )
-
-
-def _percent(value: float) -> str:
-    return f"{100 * value:.1f} %"
 
 
 def _errors(checks: Iterable[TimeCheck]) -> list[float]:
@@ -70,15 +65,11 @@ def _errors(checks: Iterable[TimeCheck]) -> list[float]:
 def _sections(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> Iterator[Section]:
     if scored:
         yield named_section("By group", _groups(scored))
-        if (ranked := _ranking(scored)) is not None:
-            yield named_section("Layouts of one job", ranked)
-        if any(check.measured_kinds_s for check in scored):
-            yield named_section("By kind of kernel", _kinds(scored))
+        yield named_section("Layouts of one job", _ranking(scored))
+        yield named_section("By kind of kernel", _kinds(scored))
         yield named_section("Predicted over measured", later(_chart, scored))
         yield named_section("Steps, the worst first", _cells(scored))
-    failed = [check for check in checks if check.unsupported]
-    if failed:
-        yield named_section("Not predicted", _unsupported(failed))
+    yield named_section("Not predicted", _unsupported([check for check in checks if check.unsupported]))
 
 
 def _groups(scored: Sequence[TimeCheck]) -> Table:
@@ -101,15 +92,15 @@ def _groups(scored: Sequence[TimeCheck]) -> Table:
     return Table(
         name="groups",
         columns=(
-            Column(key="by", header="by"),
+            Column(key="by"),
             Column(key="value", header="group", wraps_from=16),
             Column(key="number", header="steps", quantity=LABEL),
-            Column(key="median_error", header="median error", quantity=PERCENT),
+            Column(key="median_error", quantity=PERCENT),
             Column(key="p90_error", header="p90", quantity=PERCENT),
             Column(key="worst_error", header="worst", quantity=PERCENT),
-            Column(key="bias", header="bias", quantity=PERCENT, rank=2),
+            Column(key="bias", quantity=PERCENT, rank=2),
             Column(key="inside", header="in interval", quantity=PERCENT),
-            Column(key="width", header="width", quantity=PERCENT, rank=1),
+            Column(key="width", quantity=PERCENT, rank=1),
             Column(key="constant_median", header="constant: median", quantity=PERCENT, rank=1),
             Column(key="constant_p90", header="p90", quantity=PERCENT, rank=1),
         ),
@@ -162,7 +153,7 @@ _APART = 0.05
 """By which two measured steps of one job must differ, for their order to be more than noise."""
 
 
-def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
+def _ranking(scored: Sequence[TimeCheck]) -> Table:
     """Among pairs of one job's layouts and micro-batches, how many are predicted in the order that was measured."""
     counted: dict[str, list[bool]] = {}
     for first, second in itertools.combinations([check for check in scored if check.job], 2):
@@ -170,19 +161,18 @@ def _ranking(scored: Sequence[TimeCheck]) -> Table | None:
         if first.job == second.job and measured and other and abs(measured / other - 1) > _APART:
             predicted = (first.predicted_step_time_s or 0.0) < (second.predicted_step_time_s or 0.0)
             counted.setdefault(first.source, []).append((measured < other) == predicted)
-    if not counted:
-        return None
-    counted["all"] = [right for those in list(counted.values()) for right in those]
+    if counted:
+        counted["all"] = [right for those in list(counted.values()) for right in those]
     return table_of(
         "ranking",
         counted,
         (
-            Column(key="source", header="source", value=str),
+            Column(key="source", value=str),
             Column(key="number", header="pairs", quantity=LABEL, value=lambda source: len(counted[source])),
             Column(key="right", header="in the measured order", quantity=PERCENT, value=lambda s: mean(counted[s])),
         ),
         caption=f"Pairs of one model, global batch and number of GPUs whose measured times differ by more than "
-        f"{_percent(_APART)}.",
+        f"{units.format_percent(_APART)}.",
     )
 
 
@@ -200,16 +190,15 @@ def _kinds(scored: Sequence[TimeCheck]) -> Table:
         "kinds",
         [kind for kind in found if found[kind]],
         (
-            Column(key="kind", header="kind", value=str),
+            Column(key="kind", value=str),
             Column(key="number", header="profiles", quantity=LABEL, value=lambda kind: len(found[kind])),
             Column(
                 key="median_error",
-                header="median error",
                 quantity=PERCENT,
                 value=lambda kind: median(map(abs, found[kind])),
             ),
             Column(key="worst_error", header="worst", quantity=PERCENT, value=lambda kind: max(map(abs, found[kind]))),
-            Column(key="bias", header="bias", quantity=PERCENT, value=lambda kind: median(found[kind])),
+            Column(key="bias", quantity=PERCENT, value=lambda kind: median(found[kind])),
         ),
         caption="Predicted seconds of a step, gaps between kernels included, beside the time in which its profile saw "
         "kernels of that kind run.",
@@ -221,16 +210,16 @@ def _cells(scored: Sequence[TimeCheck]) -> Table:
     return Table(
         name="cells",
         columns=(
-            Column(key="id", header="id"),
+            Column(key="id"),
             Column(key="cell", header="step", wraps_from=24),
             Column(key="gpu", header="GPU", rank=2),
-            Column(key="measured_step_time_s", header="measured", quantity=TIME),
-            Column(key="predicted_step_time_s", header="predicted", quantity=TIME),
-            Column(key="low_s", header="from", quantity=TIME, rank=1),
-            Column(key="high_s", header="to", quantity=TIME, rank=1),
-            Column(key="error", header="error", quantity=PERCENT),
-            Column(key="measured_peak_bytes", header="measured peak", quantity=BYTES, rank=3),
-            Column(key="predicted_peak_bytes", header="predicted peak", quantity=BYTES, rank=3),
+            Column(key="measured_step_time_s", header="measured"),
+            Column(key="predicted_step_time_s", header="predicted"),
+            Column(key="low_s", header="from", rank=1),
+            Column(key="high_s", header="to", rank=1),
+            Column(key="error", quantity=PERCENT),
+            Column(key="measured_peak_bytes", header="measured peak", rank=3),
+            Column(key="predicted_peak_bytes", header="predicted peak", rank=3),
         ),
         rows=tuple(check_rows(worst)),
         first=_WORST if len(worst) > _WORST else None,
@@ -242,9 +231,9 @@ def _unsupported(checks: Sequence[TimeCheck]) -> Table:
     return Table(
         name="unsupported",
         columns=(
-            Column(key="source", header="source"),
+            Column(key="source"),
             Column(key="number", header="steps", quantity=LABEL),
-            Column(key="why", header="why", wraps_from=20),
+            Column(key="why", wraps_from=20),
         ),
         rows=tuple({"source": s, "number": number, "why": why} for (s, why), number in counted.most_common()),
     )
@@ -278,9 +267,8 @@ def _chart(scored: Sequence[TimeCheck]) -> Chart | None:
             for check in scored:
                 if check.source == source and check.measured_step_time_s and check.predicted_step_time_s:
                     _paint(picture, axes, index, check)
-        picture_ = Picture(title="", svg=picture.to_svg(), width=_WIDTH)
     note = "Both axes are logarithmic; on the line, predicted and measured are the same; dashed, 10 % apart."
-    return Chart(pictures=(picture_,), legend=series_legend(sources), note=note)
+    return Chart(pictures=(picture.picture(),), legend=series_legend(sources), note=note)
 
 
 def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
@@ -307,5 +295,5 @@ def _paint(picture: Drawing, axes: "Axes", index: int, check: TimeCheck) -> None
     picture.tip(
         put_mark(axes, measured, predicted, index, size=5, alpha=0.8),
         f"{check.cell}: predicted {units.format_time(predicted)}, measured {units.format_time(measured)}, "
-        f"{sign}{_percent(abs(error))}",
+        f"{sign}{units.format_percent(abs(error))}",
     )

@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan
 from steplab.records.rows import Row
 from steplab.report.kit.document import Column, Document, Table, Verdict, named_section, notes_section
-from steplab.report.kit.quantities import BYTES, COUNT, DIGITS, NUMBER, PERCENT, TIME
+from steplab.report.kit.quantities import COUNT, DIGITS, NUMBER, PERCENT
 from steplab.report.plan.layouts import time_words, training_days
 from steplab.specs.step import describe
 from steplab.specs.study import labels
@@ -24,10 +24,10 @@ def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
         verdict=Verdict(sentences=tuple(_verdict(plans, names))),
         sections=(
             named_section("Best layout of each", table),
-            *notes_section(tuple(dict.fromkeys(note for plan in plans for note in plan.notes))),
-            *notes_section(tuple(dict.fromkeys(source for plan in plans for source in plan.sources)), "Sources"),
+            notes_section(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            notes_section(dict.fromkeys(source for plan in plans for source in plan.sources), "Sources"),
         ),
-        data=table,
+        data=table.rows,
     )
 
 
@@ -88,17 +88,17 @@ def _table(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Table:
     return Table(
         name="alternatives",
         columns=(
-            Column(key="alternative", header="alternative", wraps_from=18),
+            Column(key="alternative", wraps_from=18),
             Column(key="options", header="best layout", wraps_from=30),
-            Column(key="step_s", header="step", quantity=TIME),
-            Column(key="low_s", header="at least", quantity=TIME, rank=1),
-            Column(key="high_s", header="at most", quantity=TIME, rank=1),
-            Column(key="tokens_per_s", header="tokens/s", quantity=COUNT),
+            Column(key="step_s", header="step"),
+            Column(key="low_s", header="at least", rank=1),
+            Column(key="high_s", header="at most", rank=1),
+            Column(key="tokens_per_s", header="tokens/s"),
             Column(key="tokens_per_s_per_gpu", header="per GPU", quantity=DIGITS),
             Column(key="mfu", header="MFU", quantity=PERCENT),
-            Column(key="days", header="days", quantity=DIGITS),
+            Column(key="days", quantity=DIGITS),
             Column(key="gpu_hours", header="GPU-hours", quantity=COUNT),
-            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+            Column(key="reserved_bytes", header="reserved"),
             Column(key="verdict", header="memory", rank=2),
             Column(key="num_fitting", header="fitting", quantity=NUMBER, rank=3),
         ),

@@ -9,15 +9,15 @@ from steplab.report.kit.document import (
     Column,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
     named_section,
     notes_section,
     row_of,
+    sentences,
     table_of,
 )
-from steplab.report.kit.quantities import BYTES, LABEL, NUMBER, SHARE
+from steplab.report.kit.quantities import LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.words import exactly
 from steplab.specs.hf_shape import shape_of
@@ -48,7 +48,7 @@ def plan_document(spec: StepSpec, prediction: MemoryPrediction) -> Document:
             )
         ),
         sections=tuple(_sections(spec, prediction)),
-        data=Table(name="prediction", columns=(), rows=tuple(prediction_rows(prediction))),
+        data=prediction_rows(prediction),
     )
 
 
@@ -80,18 +80,16 @@ _MOST_NAMED = 3
 
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:
     if prediction.cards:
-        yield named_section("GPUs", _cards(prediction), Sentences(texts=tuple(_needs(prediction))))
-    if prediction.ranks:
-        yield named_section("Memory by rank", _ranks(prediction))
+        yield named_section("GPUs", _cards(prediction), sentences(_needs(prediction)))
+    yield named_section("Memory by rank", _ranks(prediction))
     yield named_section("Peak by category", _categories(prediction))
-    if prediction.phase_peaks:
-        yield named_section("Peaks by phase", _phases(prediction))
+    yield named_section("Peaks by phase", _phases(prediction))
     yield named_section("Summands of the peak", _summands(spec, prediction))
-    yield from notes_section(prediction.notes)
+    yield notes_section(prediction.notes)
 
 
 _SIZE = (
-    Column(key="total_bytes", header="size", quantity=BYTES),
+    Column(key="total_bytes", header="size"),
     Column(key="total_bytes", header="bytes", quantity=NUMBER, rank=1),
 )
 
@@ -102,14 +100,14 @@ def _ranks(prediction: MemoryPrediction) -> Table:
         "ranks",
         prediction.ranks,
         (
-            Column(key="ranks", header="ranks"),
+            Column(key="ranks"),
             Column(key="has", header="parts of the model", wraps_from=14, rank=2),
-            *((Column(key="in_flight", header="in flight", quantity=LABEL, rank=3),) if pipeline else ()),
-            Column(key="parameters_bytes", header="parameters", quantity=BYTES, rank=1),
-            Column(key="gradients_bytes", header="gradients", quantity=BYTES, rank=1),
-            Column(key="optimizer_bytes", header="optimizer state", quantity=BYTES, rank=1),
-            Column(key="peak_bytes", header="peak", quantity=BYTES),
-            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+            *((Column(key="in_flight", quantity=LABEL, rank=3),) if pipeline else ()),
+            Column(key="parameters_bytes", header="parameters", rank=1),
+            Column(key="gradients_bytes", header="gradients", rank=1),
+            Column(key="optimizer_bytes", header="optimizer state", rank=1),
+            Column(key="peak_bytes", header="peak"),
+            Column(key="reserved_bytes", header="reserved"),
         ),
         caption="Of several ranks the first, which has the largest shards. Gradients are those before the update; the "
         "peak is what is allocated at most, reserved what the allocator holds."
@@ -122,7 +120,7 @@ def _categories(prediction: MemoryPrediction) -> Table:
     sizes["peak, at least" if prediction.kind == "at_least" else "peak"] = prediction.peak_bytes
     return Table(
         name="categories",
-        columns=(Column(key="name", header="category"), *_SIZE, Column(key="share", header="share", quantity=SHARE)),
+        columns=(Column(key="name", header="category"), *_SIZE, Column(key="share", quantity=SHARE)),
         rows=tuple(
             {"name": name, "total_bytes": size, "share": size / prediction.peak_bytes} for name, size in sizes.items()
         ),
@@ -132,7 +130,7 @@ def _categories(prediction: MemoryPrediction) -> Table:
 def _phases(prediction: MemoryPrediction) -> Table:
     return Table(
         name="phases",
-        columns=(Column(key="phase", header="phase"), *_SIZE),
+        columns=(Column(key="phase"), *_SIZE),
         rows=tuple({"phase": name, "total_bytes": size} for name, size in prediction.phase_peaks.items()),
     )
 
@@ -150,12 +148,12 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
     return Table(
         name="summands",
         columns=(
-            Column(key="category", header="category", rank=2),
+            Column(key="category", rank=2),
             Column(key="what", header="tensor", wraps_from=20),
-            Column(key="formula", header="formula", wraps_from=12),
+            Column(key="formula", wraps_from=12),
             Column(key="num_bytes", header="bytes each", quantity=NUMBER, rank=3),
-            Column(key="count", header="count", quantity=LABEL, rank=1),
-            Column(key="total_bytes", header="total", quantity=BYTES),
+            Column(key="count", quantity=LABEL, rank=1),
+            Column(key="total_bytes", header="total"),
         ),
         rows=tuple({**_summand(term), "category": category_word(term.category)} for term in (*large, *small)),
         caption=caption,
@@ -186,8 +184,8 @@ def _cards(prediction: MemoryPrediction) -> Table:
         prediction.cards,
         (
             Column(key="gpu", header="GPU"),
-            Column(key="usable_bytes", header="usable", quantity=BYTES, value=_usable),
-            Column(key="verdict", header="verdict"),
+            Column(key="usable_bytes", header="usable", value=_usable),
+            Column(key="verdict"),
         ),
     )
 

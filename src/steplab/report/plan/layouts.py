@@ -13,7 +13,6 @@ from steplab.report.kit.document import (
     Document,
     Section,
     Segment,
-    Sentences,
     Table,
     Verdict,
     named_section,
@@ -21,7 +20,7 @@ from steplab.report.kit.document import (
     row_of,
     table_of,
 )
-from steplab.report.kit.quantities import BYTES, COUNT, LABEL, MESSAGE, NUMBER, TIME
+from steplab.report.kit.quantities import LABEL, MESSAGE, NUMBER
 from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
 
@@ -36,6 +35,8 @@ _PARTS = (
     ("bubble_s", "pipeline fills and drains", 8),
 )
 """What a step's time is made of: field, words, number of the colour."""
+_MEMORY = (("allocated", 1), ("reserved besides", 3), ("room to be sure", 5))
+"""What a GPU's memory is made of: words, number of the colour."""
 
 
 def layouts_document(plan: LayoutPlan) -> Document:
@@ -46,7 +47,7 @@ def layouts_document(plan: LayoutPlan) -> Document:
         subtitle=_subtitle(plan),
         verdict=Verdict(sentences=tuple(_verdict(plan, fitting))),
         sections=tuple(_sections(plan, fitting)),
-        data=Table(name="layouts", columns=(), rows=tuple(layout_rows(plan))),
+        data=layout_rows(plan),
     )
 
 
@@ -73,8 +74,7 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         )
     tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
-    rate = f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
-    yield " ".join(rate.split())
+    yield f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
     if plan.num_as_fast > 1:
         yield (
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
@@ -159,11 +159,10 @@ def _sections(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[Sect
         yield named_section("Memory of the ranks that need most", _memory_bars(plan, fitting[:_FIRST]))
         yield named_section("Communication of the fastest", _traffic(fitting[0]))
     others = [each for each in plan.candidates if not each.time]
-    if others:
-        untimed = any(each.verdict not in ("does not fit", "not possible") for each in others)
-        yield named_section("Other layouts" if untimed else "Layouts that do not fit", _failing(others))
-    yield from notes_section(plan.notes)
-    yield from notes_section(plan.sources, "Sources")
+    untimed = any(each.verdict not in ("does not fit", "not possible") for each in others)
+    yield named_section("Other layouts" if untimed else "Layouts that do not fit", _failing(others))
+    yield notes_section(plan.notes)
+    yield notes_section(plan.sources, "Sources")
 
 
 def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
@@ -171,17 +170,17 @@ def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
         name="fitting",
         columns=(
             Column(key="number", header="", quantity=LABEL),
-            Column(key="options", header="options", wraps_from=30),
-            Column(key="step_s", header="step", quantity=TIME),
-            Column(key="low_s", header="at least", quantity=TIME, rank=2),
-            Column(key="high_s", header="at most", quantity=TIME, rank=2),
-            Column(key="tokens_per_s", header="tokens/s", quantity=COUNT, rank=1),
-            Column(key="compute_s", header="computation", quantity=TIME, rank=4),
-            Column(key="waiting_s", header="waiting", quantity=TIME, rank=3),
-            Column(key="exposed_s", header="exposed", quantity=TIME, rank=3),
-            Column(key="bubble_s", header="bubble", quantity=TIME, rank=3),
-            Column(key="peak_bytes", header="allocated", quantity=BYTES, rank=5),
-            Column(key="reserved_bytes", header="reserved", quantity=BYTES),
+            Column(key="options", wraps_from=30),
+            Column(key="step_s", header="step"),
+            Column(key="low_s", header="at least", rank=2),
+            Column(key="high_s", header="at most", rank=2),
+            Column(key="tokens_per_s", header="tokens/s", rank=1),
+            Column(key="compute_s", header="computation", rank=4),
+            Column(key="waiting_s", header="waiting", rank=3),
+            Column(key="exposed_s", header="exposed", rank=3),
+            Column(key="bubble_s", header="bubble", rank=3),
+            Column(key="peak_bytes", header="allocated", rank=5),
+            Column(key="reserved_bytes", header="reserved"),
             Column(key="verdict", header="memory", rank=1),
         ),
         rows=tuple(_row(plan, number, each) for number, each in enumerate(fitting, start=1)),
@@ -247,18 +246,13 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
     bars = []
     for each in shown:
         peak, reserved, device = each.peak_bytes or 0, each.reserved_bytes or 0, each.device_bytes or 0
-        parts = (
-            ("allocated", peak, 1),
-            ("reserved besides", reserved - peak, 3),
-            ("room to be sure", device - reserved, 5),
-        )
         bars.append(
             Bar(
                 label=each.options,
                 figure=units.format_bytes(reserved),
                 segments=tuple(
                     Segment(value=value, color=color, tip=f"{words}: {units.format_bytes(value)}")
-                    for words, value, color in parts
+                    for (words, color), value in zip(_MEMORY, (peak, reserved - peak, device - reserved), strict=True)
                     if value > 0
                 ),
                 mark=float(plan.usable_bytes),
@@ -268,7 +262,7 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
         )
     return Bars(
         bars=tuple(bars),
-        legend=((1, "■", "allocated"), (3, "■", "reserved besides"), (5, "■", "room to be sure")),
+        legend=tuple((color, "■", words) for words, color in _MEMORY),
         note="Predicted peaks. The stroke marks the memory of a GPU; room to be sure is for gaps that are not foreseen "
         "and what lies outside of the allocator.",
     )
@@ -281,17 +275,17 @@ def _traffic(best: LayoutCandidate) -> Table:
         "communication",
         sorted(time.traffic, key=lambda each: -each.exposed_s),
         (
-            Column(key="axis", header="axis"),
-            Column(key="collective", header="collective", value=lambda each: each.collective.replace("_", "-")),
-            Column(key="carries", header="carries", wraps_from=12),
-            Column(key="phase", header="phase"),
-            Column(key="ranks", header="ranks", quantity=LABEL),
-            Column(key="link", header="link", rank=2),
-            Column(key="messages", header="messages", quantity=NUMBER),
+            Column(key="axis"),
+            Column(key="collective", value=lambda each: each.collective.replace("_", "-")),
+            Column(key="carries", wraps_from=12),
+            Column(key="phase"),
+            Column(key="ranks", quantity=LABEL),
+            Column(key="link", rank=2),
+            Column(key="messages", quantity=NUMBER),
             Column(key="total_bytes", header="bytes", quantity=MESSAGE),
             Column(key="wire_bytes", header="sent", quantity=MESSAGE, rank=1, value=lambda a: round(a.wire_bytes)),
-            Column(key="alone_s", header="alone", quantity=TIME),
-            Column(key="exposed_s", header="exposed", quantity=TIME),
+            Column(key="alone_s", header="alone"),
+            Column(key="exposed_s", header="exposed"),
         ),
         caption=f"{best.options}, {time.ranks}, in one step. Alone is the time of the messages with nothing beside "
         "them; what is not exposed is hidden beside computation.",
@@ -308,21 +302,20 @@ _VERDICTS = {
 """The verdicts on a layout without a time, as they are said of one and of several."""
 
 
-def _failing(others: list[LayoutCandidate]) -> Table | Sentences:
+def _failing(others: list[LayoutCandidate]) -> Table:
     counted = Counter(each.verdict for each in others)
     said = ", ".join(f"{number} {_VERDICTS[verdict][number > 1]}" for verdict, number in counted.items())
     return table_of(
         "failing",
         others,
         (
-            Column(key="layout", header="layout"),
+            Column(key="layout"),
             Column(
                 key="peak_bytes",
                 header="allocated",
-                quantity=BYTES,
                 note="Allocated is of the smallest micro-batch.",
             ),
-            Column(key="reason", header="reason", wraps_from=30),
+            Column(key="reason", wraps_from=30),
         ),
         f"Of {units.counted(len(others), 'layout')} {said}." if len(counted) > 1 else "",
         first=_FIRST,

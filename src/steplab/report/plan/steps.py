@@ -6,21 +6,9 @@ from steplab import units
 from steplab.records.prediction import FitVerdict, MemoryPrediction
 from steplab.records.rows import Row
 from steplab.records.step_time import PlannedStep
-from steplab.report.kit.document import (
-    Block,
-    Column,
-    Document,
-    Section,
-    Sentences,
-    Table,
-    Verdict,
-    chapter,
-    named_section,
-)
+from steplab.report.kit.document import Column, Document, Section, Sentences, Table, Verdict, named_section, sentences
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import BYTES, TIME
 from steplab.report.plan.document import ANSWERS
-from steplab.report.run.columns import TOKENS_PER_S
 from steplab.specs.step import describe
 from steplab.specs.study import labels
 from steplab.units import counted
@@ -34,7 +22,7 @@ def planned_document(steps: Sequence[PlannedStep]) -> Document:
     table = planned_table(steps)
     title = describe(steps[0].spec) if len(steps) == 1 else counted(len(steps), "planned step")
     sections = (named_section("", table, _missing(steps)),)
-    return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table)
+    return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table.rows)
 
 
 def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
@@ -57,12 +45,9 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
         yield f"{fitting} of {judged} steps {verb} on {gpu}{f' ({others})' if others else ''}."
 
 
-def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section | None:
+def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
     """The same as a chapter of a page, with the measured figures of the same steps beside the predicted ones."""
-    if not steps:
-        return None
-    blocks: list[Block | None] = [planned_table(steps, measured), _missing(steps)]
-    return chapter("Planning", "planning", *blocks)
+    return named_section("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
 
 
 def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:
@@ -88,16 +73,16 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
     return Table(
         name="planned steps",
         columns=(
-            Column(key="step", header="step", wraps_from=16),
-            Column(key="peak_bytes", header="peak", quantity=BYTES),
-            Column(key="measured_peak_allocated_bytes", header="measured peak", quantity=BYTES, rank=1),
+            Column(key="step", wraps_from=16),
+            Column(key="peak_bytes", header="peak"),
+            Column(key="measured_peak_allocated_bytes", header="measured peak", rank=1),
             Column(key="fits", header="smallest GPU that fits", wraps_from=10),
-            Column(key="time_s", header="time", quantity=TIME),
-            Column(key="low_s", header="low", quantity=TIME, rank=1),
-            Column(key="high_s", header="high", quantity=TIME, rank=1),
-            Column(key="bound", header="bound", rank=2),
-            Column(key="tokens_per_s", header="tokens/s", quantity=TOKENS_PER_S, rank=2),
-            Column(key="measured_step_time_s", header="measured time", quantity=TIME, rank=1),
+            Column(key="time_s", header="time"),
+            Column(key="low_s", header="low", rank=1),
+            Column(key="high_s", header="high", rank=1),
+            Column(key="bound", rank=2),
+            Column(key="tokens_per_s", header="tokens/s", rank=2),
+            Column(key="measured_step_time_s", header="measured time", rank=1),
             Column(key="measured_device", header="measured on", shared="measured on {}", rank=3),
             Column(key="gpu", header="time on", shared="Time on {}", rank=2),
             Column(key="measured_id", header="record", rank=3),
@@ -115,11 +100,10 @@ def _smallest(memory: MemoryPrediction) -> str:
     return min(fitting, key=lambda card: card.usable_bytes).gpu if fitting else "none"
 
 
-def _missing(steps: Sequence[PlannedStep]) -> Sentences | None:
+def _missing(steps: Sequence[PlannedStep]) -> Sentences:
     named = zip(labels([step.spec for step in steps]), steps, strict=True)
     found = told_once((name, why) for name, step in named for why in step.why_not)
-    texts = tuple(f"{why} ({'; '.join(names)})" for why, names in found.items())
-    return Sentences(texts=texts, role="finding") if texts else None
+    return sentences((f"{why} ({'; '.join(names)})" for why, names in found.items()), "finding")
 
 
 def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:

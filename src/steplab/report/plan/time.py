@@ -10,7 +10,6 @@ from steplab.report.kit.document import (
     Column,
     Document,
     Section,
-    Sentences,
     Table,
     Verdict,
     named_section,
@@ -18,7 +17,7 @@ from steplab.report.kit.document import (
     row_of,
     table_of,
 )
-from steplab.report.kit.quantities import BYTES_PER_S, FLOPS_PER_S, NUMBER, SHARE, TIME
+from steplab.report.kit.quantities import NUMBER, SHARE, TIME
 from steplab.report.plan.document import ANSWERS
 from steplab.report.run.one_run import utilization_figures
 from steplab.specs.step import StepSpec, describe
@@ -45,7 +44,7 @@ def time_document(spec: StepSpec, prediction: StepTimePrediction) -> Document:
             cautions=tuple(_lack_of_memory(prediction)),
         ),
         sections=tuple(_sections(prediction)),
-        data=Table(name="prediction", columns=(), rows=tuple(time_rows(prediction))),
+        data=time_rows(prediction),
     )
 
 
@@ -88,11 +87,11 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
         host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
     else:
         host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
-    yield named_section("Phases", _phases(prediction), Sentences(texts=(host,)))
+    yield named_section("Phases", _phases(prediction), host)
     yield named_section("Utilization", *utilization_figures(prediction.utilizations))
     yield named_section("Where the device's time goes", _parts(prediction))
-    yield from notes_section(prediction.notes)
-    yield from notes_section(prediction.sources, "Sources")
+    yield notes_section(prediction.notes)
+    yield notes_section(prediction.sources, "Sources")
 
 
 def _phases(prediction: StepTimePrediction) -> Table:
@@ -100,13 +99,13 @@ def _phases(prediction: StepTimePrediction) -> Table:
         "phases",
         prediction.phases,
         (
-            Column(key="phase", header="phase"),
+            Column(key="phase"),
             Column(key="seconds", header="time", quantity=TIME),
-            Column(key="low_s", header="from", quantity=TIME),
-            Column(key="high_s", header="to", quantity=TIME),
-            Column(key="device_s", header="device", quantity=TIME, rank=1),
-            Column(key="host_s", header="quick host", quantity=TIME, rank=2, value=lambda phase: phase.host_s or None),
-            Column(key="slow_host_s", header="slow host", quantity=TIME, rank=2, value=lambda p: p.slow_host_s or None),
+            Column(key="low_s", header="from"),
+            Column(key="high_s", header="to"),
+            Column(key="device_s", header="device", rank=1),
+            Column(key="host_s", header="quick host", rank=2, value=lambda phase: phase.host_s or None),
+            Column(key="slow_host_s", header="slow host", rank=2, value=lambda p: p.slow_host_s or None),
             Column(key="bound", header="bound by"),
         ),
     )
@@ -129,15 +128,15 @@ def _parts(prediction: StepTimePrediction) -> Table:
     return Table(
         name="parts",
         columns=(
-            Column(key="phase", header="phase"),
-            Column(key="kind", header="kind", rank=2),
+            Column(key="phase"),
+            Column(key="kind", rank=2),
             Column(key="what", header="operator"),
             Column(key="dtype", header="format", rank=1),
-            Column(key="kernels", header="kernels", quantity=NUMBER, rank=1),
+            Column(key="kernels", quantity=NUMBER, rank=1),
             Column(key="seconds", header="time", quantity=TIME),
-            Column(key="share", header="share", quantity=SHARE),
-            Column(key="flops_per_s", header="rate", quantity=FLOPS_PER_S, rank=1),
-            Column(key="bytes_per_s", header="bandwidth", quantity=BYTES_PER_S, rank=1),
+            Column(key="share", quantity=SHARE),
+            Column(key="flops_per_s", header="rate", rank=1),
+            Column(key="bytes_per_s", header="bandwidth", rank=1),
         ),
         rows=tuple(rows),
         first=_MOST_PARTS if len(rows) > _MOST_PARTS else None,

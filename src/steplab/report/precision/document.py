@@ -7,12 +7,11 @@ from steplab.records.run import Run
 from steplab.report.kit.document import (
     Document,
     Section,
-    Sentences,
     Verdict,
-    chapter,
     named_section,
     notes_section,
     record_section,
+    sentences,
 )
 from steplab.report.kit.text import reason
 from steplab.report.precision import words
@@ -37,9 +36,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     """The report of these audits, of the sums of the first of them, and of the timed `runs`."""
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()
-    further = [*_sums(accumulations)]
-    if runs:
-        further.append(named_section("Time and memory of a step", timing_table(runs)))
+    further = _sums(accumulations), named_section("Time and memory of a step", timing_table(runs))
     data = data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
@@ -57,16 +54,16 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     )
 
 
-def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics], answered: bool = False) -> Section | None:
+def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics], answered: bool = False) -> Section:
     """Precision on a page: the timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in runs if run.study in studies]
-    return chapter(
+    return named_section(
         "Precision",
-        "precision",
-        named_section("One step in each precision", timing_table(timed)) if timed else None,
+        named_section("One step in each precision", timing_table(timed)),
         *(_part(record, answered) for record in numerics if record.spec),
-        *_sums(_accumulations(numerics)),
+        _sums(_accumulations(numerics)),
+        anchor="precision",
     )
 
 
@@ -82,16 +79,15 @@ def _part(numerics: Numerics, answered: bool = False) -> Section:
 def _sections(numerics: Numerics) -> Iterator[Section]:
     if numerics.failure:
         message = reason(numerics.failure.kind, numerics.failure.message, most=None)
-        yield named_section("", Sentences(texts=(message,), role="warning"))
+        yield named_section("", sentences([message], "warning"))
     if numerics.audit:
         yield from _of_audit(numerics, numerics.audit)
-    yield from notes_section(numerics.notes)
+    yield notes_section(numerics.notes)
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    if answers := tuple(words.norm_answers(numerics)):
-        yield named_section("Whether norms need fp32", Sentences(texts=answers))
-    yield named_section("What was seen", Sentences(texts=tuple(words.told(numerics, audit)), role="finding"))
+    yield named_section("Whether norms need fp32", sentences(words.norm_answers(numerics)))
+    yield named_section("What was seen", sentences(words.told(numerics, audit), "finding"))
     yield named_section("Types by module", type_table(audit))
     yield named_section("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
     yield named_section("Matrix products, after every cast", matmul_table(audit))
@@ -100,6 +96,5 @@ def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
         yield named_section("Loss scaling: all gradients", scaling_table(audit.loss_scaling))
 
 
-def _sums(accumulations: Sequence[Accumulation]) -> Iterator[Section]:
-    if accumulations:
-        yield named_section(title_of_sums(accumulations), sum_table(accumulations))
+def _sums(accumulations: Sequence[Accumulation]) -> Section:
+    return named_section(title_of_sums(accumulations), sum_table(accumulations))

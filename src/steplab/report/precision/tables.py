@@ -1,6 +1,6 @@
 """Tables of a study of precisions: grouped rows for people, and one row per module for programs."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, replace
 from functools import partial
 
@@ -29,6 +29,9 @@ from steplab.report.run.columns import COLUMNS, rows_table
 
 _TEXT = 24  # least width to which a terminal wraps a sentence
 _MOST_LOSERS = 12  # rows
+_TYPES = Quantity(lambda names: shorts(names.split()), numeric=False)
+"""Torch's names of types, one after the other; people read the short ones."""
+_ELEMENTS = tuple(field.name for field in fields(Elements))
 
 
 def type_table(audit: Audit) -> Table:
@@ -39,8 +42,8 @@ def type_table(audit: Audit) -> Table:
         module_groups(audit),
         (
             Column(key="name", header="module"),
-            Column(key="modules", header="modules", quantity=NUMBER, rank=2, value=lambda group: len(group.modules)),
-            Column(key="class", header="class", rank=3, value=lambda group: group.first.kind),
+            Column(key="modules", quantity=NUMBER, rank=2, value=lambda group: len(group.modules)),
+            Column(key="class", rank=3, value=lambda group: group.first.kind),
             *(
                 Column(key=key, header=key.replace("_", " "), rank=rank, value=partial(_types_of, key))
                 for key, rank in types
@@ -57,21 +60,17 @@ def _types_of(key: str, group: ModuleGroup) -> str:
 
 def operation_table(numerics: Numerics) -> Table:
     """The operations of the forward pass, and what autocast does with each."""
-    shown = numerics.audit.operations if numerics.audit else ()
     return Table(
         name="operations",
         columns=(
-            Column(key="operation", header="operation"),
-            Column(key="rule", header="rule"),
-            Column(key="inputs", header="inputs", rank=1),
-            Column(key="outputs", header="outputs"),
-            Column(key="calls", header="calls", quantity=NUMBER, rank=2),
-            Column(key="why", header="why", wraps_from=_TEXT),
+            Column(key="operation"),
+            Column(key="rule"),
+            Column(key="inputs", quantity=_TYPES, rank=1),
+            Column(key="outputs", quantity=_TYPES),
+            Column(key="calls", quantity=NUMBER, rank=2),
+            Column(key="why", wraps_from=_TEXT),
         ),
-        rows=tuple(
-            row | {"inputs": shorts(operation.inputs), "outputs": shorts(operation.outputs)}
-            for row, operation in zip(_operation_rows(numerics), shown, strict=True)
-        ),
+        rows=tuple(_operation_rows(numerics)),
     )
 
 
@@ -81,14 +80,14 @@ def matmul_table(audit: Audit) -> Table:
         "matmuls",
         matmul_groups(audit),
         (
-            Column(key="pass", header="pass", value=lambda group: group[0].phase),
-            Column(key="module", header="module", value=lambda group: without_numbers(group[0].module) or THE_MODEL),
+            Column(key="pass", value=lambda group: group[0].phase),
+            Column(key="module", value=lambda group: without_numbers(group[0].module) or THE_MODEL),
             Column(key="num_modules", header="modules", quantity=NUMBER, rank=2, value=len),
-            Column(key="operator", header="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
+            Column(key="operator", rank=1, value=lambda group: group[0].op.removeprefix("aten::")),
             Column(key="node", header="autograd node", rank=3, value=lambda group: group[0].node),
-            Column(key="operands", header="operands", value=lambda group: " × ".join(map(short, group[0].inputs))),
-            Column(key="result", header="result", value=lambda group: shorts(group[0].outputs)),
-            Column(key="calls", header="calls", quantity=NUMBER, value=lambda group: sum(each.calls for each in group)),
+            Column(key="operands", value=lambda group: " × ".join(map(short, group[0].inputs))),
+            Column(key="result", value=lambda group: shorts(group[0].outputs)),
+            Column(key="calls", quantity=NUMBER, value=lambda group: sum(each.calls for each in group)),
         ),
     )
 
@@ -103,7 +102,7 @@ _COUNTS = (
     Column(key="num_below_range", header="below range", quantity=NUMBER, rank=4),
     Column(key="num_subnormal", header="subnormal", quantity=NUMBER),
     Column(key="subnormal_share", header="share", quantity=SHARE, rank=1),
-    Column(key="largest", header="largest", quantity=Quantity(lambda value: f"{value:.4g}"), rank=3),
+    Column(key="largest", quantity=Quantity(lambda value: f"{value:.4g}"), rank=3),
 )
 
 
@@ -134,7 +133,7 @@ def loss_table(audit: Audit) -> Table:
     ]
     return Table(
         name="losses",
-        columns=(Column(key="module", header="module"), Column(key="of", header="of its"), *_COUNTS),
+        columns=(Column(key="module"), Column(key="of", header="of its"), *_COUNTS),
         rows=tuple(rows),
         first=first if len(rows) > first else None,
         caption="Overflowed elements are not finite here and finite in the fp32 run. Underflowed ones are zero here "
@@ -151,9 +150,13 @@ def scaling_table(scaling: LossScaling) -> Table:
         columns=(Column(key="loss_scale", header="loss times", quantity=NUMBER), *_COUNTS),
         rows=tuple(
             {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
-            for scale, elements in ((1.0, scaling.unscaled), (scaling.suggested_scale, scaling.scaled))
+            for scale, elements in _by_scale(scaling)
         ),
     )
+
+
+def _by_scale(scaling: LossScaling) -> tuple[tuple[float, Elements], ...]:
+    return (1.0, scaling.unscaled), (scaling.suggested_scale, scaling.scaled)
 
 
 def sum_table(accumulations: Sequence[Accumulation]) -> Table:
@@ -161,10 +164,10 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
     return Table(
         name="accumulation",
         columns=(
-            Column(key="sum", header="sum"),
-            Column(key="result", header="result", quantity=Quantity(sums.printed)),
+            Column(key="sum"),
+            Column(key="result", quantity=Quantity(sums.printed)),
             Column(key="num_rounded", header="additions rounded", quantity=NUMBER, rank=1),
-            Column(key="why", header="why", wraps_from=_TEXT),
+            Column(key="why", wraps_from=_TEXT),
         ),
         rows=tuple(
             {
@@ -223,11 +226,11 @@ def _ratio(over: Scalar, under: Scalar) -> float | None:
 
 def data_tables(
     audits: Sequence[Numerics], accumulations: Sequence[Accumulation], runs: Sequence[Run]
-) -> tuple[Table, ...]:
+) -> dict[str, Sequence[Mapping[str, Scalar]]]:
     """Every module, operation, product and sum in a row of its own, with torch's names of the types; the tables that
     have rows."""
     seen = [numerics for numerics in audits if numerics.audit]
-    found = {
+    found: dict[str, Sequence[Mapping[str, Scalar]]] = {
         "audit": [row for numerics in audits for row in _module_rows(numerics)],
         "operations": [row for numerics in seen for row in _operation_rows(numerics)],
         "matmuls": [row for numerics in seen for row in _matmul_rows(numerics)],
@@ -235,39 +238,28 @@ def data_tables(
         "accumulation": sum_table(accumulations).rows,
         "timings": timing_rows(runs),
     }
-    return tuple(Table(name=name, columns=(), rows=tuple(rows)) for name, rows in found.items() if rows)
+    return {name: rows for name, rows in found.items() if rows}
 
 
 def _head(numerics: Numerics) -> Row:
-    return {
-        "id": numerics.id,
-        "precision": numerics.spec.precision if numerics.spec else None,
-        "status": numerics.status,
-    }
+    precision = numerics.spec.precision if numerics.spec else None
+    return {"id": numerics.id, "precision": precision, "status": numerics.status}
 
 
 def _module_rows(numerics: Numerics) -> list[Row]:
     """One row per module with the counts of its elements by kind of tensor; a failed audit is one row."""
-    head = _head(numerics)
     if numerics.audit is None:
-        return [head | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]
-    return [head | _module_row(module) for module in numerics.audit.modules]
+        return [_head(numerics) | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]
+    return [_head(numerics) | _module_row(module) for module in numerics.audit.modules]
 
 
 def _module_row(module: ModuleAudit) -> Row:
-    row: Row = {
-        "module": module.module or THE_MODEL,
-        "class": module.kind,
-        "parameters": _types(module.parameters),
-        "inputs": _types(module.inputs),
-        "outputs": _types(module.outputs),
-        "gradients": _types(module.gradients),
-        "output_gradients": _types(module.output_gradients),
-    }
+    types = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
+    row: Row = {"module": module.module or THE_MODEL, "class": module.kind}
+    row |= {name: _types(getattr(module, name)) for name in types}
     for kind in KINDS:
-        elements = elements_of(module, kind)
-        for field in fields(Elements):
-            row[f"{kind.replace(' ', '_')}_{field.name}"] = getattr(elements, field.name) if elements else None
+        counted = row_of(elements_of(module, kind), *_ELEMENTS)
+        row |= {f"{kind.replace(' ', '_')}_{name}": count for name, count in counted.items()}
     return row
 
 
@@ -305,12 +297,8 @@ def _matmul_rows(numerics: Numerics) -> list[Row]:
 def _scaling_rows(numerics: Numerics) -> list[Row]:
     """Two rows: the gradients without the factor on the loss, and with it; none without a suggestion."""
     scaling = numerics.audit.loss_scaling if numerics.audit else None
-    if scaling is None:
-        return []
-    return [
-        _head(numerics) | {"loss_scale": scale} | {field.name: getattr(found, field.name) for field in fields(Elements)}
-        for scale, found in ((1.0, scaling.unscaled), (scaling.suggested_scale, scaling.scaled))
-    ]
+    pairs = _by_scale(scaling) if scaling else ()
+    return [_head(numerics) | {"loss_scale": scale} | row_of(found, *_ELEMENTS) for scale, found in pairs]
 
 
 def _types(names: Sequence[str]) -> str | None:

@@ -1,8 +1,8 @@
 """The answer of an audit of precision: what to keep in fp32 and why, and whether the loss needs a scale."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
-from steplab.records.numerics import Audit, Numerics
+from steplab.records.numerics import Audit, Numerics, OperationAudit
 from steplab.report.kit.document import Verdict
 from steplab.report.precision.figures import SMALLEST_EXPONENT, all_elements, not_finite
 from steplab.report.precision.words import COMPUTED_IN, NORMS, title
@@ -29,20 +29,21 @@ def precision_verdict(numerics: Numerics) -> Verdict:
     return Verdict(sentences=sentences, cautions=tuple(_cautions(numerics, audit, low)))
 
 
-def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
+def _sums(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use: True) -> list[str]:
+    """The names of the operations that add up many terms, each once; of them those that are chosen."""
     sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
-    names = list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums))
-    if not names:
-        return
-    yield f"Keep {listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
+    return list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if chosen(use)))
+
+
+def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
+    if names := _sums(audit):
+        yield f"Keep {listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
 
 
 def _done(numerics: Numerics, audit: Audit) -> str:
     """What autocast does of that by itself."""
-    if numerics.spec is None or numerics.spec.precision not in AUTOCAST:
-        return ""
-    sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
-    ruled = list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if use.rule == "fp32"))
+    by_autocast = numerics.spec is not None and numerics.spec.precision in AUTOCAST
+    ruled = _sums(audit, lambda use: use.rule == "fp32") if by_autocast else []
     return f". Autocast does so for {listed(ruled)}" if ruled else ""
 
 
@@ -66,8 +67,7 @@ def _loss(audit: Audit) -> Iterator[str]:
 
 
 def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
-    lossy = [u for u in audit.operations if any(p in u.op for p in _SUMS) and not set(u.outputs) <= {"float32"}]
-    if names := list(dict.fromkeys(NORMS.get(use.op, use.op) for use in lossy)):
+    if names := _sums(audit, lambda use: not set(use.outputs) <= {"float32"}):
         yield f"Warning: in this step {listed(names)} ran in {low}."
     infinite = sum(
         not_finite(found) for kind in ("outputs", "parameter gradients") if (found := all_elements(audit, kind))

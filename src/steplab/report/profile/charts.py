@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.records.run import Run
-from steplab.report.kit.charts import SERIES, category_legend
+from steplab.report.kit.charts import category_color, category_legend, color_number
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.kit.kernel_names import short_kernel
 from steplab.report.profile import words
@@ -63,7 +63,7 @@ def _category_segments(name: str, span: Span) -> Iterator[Segment]:
         share = seconds / span.busy_s if span.busy_s else 0.0
         if share:
             tip = f"{name}: {category} {units.format_time(seconds)}, {units.format_percent(share)} of the busy time"
-            yield Segment(value=share, color=_category_color(category), tip=tip)
+            yield Segment(value=share, color=_color(category), tip=tip)
 
 
 def kernel_bars(profile: Profile) -> Iterator[tuple[str, Bars]]:
@@ -87,10 +87,10 @@ def _kernel_bar(kernel: TopKernel) -> Bar:
     return Bar(
         label=kernel.short,
         figure=f"{units.format_time(kernel.time_s)}, {units.format_percent(kernel.share)}",
-        segments=(Segment(value=kernel.time_s, color=_category_color(kernel.category), tip=tip),),
+        segments=(Segment(value=kernel.time_s, color=_color(kernel.category), tip=tip),),
         detail=f"{words.calls_text(kernel.calls)} calls",
     )
 
 
-def _category_color(category: str) -> int:
-    return len(SERIES) + 1 + CATEGORIES.index(category)
+def _color(category: str) -> int:
+    return color_number(category_color(category))

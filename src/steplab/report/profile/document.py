@@ -9,18 +9,15 @@ from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import (
     MOST_IN_FULL,
-    Block,
     Document,
     Section,
-    Sentences,
-    Table,
     Verdict,
-    chapter,
     later,
     named_section,
     notes_section,
     record_section,
     records_in_full,
+    sentences,
 )
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
@@ -52,14 +49,13 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
     """
     if run.profile is None:
         raise UserError(f"run {run.id} has no profile; `steplab profile` makes a run that has one")
-    kernels = Table(name="kernels", columns=(), rows=tuple(kernel_rows(run.profile)))
     section = profile_chapter(cells_of([run]), {run.id: findings} if findings else {})
     return Document(
         title=run_title(run),
         subtitle=run_subtitle(run),
         verdict=profile_verdict(run, run.profile, findings),
-        sections=(section,) if section else (),
-        data=kernels,
+        sections=(section,),
+        data=kernel_rows(run.profile),
     )
 
 
@@ -76,56 +72,45 @@ def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None
     return Verdict(sentences=(*finding_sentences(run, findings), *timed), cautions=(*doubts, *run_cautions(run)))
 
 
-def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section | None:
+def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section:
     """The profiled runs, in the cells' order, with the `findings` by their ids."""
-    profiled = [(cell, cell.run.profile) for cell in cells if cell.run.profile]
+    profiled = [cell for cell in cells if cell.run.profile]
     fields, found = varying(cells), findings or {}
-    in_full = spread(profiled, MOST_IN_FULL)
-    parts = [
-        _record(cell.run, profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.run.id))
-        for cell, profile in in_full
-    ]
-    cautions = tuple(dict.fromkeys(words.caution(cell.run) for cell, _ in profiled))
-    note = Sentences(texts=cautions, role="note")
-    ids = [cell.id for cell, _ in in_full]
-    shown = records_in_full(parts, [cell.id for cell, _ in profiled if cell.id not in ids])
-    return chapter(TITLE, "profiles", note, *shown) if parts else None
+
+    def record(cell: RunCell) -> Section:
+        assert cell.run.profile is not None
+        return _record(cell.run, cell.run.profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.id))
+
+    cautions = sentences(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
+    shown = records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
+    return named_section(TITLE, cautions, *shown, anchor="profiles")
 
 
 def _record(run: Run, profile: Profile, title: str, findings: Findings | None) -> Section:
-    saving = findings_section(findings) if findings else None
     doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts) if title else ()  # else they open the report
     told = Verdict(sentences=(words.time_sentence(run, profile),), cautions=doubts)
-    sections = (*([saving] if saving else []), *_sections(run, profile))
+    sections = (*([findings_section(findings)] if findings else []), *_sections(run, profile))
     return record_section(words.heading(run, profile), told, sections, title=title)
 
 
 def _sections(run: Run, profile: Profile) -> Iterator[Section]:
-    yield _section(
+    yield named_section(
         f"{words.device_word(profile)} time by phase",
         device_time(run, profile),
         phase_table(run, profile),
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield _section("Categories", category_bars(run, profile), category_table(run, profile), *told)
+    yield named_section("Categories", category_bars(run, profile), category_table(run, profile), *told)
     if profile.kernels:
-        tops = Sentences(texts=tuple(words.top_kernel_sentences(profile)), role="finding")
+        tops = sentences(words.top_kernel_sentences(profile), "finding")
         bars = (named_section(phase, block) for phase, block in kernel_bars(profile))
-        yield _section(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
+        yield named_section(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
     if rows := attention_rows(run, profile):
-        notes = Sentences(texts=tuple(attention_notes(run, rows)), role="note")
-        yield _section("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
-    yield _section("Roofline", later(roofline, run, profile))
-    if talk := words.communication_sentence(run, profile):
-        yield _section("Communication", talk)
-    yield _section("Timeline of one step", later(timeline_chart, profile))
-    if profile.host_calls:
-        yield _section("Host calls that wait or copy", host_call_table(profile))
-    yield from notes_section(words.further_notes(profile))
-
-
-def _section(title: str, *parts: Block | str | None) -> Section:
-    """A section of the blocks and sentences that are not None."""
-    blocks = (Sentences(texts=(part,)) if isinstance(part, str) else part for part in parts)
-    return named_section(title, *blocks)
+        notes = sentences(attention_notes(run, rows), "note")
+        yield named_section("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
+    yield named_section("Roofline", later(roofline, run, profile))
+    yield named_section("Communication", words.communication_sentence(run, profile))
+    yield named_section("Timeline of one step", later(timeline_chart, profile))
+    yield named_section("Host calls that wait or copy", host_call_table(profile))
+    yield notes_section(words.further_notes(profile))

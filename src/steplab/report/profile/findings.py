@@ -11,12 +11,12 @@ from steplab.report.kit.document import (
     Document,
     Pairs,
     Section,
-    Sentences,
     Table,
     Verdict,
     named_section,
     notes_section,
     row_of,
+    sentences,
 )
 from steplab.report.kit.quantities import TIME, Quantity
 from steplab.report.profile.verdict import finding_sentences, saving_words
@@ -28,34 +28,33 @@ _SAME_STEP = 0.20
 load must have changed: repeated medians of one step differ by a few per cent."""
 _CAPTION = "Each gain is predicted as if no other change were made, so the gains do not add up."
 _TO_TRY = "`--try` measures the changes that are options of the step."
-_SIGNED = Quantity(lambda share: f"{100 * share:+.1f} %")
+_SIGNED = Quantity(units.format_change)
 
 
 def findings_document(run: Run, findings: Findings) -> Document:
     """All that was found in a run."""
     found = findings.findings
-    sections = [_finding(number, finding, findings.step_s) for number, finding in enumerate(found, start=1)]
-    if any(finding.trial for finding in found):
-        sections.append(_trials(findings))
-    if found:
-        words = f"{_CAPTION} {_TO_TRY}" if any(finding.fields for finding in found) else _CAPTION
-        sections.append(named_section("", Sentences(texts=(words,), role="note")))
+    caption = f"{_CAPTION} {_TO_TRY}" if any(finding.fields for finding in found) else _CAPTION
     return Document(
         title=run_title(run),
         subtitle=f"run {run.id} · {run.created_utc} · explained by steplab {findings.steplab_version}",
         verdict=Verdict(sentences=tuple(finding_sentences(run, findings)), cautions=tuple(run_cautions(run))),
-        sections=(*sections, *notes_section(findings.not_looked_at, "Not looked at")),
-        data=Table(name="findings", columns=(), rows=tuple(map(_row, found))),
+        sections=(
+            *(_finding(number, finding, findings.step_s) for number, finding in enumerate(found, start=1)),
+            _trials(findings),
+            named_section("", sentences([caption] if found else [], "note")),
+            notes_section(findings.not_looked_at, "Not looked at"),
+        ),
+        data=list(map(_row, found)),
     )
 
 
 def _row(finding: Finding) -> Row:
     """One row per finding, for programs that read tables; the record itself has more."""
-    trial = finding.trial
-    of_trial = ("before_s", "after_s", "tokens_ratio", "saved_s", "least_saved_s", "most_saved_s", "failure")
     return {
         **row_of(finding, "kind", "title", "saves_s", "at_most", "change"),
-        **(row_of(trial, *of_trial) if trial else dict.fromkeys(of_trial)),
+        **row_of(finding.trial, "before_s", "after_s", "tokens_ratio"),
+        **row_of(finding.trial, "saved_s", "least_saved_s", "most_saved_s", "failure"),
     }
 
 
@@ -63,11 +62,11 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
     prediction = f"Prediction: {finding.prediction}"
     return named_section(
         f"{number}. {finding.title}",
-        Sentences(texts=(_gain(finding, step_s), finding.saw, finding.why, prediction)),
-        Sentences(texts=(finding.change,), role="code"),
-        Sentences(texts=(finding.note,), role="note") if finding.note else None,
+        sentences([_gain(finding, step_s), finding.saw, finding.why, prediction]),
+        sentences([finding.change], "code"),
+        sentences([finding.note], "note"),
         Pairs(pairs=(("kind", finding.kind), *((e.what, _figure(e)) for e in finding.evidence))),
-        Sentences(texts=(_trial_words(finding),)) if finding.trial else None,
+        _trial_words(finding) if finding.trial else None,
     )
 
 
@@ -118,8 +117,7 @@ def _predicted(finding: Finding) -> str | None:
 
 
 def _trials(findings: Findings) -> Section:
-    changed = tuple(_changed_step(findings))
-    told = Sentences(texts=changed) if changed else None
+    told = sentences(_changed_step(findings))
     return named_section("Time saved per step, predicted and measured", trials_table(findings), told)
 
 
@@ -129,14 +127,14 @@ def trials_table(findings: Findings) -> Table:
         name="trials",
         columns=(
             Column(key="kind", header="finding"),
-            Column(key="change", header="change"),
-            Column(key="predicted", header="predicted", quantity=TIME),
-            Column(key="measured", header="measured", quantity=TIME),
+            Column(key="change"),
+            Column(key="predicted", quantity=TIME),
+            Column(key="measured", quantity=TIME),
             Column(key="least", header="from", quantity=TIME, rank=3),
             Column(key="most", header="to", quantity=TIME, rank=3),
-            Column(key="error", header="error", quantity=_SIGNED, rank=1),
-            Column(key="before_s", header="before", quantity=TIME, rank=2),
-            Column(key="after_s", header="after", quantity=TIME, rank=2),
+            Column(key="error", quantity=_SIGNED, rank=1),
+            Column(key="before_s", header="before", rank=2),
+            Column(key="after_s", header="after", rank=2),
         ),
         rows=tuple(_trial_row(finding) for finding in findings.findings if finding.trial),
         caption="Before and after are median step times, both for the tokens of one step before, measured in turns. "

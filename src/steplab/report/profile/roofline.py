@@ -10,7 +10,7 @@ from steplab.costs.roofline import Roofline
 from steplab.records.profile import CATEGORIES, OpStats, Profile
 from steplab.records.run import Run
 from steplab.report.kit.charts import INK, MUTED, PAPER, Drawing, category_color, category_legend, drawing
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart, Legend
 from steplab.report.kit.kernel_names import last_part
 from steplab.specs.hardware import find_hardware
 
@@ -122,13 +122,13 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
         _name_largest(axes, points)
     shown = [category for category in CATEGORIES if any(p.op.category == category for p in points)]
     return Chart(
-        pictures=(Picture(title="", svg=picture.to_svg(), width=_WIDTH),),
+        pictures=(picture.picture(),),
         legend=(*category_legend(shown), *_phase_legend(points)),
         note=_note(run, every, points, roofs, peaks),
     )
 
 
-def _phase_legend(points: Sequence[Point]) -> tuple[tuple[int, str, str], ...]:
+def _phase_legend(points: Sequence[Point]) -> Legend:
     """The glyph of each phase, in grey."""
     phases = {point.op.phase for point in points}
     return tuple((_GREY, glyph, phase) for phase, (_, glyph) in _MARKERS.items() if phase in phases)

@@ -9,11 +9,8 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of, table_of
 from steplab.report.kit.quantities import (
-    BYTES,
-    BYTES_PER_S,
     DIGITS,
     FLOPS,
-    FLOPS_PER_S,
     PERCENT,
     TIME,
     Quantity,
@@ -32,31 +29,32 @@ def phase_table(run: Run, profile: Profile) -> Table:
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
 
-    def agreement(span: Span) -> str | None:
-        return words.agreement(span, profile).words
-
     return table_of(
         "phases",
         spans(run, profile),
         (
-            Column(key="phase", header="phase"),
+            Column(key="phase"),
             *(
                 column
                 for key, header in parts
                 for column in (
-                    Column(key=f"{key}_s", header=header, quantity=TIME),
+                    Column(key=f"{key}_s", header=header),
                     Column(key=f"{key}_share", header="share", quantity=PERCENT, rank=2, value=partial(_share, key)),
                 )
             ),
-            Column(key="window_s", header="window", quantity=TIME, rank=1),
+            Column(key="window_s", header="window", rank=1),
             Column(key="num_kernels", header=words.kernels_word(profile), quantity=_CALLS, rank=3),
             Column(
                 key="timed_s",
                 header="unprofiled",
-                quantity=TIME,
                 note="Unprofiled is the median of the same phase in the timed steps.",
             ),
-            Column(key="agreement", header="busy against unprofiled", wraps_from=24, value=agreement),
+            Column(
+                key="agreement",
+                header="busy against unprofiled",
+                wraps_from=24,
+                value=lambda span: words.agreement(span, profile),
+            ),
         ),
         caption="Time per step. The window lasts from the end of the phase before to the end of the phase's last "
         f"{words.kernels_word(profile).removesuffix('s')}, and shares are of it.",
@@ -78,7 +76,7 @@ def category_table(run: Run, profile: Profile) -> Table:
             seconds = span.categories[category]
             row |= {span.phase: seconds, f"{span.phase}_share": seconds / span.busy_s} if seconds else {}
         rows.append(row)
-    columns = [Column(key="category", header="category")]
+    columns = [Column(key="category")]
     for index, span in enumerate(found):
         last = index == len(found) - 1  # the step, or the only phase
         columns += [
@@ -101,14 +99,14 @@ def kernel_table(profile: Profile) -> Table:
         top_kernels(profile),
         (
             Column(key="short", header=word, wraps_from=36),
-            Column(key="category", header="category", rank=2),
-            Column(key="phase", header="phase", rank=1),
-            Column(key="range", header="range", rank=3, value=lambda kernel: kernel.ranges[0]),
-            Column(key="ranges", header="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
-            Column(key="calls", header="calls", quantity=_CALLS, rank=1),
-            Column(key="time_s", header="time", quantity=TIME),
-            Column(key="share", header="share", quantity=PERCENT),
-            Column(key="median_s", header="median", quantity=TIME, rank=4, value=median),
+            Column(key="category", rank=2),
+            Column(key="phase", rank=1),
+            Column(key="range", rank=3, value=lambda kernel: kernel.ranges[0]),
+            Column(key="ranges", quantity=_CALLS, rank=5, value=lambda kernel: len(kernel.ranges)),
+            Column(key="calls", quantity=_CALLS, rank=1),
+            Column(key="time_s", header="time"),
+            Column(key="share", quantity=PERCENT),
+            Column(key="median_s", header="median", rank=4, value=median),
         ),
         caption=f"Calls and time per step, share of the time of all {word}s, and median time of a call; ≈ marks the "
         "median of several ranges' medians. The range is the one with the most time; ranges is their number.",
@@ -119,14 +117,14 @@ def kernel_table(profile: Profile) -> Table:
 def attention_table(rows: Sequence[AttentionRow]) -> Table:
     """Scores, softmax and values (or all of them fused) by phase; no value for what is not counted."""
     columns = (
-        Column(key="phase", header="phase"),
-        Column(key="part", header="part"),
-        Column(key="time_s", header="time", quantity=TIME),
+        Column(key="phase"),
+        Column(key="part"),
+        Column(key="time_s", header="time"),
         Column(key="flops", header="FLOPs", quantity=FLOPS, rank=4),
-        Column(key="moved_bytes", header="bytes", quantity=BYTES, rank=5),
+        Column(key="moved_bytes", header="bytes", rank=5),
         Column(key="intensity", header="FLOP/B", quantity=DIGITS, rank=1),
-        Column(key="flops_per_s", header="achieved", quantity=FLOPS_PER_S, rank=2),
-        Column(key="bytes_per_s", header="moving", quantity=BYTES_PER_S, rank=3),
+        Column(key="flops_per_s", header="achieved", rank=2),
+        Column(key="bytes_per_s", header="moving", rank=3),
         Column(key="ceiling_share", header="of the ceiling", quantity=PERCENT),
     )
     of_work = [column.key for column in columns[2:]]
@@ -143,10 +141,10 @@ def host_call_table(profile: Profile) -> Table:
         calls,
         (
             Column(key="name", header="call", wraps_from=20),
-            Column(key="phase", header="phase", rank=1),
-            Column(key="range", header="range", rank=2),
-            Column(key="calls", header="calls", quantity=_CALLS, value=lambda call: call.calls / steps),
-            Column(key="host_s", header="host time", quantity=TIME, value=lambda call: call.total_s / steps),
+            Column(key="phase", rank=1),
+            Column(key="range", rank=2),
+            Column(key="calls", quantity=_CALLS, value=lambda call: call.calls / steps),
+            Column(key="host_s", header="host time", value=lambda call: call.total_s / steps),
         ),
         first=_MOST_HOST_CALLS,
     )

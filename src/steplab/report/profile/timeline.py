@@ -1,6 +1,5 @@
 """The timeline of a profiled step: the whole of it, and one block of the model, kernel by kernel."""
 
-import html
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -19,6 +18,7 @@ from steplab.report.kit.timelines import (
     step_picture,
     stream_names,
     svg,
+    titled,
     words_at,
 )
 
@@ -92,27 +92,24 @@ def _close_picture(timeline: Timeline, window: CloseUp, names: Mapping[int, str]
 def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:
     kernel, start_ns, lasts_ns = timeline.kernel[index], timeline.start_ns[index], timeline.duration_ns[index]
     left, right = frame.x(start_ns), frame.x(start_ns + lasts_ns)
-    name = html.escape(short_kernel(timeline.names[kernel], 160))
-    category = timeline.categories[kernel]
-    return (
-        f"<g><title>{name}: {category}, {units.format_time(lasts_ns / 1e9)}</title>"
-        f'<path d="M{left:.2f} {frame.y(timeline.stream[index]):g}h{max(right - left, 0.3):.2f}v{frame.row_px:g}'
-        f'h{-max(right - left, 0.3):.2f}z" fill="{css_color(category_color(category))}"/></g>'
-    )
+    name, category = short_kernel(timeline.names[kernel], 160), timeline.categories[kernel]
+    width = max(right - left, 0.3)
+    box = f"M{left:.2f} {frame.y(timeline.stream[index]):g}h{width:.2f}v{frame.row_px:g}h{-width:.2f}z"
+    tip = f"{name}: {category}, {units.format_time(lasts_ns / 1e9)}"
+    return titled(tip, f'<path d="{box}" fill="{css_color(category_color(category))}"/>')
 
 
 def _ranges(window: CloseUp, frame: Frame) -> Iterator[str]:
     """The ranges' last names above the kernels, where there is room."""
     for name, start_ns, end_ns in window.ranges:
         left, right = frame.x(start_ns), frame.x(end_ns)
-        tip = f"{html.escape(name)}, {units.format_time((end_ns - start_ns) / 1e9)}"
         text = last_part(name)
+        fits = len(text) * LETTER_PX <= right - left
         end = max(right - 0.5, left + 1)
         bracket = f"M{left + 0.5:.1f} {_NAMES + 0.5}V{_NAMES - 3.5}H{end:.1f}V{_NAMES + 0.5}"
-        yield f'<g><title>{tip}</title><path d="{bracket}" fill="none" stroke="{css_color(MUTED)}"/>'
-        if len(text) * LETTER_PX <= right - left:
-            yield words_at((left + right) / 2, 11, text, MUTED, "middle")
-        yield "</g>"
+        drawn = f'<path d="{bracket}" fill="none" stroke="{css_color(MUTED)}"/>'
+        drawn += words_at((left + right) / 2, 11, text, MUTED, "middle") if fits else ""
+        yield titled(f"{name}, {units.format_time((end_ns - start_ns) / 1e9)}", drawn)
 
 
 _PHASES = ("forward", "backward")

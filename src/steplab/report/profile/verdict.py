@@ -68,10 +68,8 @@ def saved_words(finding: Finding) -> str:
     return f"{'at most' if finding.at_most else 'about'} {units.format_time(finding.saves_s)}{tokens}"
 
 
-def findings_section(findings: Findings) -> Section | None:
+def findings_section(findings: Findings) -> Section:
     """The findings as bars of what each would save, and as a table with the changes."""
-    if not findings.findings:
-        return None
     bars = tuple(
         Bar(
             label=finding.title,
@@ -93,9 +91,9 @@ def findings_section(findings: Findings) -> Section | None:
         findings.findings,
         (
             Column(key="title", header="finding", wraps_from=30),
-            Column(key="saves", header="saves", value=saved_words),
+            Column(key="saves", value=saved_words),
             Column(key="share", header="of the step", quantity=PERCENT, value=share),
-            Column(key="change", header="change", wraps_from=24, rank=1),
+            Column(key="change", wraps_from=24, rank=1),
         ),
         caption=_NOTE.format(findings.run_id),
         folded=True,

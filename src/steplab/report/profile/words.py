@@ -1,7 +1,5 @@
 """The sentences about a profile, the same on a terminal and on a page. Every figure is per step."""
 
-from dataclasses import dataclass
-
 from steplab import units
 from steplab.costs.roofline import Roofline
 from steplab.records.profile import ATTENTION_PARTS, Profile
@@ -54,25 +52,15 @@ def caution(run: Run) -> str:
     return PROFILED
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Agreement:
-    """Profiled busy time against the unprofiled time of the same phase."""
-
-    agrees: bool | None
-    """Whether they differ by at most TOLERANCE; None where there is no unprofiled time."""
-    words: str | None
-    """By how much they differ, and the reason where that is more than TOLERANCE; None where there is nothing to
-    compare."""
-
-
-def agreement(span: Span, profile: Profile) -> Agreement:
-    """Compare a phase's busy device time with its unprofiled median."""
+def agreement(span: Span, profile: Profile) -> str | None:
+    """A phase's busy device time against its unprofiled median: by how much they differ, and why where that is more
+    than TOLERANCE; None where there is no unprofiled time."""
     if span.timed_s is None:
-        return Agreement(agrees=None, words=None)
+        return None
     off = span.busy_s / span.timed_s - 1
     if abs(off) <= TOLERANCE:
-        return Agreement(agrees=True, words=f"agrees, {_signed(off)}")
-    return Agreement(agrees=False, words=f"{_signed(off)}: {_why(span, span.timed_s, off, profile)}")
+        return f"agrees, {_signed(off)}"
+    return f"{_signed(off)}: {_why(span, span.timed_s, off, profile)}"
 
 
 def _why(span: Span, timed_s: float, off: float, profile: Profile) -> str:

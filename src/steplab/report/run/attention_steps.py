@@ -45,12 +45,9 @@ def _over(before: Scalar, after: Scalar) -> float | None:
     return before / after if isinstance(before, (int, float)) and isinstance(after, (int, float)) else None
 
 
-def attention_steps(runs: Sequence[Run]) -> Table | None:
-    """The rows as a table; None without any."""
-    rows = attention_step_rows(runs)
-    if not rows:
-        return None
+def attention_steps(runs: Sequence[Run]) -> Table:
+    """The rows as a table."""
     known = {column.key: column for column in COLUMNS}
     columns = [known[key] for key in (*(f.column for f in STEP_FIELDS if f.column not in _LAST), *_LAST)]
     speeds = [Column(key=f"{name}_speed", header=f"vs plain, {name}", quantity=TIMES, rank=1) for name in _BASELINES]
-    return rows_table(rows, (*columns[:-2], *speeds, *columns[-2:]))
+    return rows_table(attention_step_rows(runs), (*columns[:-2], *speeds, *columns[-2:]))

@@ -6,18 +6,18 @@ from steplab import stats
 from steplab.records.disturbances import disturbance_words
 from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import Column, Section, Table, named_section
-from steplab.report.kit.quantities import BYTES, LABEL, TIME, TIMES
+from steplab.report.kit.quantities import LABEL, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
 from steplab.report.run.effects import Effect, Pair, effects_of
 from steplab.report.run.figures import phase_names
 
 MOST_ROWS = 40
 """Rows of a table that a terminal shows."""
-_RUN = Column(key="run", header="run", wraps_from=16)
+_RUN = Column(key="run", wraps_from=16)
 _RECORD = Column(key="id", header="record", rank=3)
 
 
-def passes_table(cells: Sequence[RunCell]) -> Table | None:
+def passes_table(cells: Sequence[RunCell]) -> Table:
     """Mean, standard deviation and median of each pass of each run's step: forward, backward and optimizer."""
     fields = varying(cells)
     rows: list[Row] = []
@@ -37,9 +37,9 @@ def passes_table(cells: Sequence[RunCell]) -> Table | None:
         columns=(
             _RUN,
             Column(key="part", header="pass"),
-            Column(key="median_s", header="median", quantity=TIME),
-            Column(key="mean_s", header="mean", quantity=TIME),
-            Column(key="stdev_s", header="sd", quantity=TIME),
+            Column(key="median_s", header="median"),
+            Column(key="mean_s", header="mean"),
+            Column(key="stdev_s", header="sd"),
             Column(key="count", header="steps", quantity=LABEL, shared="{} measured steps"),
             Column(key="warnings", header="warning", rank=1, wraps_from=12),
             _RECORD,
@@ -47,7 +47,7 @@ def passes_table(cells: Sequence[RunCell]) -> Table | None:
         rows=tuple(rows),
         caption="Steps back to back; sd is the standard deviation over steps (n − 1).",
         first=MOST_ROWS,
-    ) if rows else None  # fmt: skip
+    )
 
 
 def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
@@ -77,7 +77,7 @@ def _single(effects: Sequence[Effect]) -> Table:
         {"choice": effect.choice, "run": label(effect.pairs[0].before, fields), **_pair_row(effect.pairs[0])}
         for effect in effects
     ]
-    columns = (Column(key="choice", header="choice", wraps_from=20), _RUN, *_pair_columns("before", "after"))
+    columns = (Column(key="choice", wraps_from=20), _RUN, *_pair_columns("before", "after"))
     return _pairs_table("choices with one pair", columns, rows)
 
 
@@ -99,12 +99,12 @@ def _pair_row(pair: Pair) -> dict[str, Scalar]:
 
 def _pair_columns(before: str, after: str) -> tuple[Column, ...]:
     return (
-        Column(key="before_s", header=before, quantity=TIME),
-        Column(key="after_s", header=after, quantity=TIME),
+        Column(key="before_s", header=before),
+        Column(key="after_s", header=after),
         Column(key="ratio", header="speed-up", quantity=TIMES),
         Column(key="certain", header="doubt", rank=1),
-        Column(key="before_bytes", header=f"peak, {before}", quantity=BYTES, rank=2),
-        Column(key="after_bytes", header=f"peak, {after}", quantity=BYTES, rank=2),
+        Column(key="before_bytes", header=f"peak, {before}", rank=2),
+        Column(key="after_bytes", header=f"peak, {after}", rank=2),
         Column(key="bytes_ratio", header="peak ×", quantity=TIMES, rank=2),
         Column(key="ids", header="records", rank=3, wraps_from=12),
     )

@@ -2,25 +2,14 @@
 and on a page.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 
 from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
-from steplab.records.timing import curve
-from steplab.report.kit.document import (
-    Block,
-    Column,
-    Fact,
-    Facts,
-    Section,
-    Sentences,
-    Table,
-    chapter,
-    later,
-    named_section,
-)
+from steplab.records.timing import Timing, curve
+from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Table, later, named_section, sentences
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import reason
@@ -82,76 +71,69 @@ TERMS = (
 _MANY = 4  # runs, more of which are listed apart
 
 
-def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section | None:
+def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section:
     """The most important figures, including those of findings and memory profiles."""
-    found = tuple(facts(cells, of_others))
-    return Section(title="", blocks=(Facts(facts=found),)) if found else None
+    return named_section("", Facts(facts=tuple(facts(cells, of_others))))
 
 
-def failure_chapter(cells: Sequence[RunCell]) -> Section | None:
+def failure_chapter(cells: Sequence[RunCell]) -> Section:
     """The circumstances of a single run's failure. Reasons of several runs are in `missing_chapter`."""
     failure = cells[0].run.failure if len(cells) == 1 else None
-    return chapter("Failure", "failure", *failure_blocks(failure)) if failure else None
+    return named_section("Failure", *(failure_blocks(failure) if failure else ()), anchor="failure")
 
 
-def step_time_chapter(cells: Sequence[RunCell]) -> Section | None:
+def step_time_chapter(cells: Sequence[RunCell]) -> Section:
     """Step time of every cell: as a chart, or of a single run the statistics."""
+    return named_section("Step time", *_step_time(cells), anchor="time")
+
+
+def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
     if not any(cell.run.median_s is not None for cell in cells):
-        return None
+        return
     if len(cells) > 1:
-        return chapter("Step time", "time", later(charts.step_times, cells))
-    run = cells[0].run
-    chosen = Sentences(texts=tuple(choices(run)), role="note") if choices(run) else None
-    return chapter("Step time", "time", step_time_pairs(run, run.timing) if run.timing else None, chosen)
+        yield later(charts.step_times, cells)
+    elif timing := cells[0].run.timing:
+        yield step_time_pairs(cells[0].run, timing)
+        yield sentences(choices(cells[0].run), "note")
 
 
-def phases_chapter(cells: Sequence[RunCell]) -> Section | None:
+def phases_chapter(cells: Sequence[RunCell]) -> Section:
     """Parts of a step: a bar per run, and of a single run a table."""
-    blocks: list[Block] = [bars] if (bars := phases(cells)) else []
+    tables: Iterable[Block] = [passes_table(cells)] if len(cells) > 1 else []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
-        blocks += phase_blocks(cells[0].run, timing)
-    if len(cells) > 1 and (table := passes_table(cells)):
-        blocks.append(table)
-    return chapter("Phases of a step", "phases", *blocks)
+        tables = phase_blocks(cells[0].run, timing)
+    return named_section("Phases of a step", phases(cells), *tables, anchor="phases")
 
 
-def effects_chapter(cells: Sequence[RunCell]) -> Section | None:
+def effects_chapter(cells: Sequence[RunCell]) -> Section:
     """Each choice against its baseline, by size: fp32 and bf16, eager and compiled."""
-    return chapter("Choices by size", "choices", *effects_sections(cells)) if len(cells) > 1 else None
+    return named_section("Choices by size", *(effects_sections(cells) if len(cells) > 1 else ()), anchor="choices")
 
 
-def warmup_chapter(cells: Sequence[RunCell]) -> Section | None:
+def warmup_chapter(cells: Sequence[RunCell]) -> Section:
     """When the step time settles, and what fewer warm-up steps would have changed."""
     timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
-    if not timings:
-        return None
-    if len(cells) == 1:
-        told = Sentences(texts=(steady_sentence(curve(timings[0])),))
-        effects = warmup_effects(timings[0])
-        return chapter("Warm-up", "warmup", told, later(warmup_curves, cells), effects, *_first_steps(cells))
-    counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
-    steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
-    restless = [f"The step time did not settle in {runs}." for words, runs in counts if not words.startswith("from")]
-    sentences = ([f"The step time is steady {steady}."] if steady else []) + restless
-    table = warmup_table(cells)
-    return chapter(
-        "Warm-up",
-        "warmup",
-        Sentences(texts=tuple(sentences)) if sentences else None,
-        later(warmup_curves, cells),
-        named_section("Fewer warm-up steps", table) if table else None,
-        *_first_steps(cells),
-    )
+    return named_section("Warm-up", *(_warmup(cells, timings) if timings else ()), anchor="warmup")
 
 
-def _first_steps(cells: Sequence[RunCell]) -> list[Block]:
-    """What the first steps spend their time on, and why."""
-    table, reasons = first_steps_table(worth_a_curve(cells)), first_steps_reasons(cells)
-    told = Sentences(texts=tuple(reasons), role="finding") if reasons else None
-    return [named_section("The first steps", table, told)] if table else []
+def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Block]:
+    """The same in its blocks; `timings` are those of the cells that have some."""
+    alone = len(cells) == 1
+    if alone:
+        yield sentences([steady_sentence(curve(timings[0]))])
+    else:
+        counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
+        steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
+        restless = [runs for words, runs in counts if not words.startswith("from")]
+        told = [f"The step time is steady {steady}."] if steady else []
+        yield sentences(told + [f"The step time did not settle in {runs}." for runs in restless])
+    yield later(warmup_curves, cells)
+    yield warmup_effects(timings[0]) if alone else named_section("Fewer warm-up steps", warmup_table(cells))
+    if table := first_steps_table(worth_a_curve(cells)):
+        yield named_section("The first steps", table, sentences(first_steps_reasons(cells), "finding"))
 
 
-def warmup_table(cells: Sequence[RunCell]) -> Table | None:
+def warmup_table(cells: Sequence[RunCell]) -> Table:
     """Means after 0, 1, 2 and 5 warm-up steps, for the runs whose curves are drawn."""
     chosen, fields = worth_a_curve(cells), varying(cells)
     rows: list[Row] = []
@@ -166,44 +148,43 @@ def warmup_table(cells: Sequence[RunCell]) -> Table | None:
         column
         for count in WARMUP_COUNTS
         for column in (
-            Column(key=f"{count}_s", header=f"after {count}", quantity=TIME),
+            Column(key=f"{count}_s", header=f"after {count}"),
             Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
         )
     ]
     return Table(
         name="warmup",
         columns=(
-            Column(key="run", header="run", wraps_from=20),
+            Column(key="run", wraps_from=20),
             *columns,
             Column(key="steady", header="steady state", wraps_from=16),
         ),
         rows=tuple(rows),
         caption="Mean of as many steps as were measured, after leaving out the first 0, 1, 2 or 5 steps of the same "
         "curve. × is the multiple of the run's own median. Compile time is not among these steps.",
-    ) if rows else None  # fmt: skip
+    )
 
 
-def ranks_chapter(cells: Sequence[RunCell]) -> Section | None:
+def ranks_chapter(cells: Sequence[RunCell]) -> Section:
     """What each process of a run of several measured."""
     several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
     if len(cells) == 1 and several:
-        return chapter("Ranks", "ranks", *rank_blocks(several[0].run.ranks))
+        return named_section("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
     named = (named_section(label(cell, fields), *rank_blocks(cell.run.ranks)) for cell in several)
-    return chapter("Ranks", "ranks", *named)
+    return named_section("Ranks", *named, anchor="ranks")
 
 
-def utilization_chapter(cells: Sequence[RunCell]) -> Section | None:
+def utilization_chapter(cells: Sequence[RunCell]) -> Section:
     """MFU and HFU under each convention."""
+    blocks: Iterable[Block] = ()
     if len(cells) == 1:
-        run = cells[0].run
-        return chapter("Utilization", "utilization", *(utilization_blocks(run) if run.utilizations else ()))
-    table = utilization_table(cells)
-    if table is None:
-        return None
-    return chapter("Utilization", "utilization", later(charts.mfu, cells), table, *_told_once(cells, doubts))
+        blocks = utilization_blocks(cells[0].run)
+    elif any(cell.run.utilizations for cell in cells):
+        blocks = (later(charts.mfu, cells), utilization_table(cells), *_told_once(cells, doubts))
+    return named_section("Utilization", *blocks, anchor="utilization")
 
 
-def utilization_table(cells: Sequence[RunCell]) -> Table | None:
+def utilization_table(cells: Sequence[RunCell]) -> Table:
     """One row per run, one column per convention, and the peak that the shares are relative to."""
     fields = varying(cells)
     rows: list[Row] = []
@@ -223,7 +204,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table | None:
     return Table(
         name="utilization",
         columns=(
-            Column(key="run", header="run", wraps_from=20),
+            Column(key="run", wraps_from=20),
             *(Column(key=key, header=header, quantity=SHARE) for key, header in kinds.items()),
             Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
@@ -232,12 +213,13 @@ def utilization_table(cells: Sequence[RunCell]) -> Table | None:
         ),
         rows=tuple(rows),
         first=MOST_ROWS,
-    ) if rows else None  # fmt: skip
+    )
 
 
-def runs_chapter(cells: Sequence[RunCell]) -> Section | None:
+def runs_chapter(cells: Sequence[RunCell]) -> Section:
     """The table of several runs with their choices."""
-    return chapter("Runs", "runs", runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else None
+    blocks = (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
+    return named_section("Runs", *blocks, anchor="runs")
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
@@ -265,9 +247,9 @@ def _spread(run: Run) -> Row:
     return {"low_s": summary.low, "high_s": summary.high, "mean_s": summary.mean, "stdev_s": summary.stdev}
 
 
-def missing_chapter(cells: Sequence[RunCell]) -> Section | None:
+def missing_chapter(cells: Sequence[RunCell]) -> Section:
     """What was not measured and why."""
-    return chapter("Not measured", "missing", *_told_once(cells, _missing if len(cells) > 1 else gaps))
+    return named_section("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
 
 
 def _missing(run: Run) -> list[str]:
@@ -280,15 +262,13 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
     fields = varying(cells)
     found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
     if len(cells) == 1:
-        return [Sentences(texts=tuple(found), role="finding")] if found else []
+        return [sentences(found, "finding")]
     blocks: list[Block] = []
     for text, names in found.items():
-        blocks.append(Sentences(texts=(text,), role="finding"))
-        if len(names) == len(cells):
-            blocks.append(Sentences(texts=("all runs",), role="note"))
-        elif len(names) > _MANY:
-            listed = Sentences(texts=("; ".join(names),), role="note")
-            blocks.append(Section(title=units.counted(len(names), "run"), blocks=(listed,), folded=True))
-        else:
-            blocks.append(Sentences(texts=("; ".join(names),), role="note"))
+        about = sentences(["all runs" if len(names) == len(cells) else "; ".join(names)], "note")
+        folded = _MANY < len(names) < len(cells)
+        blocks.append(sentences([text], "finding"))
+        blocks.append(
+            Section(title=units.counted(len(names), "run"), blocks=(about,), folded=True) if folded else about
+        )
     return blocks

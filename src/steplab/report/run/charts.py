@@ -26,7 +26,7 @@ from steplab.report.kit.charts import (
     series_color,
     series_legend,
 )
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart, Legend
 from steplab.report.kit.text import reason
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
 from steplab.report.run.words import interval_words
@@ -175,7 +175,7 @@ def _chart(
     paint: Callable[[Drawing, Layout, Panel, ax.Places], None],
     *,
     note: str,
-    legend: tuple[tuple[int, str, str], ...],
+    legend: Legend,
 ) -> Chart:
     """The panels with most marks, each with those positions alone that it has marks at."""
     ranked = sorted(range(len(panels)), key=lambda index: -len(panels[index].marks))
@@ -189,13 +189,13 @@ def _chart(
         place = ax.places(own, width)
         with drawing(width, AXES_HEIGHT + ax.below(own, place).height_px, title) as picture:
             paint(picture, own, moved, place)
-            pictures.append(Picture(title=panel.title, svg=picture.to_svg(), width=width))
+            pictures.append(picture.picture(panel.title))
     if left_out := sum(len(panels[index].marks) for index in ranked[_MOST_PANELS:]):
         note += f" {units.counted(left_out, 'more run')} in panels with fewer runs: the table of runs has them."
     return Chart(pictures=tuple(pictures), legend=legend, note=note)
 
 
-def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> tuple[tuple[int, str, str], ...]:
+def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> Legend:
     return series_legend(layout.series, glyphs) if len(layout.series) > 1 else ()
 
 

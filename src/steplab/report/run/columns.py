@@ -7,16 +7,13 @@ show the columns that differ, and what all rows share once, in the caption.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from steplab import units
 from steplab.records.rows import Row, Scalar
-from steplab.records.run_figures import RUN_FIGURES, RunFigure, Unit
-from steplab.report.kit.document import RESULT, Column, Document, Section, Table
-from steplab.report.kit.quantities import BYTES, FLOPS_PER_S, LABEL, SHARE, TEXT, TIME, Quantity
+from steplab.records.run_figures import RUN_FIGURES, RunFigure
+from steplab.report.kit.document import RESULT, Column, Document, Table, named_section
+from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
-TOKENS_PER_S = Quantity(lambda value: units.format_rate(value, "").rstrip())
-"""Tokens a second, where the heading names the unit: 12.3 k."""
 _DAY = Quantity(lambda value: str(value)[:10], numeric=False)
 
 
@@ -25,27 +22,15 @@ def _unsaid(value: Scalar) -> str:
     return ""
 
 
-QUANTITIES: dict[Unit, Quantity] = {
-    "s": TIME,
-    "tokens/s": TOKENS_PER_S,
-    "share": SHARE,
-    "FLOP/s": FLOPS_PER_S,
-    "bytes": BYTES,
-    "text": TEXT,
-}
-
-
 def _figure_column(figure: RunFigure) -> Column | None:
     if figure.header is None:
         return None
-    quantity = QUANTITIES[figure.unit]
     return Column(
         key=figure.key,
         header=figure.header,
-        quantity=quantity,
         shared=figure.shared,
         rank=figure.rank,
-        wraps_from=12 if figure.unit == "text" else None,
+        wraps_from=12 if figure.is_words else None,
     )
 
 
@@ -62,12 +47,12 @@ def _field_column(field: StepField) -> Column:
 
 
 COLUMNS: tuple[Column, ...] = (
-    Column(key="id", header="id"),
-    Column(key="name", header="name", shared="{}", rank=1, folds=True),
-    Column(key="description", header="description", shared="{}", rank=3, folds=True),
+    Column(key="id"),
+    Column(key="name", shared="{}", rank=1, folds=True),
+    Column(key="description", shared="{}", rank=3, folds=True),
     Column(key="num_ranks", header="ranks", quantity=LABEL, shared="{} rank{s}", folds=True),
-    Column(key="backend", header="backend", shared="{}", rank=1, folds=True),
-    Column(key="collectives", header="collectives", shared="collectives: {}", rank=1, wraps_from=16, folds=True),
+    Column(key="backend", shared="{}", rank=1, folds=True),
+    Column(key="collectives", shared="collectives: {}", rank=1, wraps_from=16, folds=True),
     Column(key="contenders", header="variants", shared="variants: {}", rank=1, wraps_from=20, folds=True),
     Column(key="num_cells", header="cells", quantity=LABEL, shared="{} cell{s}", folds=True),
     Column(key="num_ok", header="ok", quantity=LABEL, shared="{} ok", folds=True),
@@ -75,9 +60,9 @@ COLUMNS: tuple[Column, ...] = (
     Column(key="created_utc", header="measured", quantity=_DAY, shared="measured {}", rank=9),
     # How a step was measured stands behind what it computes.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
-    Column(key="device", header="device", shared="{}", rank=6, folds=True),
+    Column(key="device", shared="{}", rank=6, folds=True),
     *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
-    Column(key="torch", header="torch", shared="torch {}", rank=7, folds=True),
+    Column(key="torch", shared="torch {}", rank=7, folds=True),
     Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
 )
@@ -96,10 +81,10 @@ _MEMORY_RANKS = {
 def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
     """A table of records or of studies by itself."""
     table = rows_table(rows, empty=empty)
-    return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
+    return Document(title="", sections=(named_section("", table),), data=table.rows)
 
 
-def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "no runs") -> Table:
+def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:
     """One row per run or study; `columns` None: those that suit the rows."""
     sentences = ["Times are medians."] if any(row.get("step_time_s") is not None for row in rows) else []
     if any(isinstance(share := row.get(key), float) and share > 1 for row in rows for key in ("mfu", "hfu")):
@@ -128,7 +113,7 @@ def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Co
     if len(conventions) == 1:
         headings["mfu"] = f"MFU ({conventions.pop()})"
     return [
-        replace(column, header=headings.get(column.key, column.header))
+        replace(column, header=headings.get(column.key, column.heading))
         for column in columns
         if not (column.key == "mfu_convention" and "mfu" in headings)
     ]

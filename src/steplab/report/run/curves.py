@@ -7,7 +7,7 @@ from steplab.records.run import Run
 from steplab.records.timing import curve, find_phase
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
-from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.document import Chart
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import spread, steady_words
 
@@ -45,20 +45,12 @@ def warmup_curves(cells: Sequence[RunCell]) -> Chart | None:
     pictures = []
     for cell in chosen:
         name = label(cell, fields)
-        with drawing(_WIDTH, _HEIGHT, f"warm-up curve, {name}") as picture:
-            _curve(picture, cell.run)
-            svg = picture.to_svg()
         assert cell.run.timing is not None  # chosen for its curve
         samples = curve(cell.run.timing)
-        pictures.append(
-            Picture(
-                title=name,
-                svg=svg,
-                width=_WIDTH,
-                subtitle=steady_words(samples),
-                alarming=len(samples) >= 4 and not _settles(cell.run),
-            )
-        )
+        with drawing(_WIDTH, _HEIGHT, f"warm-up curve, {name}") as picture:
+            _curve(picture, cell.run)
+            alarming = len(samples) >= 4 and not _settles(cell.run)
+            pictures.append(picture.picture(name, subtitle=steady_words(samples), alarming=alarming))
     timed = sum(1 for cell in cells if cell.run.timing)
     note = "Time of each step from the first on. Hollow steps are warm-up, full ones are measured; the level "
     note += "line is the median of the measured ones, the dotted line where the step time becomes steady."

@@ -9,7 +9,7 @@ from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, find_phase
 from steplab.report.kit.document import Column, Table
-from steplab.report.kit.quantities import BYTES, TIME
+from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import phase_names
 
@@ -46,23 +46,21 @@ def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
     return Table(
         name="first steps",
         columns=(
-            Column(key="run", header="run", wraps_from=16),
-            Column(key="first_s", header="first step", quantity=TIME),
-            Column(key="settled_s", header="settled", quantity=TIME),
+            Column(key="run", wraps_from=16),
+            Column(key="first_s", header="first step"),
+            Column(key="settled_s", header="settled"),
             *(Column(key=name, header=f"+ {name}", quantity=TIME, rank=1) for name in parts),
-            Column(key="compile_s", header="compile time", quantity=TIME, rank=2),
+            Column(key="compile_s", header="compile time", rank=2),
             Column(
                 key="first_growth_bytes",
                 header="reserved in the first",
-                quantity=BYTES,
                 rank=2,
                 note="Reserved is what the allocator took from the device.",
             ),
-            Column(key="later_growth_bytes", header="reserved later", quantity=BYTES, rank=2),
+            Column(key="later_growth_bytes", header="reserved later", rank=2),
             Column(
                 key="state_bytes",
                 header="kept after the first",
-                quantity=BYTES,
                 rank=2,
                 note="Kept is what the first step left allocated, such as gradients and optimizer state.",
             ),

@@ -4,17 +4,17 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from steplab.records.rows import Row
-from steplab.report.kit.document import RESULT, Column, Document, Section
+from steplab.report.kit.document import RESULT, Column, Document, named_section
 from steplab.report.kit.quantities import Quantity
 from steplab.report.run.columns import COLUMNS, rows_table
 
 _FIGURES = ("step_time_s", "warnings", "peak_allocated_bytes", "mfu")
 """The figures that a list has; others are columns where they are asked for."""
 _OWN = (
-    Column(key="kind", header="kind"),
-    Column(key="status", header="status"),
-    Column(key="tags", header="tags", shared="tags {}", rank=1, folds=True),
-    Column(key="comment", header="comment", wraps_from=16, rank=1),
+    Column(key="kind"),
+    Column(key="status"),
+    Column(key="tags", shared="tags {}", rank=1, folds=True),
+    Column(key="comment", wraps_from=16, rank=1),
 )
 _NONE = {None, ""}
 _FIRST = ("id", "created_utc", "kind", "name", "tags", "device")
@@ -37,7 +37,7 @@ def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
         table = rows_table(rows, [*differing, *last, replace(RESULT, wraps_from=12)], empty="no records")
         shared = [_said(column, rows) for column in (*first, *choices) if column not in differing]
         table = replace(table, caption=". ".join(filter(None, (" · ".join(filter(None, shared)), table.caption))))
-    return Document(title="", sections=(Section(title="", blocks=(table,)),), data=table)
+    return Document(title="", sections=(named_section("", table),), data=table.rows)
 
 
 def _column(key: str, rows: Sequence[Row]) -> Column:
@@ -63,7 +63,4 @@ def _differs(key: str, rows: Sequence[Row]) -> bool:
 def _said(column: Column, rows: Sequence[Row]) -> str:
     """The value that all records with the field share, in words; empty if there is none, or it is not worth saying."""
     value = next((row[column.key] for row in rows if row.get(column.key) not in _NONE), None)
-    if value is None or (text := column.quantity.show(value)) == column.quiet:
-        return ""
-    words = column.shared
-    return words.format(text, s="" if text == "1" else "s") if isinstance(words, str) else words(value)
+    return "" if value is None or column.quantity.show(value) == column.quiet else column.said(value)

@@ -26,7 +26,7 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
-        share = f"{NEGLIGIBLE:.0%}".replace("%", " %")
+        share = units.format_limit(NEGLIGIBLE)
         text = f"Step time changes by less than {share} in every pair of runs that differ in one of these choices only"
         gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
     return gains
@@ -72,6 +72,6 @@ def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
         return []
     names = "; ".join(label(cell, fields) for cell in late[:_MOST_NAMED])
     more = f"; and {len(late) - _MOST_NAMED} more" if len(late) > _MOST_NAMED else ""
-    share = f"{HARDLY_AHEAD:.0%}".replace("%", " %")
+    share = units.format_limit(HARDLY_AHEAD)
     text = f"Nearly launch-bound cells, in which the host leads by less than {share} of the step: {names}{more}."
     return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]

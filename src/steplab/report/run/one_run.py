@@ -8,17 +8,8 @@ from steplab.records.failure import Failure
 from steplab.records.rows import Row
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, Timing, find_phase, lead_s, waits_for_host
-from steplab.report.kit.document import (
-    Block,
-    Column,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-    named_section,
-    table_of,
-)
-from steplab.report.kit.quantities import BYTES, COUNT, FLOPS_PER_S, SHARE, TIME
+from steplab.report.kit.document import Block, Column, Pairs, Sentences, Table, named_section, sentences, table_of
+from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import achieved_flops_per_s, phase_names, warmup_study
 from steplab.report.run.gaps import doubts
@@ -27,7 +18,7 @@ _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
 
 
-def failure_blocks(failure: Failure) -> Iterator[Block | Section]:
+def failure_blocks(failure: Failure) -> Iterator[Block]:
     """The circumstances of a failure, and the last lines that the process wrote."""
     pairs = [
         ("during", failure.phase),
@@ -38,10 +29,8 @@ def failure_blocks(failure: Failure) -> Iterator[Block | Section]:
         ),
         ("signal", failure.signal),
     ]
-    if known := tuple((name, value) for name, value in pairs if value):
-        yield Pairs(pairs=known)
-    if failure.last_lines:
-        yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
+    yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
+    yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
@@ -57,7 +46,7 @@ def step_time_pairs(run: Run, timing: Timing) -> Pairs:
         pairs.insert(1, ("95 % interval", f"{show(summary.low)} to {show(summary.high)}"))
     if run.tokens_per_step:
         rate = units.format_rate(run.tokens_per_step / summary.median, " tokens/s")
-        pairs.append(("throughput", f"{' '.join(rate.split())} ({run.tokens_per_step} tokens per step)"))
+        pairs.append(("throughput", f"{rate} ({run.tokens_per_step} tokens per step)"))
     elif run.spec is None:
         pairs.append(("throughput", f"{ABSENT} (the loop did not say how many tokens a step has)"))
     if timing.between_s:
@@ -93,12 +82,12 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
     yield Table(
         name="phases",
         columns=(
-            Column(key="phase", header="phase"),
-            Column(key="time_s", header="back to back", quantity=TIME),
-            Column(key="share", header="share", quantity=SHARE),
-            Column(key="lead_s", header="host ahead", quantity=TIME),
-            Column(key="device_s", header="alone, device", quantity=TIME),
-            Column(key="host_s", header="alone, host", quantity=TIME),
+            Column(key="phase"),
+            Column(key="time_s", header="back to back"),
+            Column(key="share", quantity=SHARE),
+            Column(key="lead_s", header="host ahead"),
+            Column(key="device_s", header="alone, device"),
+            Column(key="host_s", header="alone, host"),
         ),
         rows=tuple(rows),
         caption="Medians.",
@@ -111,8 +100,7 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
             f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
             "median of the step."
         )
-    if found := tuple(filter(None, told)):
-        yield Sentences(texts=found)
+    yield sentences(told)
 
 
 def _median(samples: Sequence[float] | None) -> float | None:
@@ -133,8 +121,7 @@ def warmup_effects(timing: Timing) -> Table:
 def utilization_blocks(run: Run) -> Iterator[Block]:
     """MFU and HFU under each convention, with the peak that they are relative to, and what is doubtful about them."""
     yield from utilization_figures(run.utilizations)
-    if found := doubts(run):
-        yield Sentences(texts=tuple(found), role="warning")
+    yield sentences(doubts(run), "warning")
 
 
 def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
@@ -148,21 +135,21 @@ def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
         utilizations,
         (
             Column(key="figure", header="", value=name),
-            Column(key="value", header="value", quantity=SHARE),
-            Column(key="achieved", header="achieved", quantity=FLOPS_PER_S, value=achieved_flops_per_s),
+            Column(key="value", quantity=SHARE),
+            Column(key="achieved", quantity=FLOPS_PER_S, value=achieved_flops_per_s),
             Column(key="flops", header="FLOPs per step", quantity=COUNT),
-            Column(key="peak_flops_per_s", header="dense peak", quantity=FLOPS_PER_S),
+            Column(key="peak_flops_per_s", header="dense peak"),
             Column(key="num_devices", header="devices", quantity=COUNT, quiet="1"),
             Column(key="dtype", header="type"),
         ),
     )
-    yield Sentences(texts=tuple(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations)), role="note")
+    yield sentences(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations), "note")
 
 
 def memory_blocks(run: Run) -> Iterator[Block]:
     """Peaks by phase that the allocator counted, the device's memory, and the host's peak."""
     if run.memory is None:
-        yield Sentences(texts=("Memory was not measured.",))
+        yield sentences(["Memory was not measured."])
         return
     if run.memory_profile:
         pass  # its own tables have the peaks
@@ -171,20 +158,19 @@ def memory_blocks(run: Run) -> Iterator[Block]:
             "peaks",
             run.memory.peaks,
             (
-                Column(key="phase", header="phase"),
-                Column(key="peak_allocated_bytes", header="peak allocated", quantity=BYTES),
-                Column(key="peak_reserved_bytes", header="peak reserved", quantity=BYTES),
+                Column(key="phase"),
+                Column(key="peak_allocated_bytes", header="peak allocated"),
+                Column(key="peak_reserved_bytes", header="peak reserved"),
             ),
         )
     else:
-        yield Sentences(texts=("Peaks of live tensors are not known: this device's allocator does not count them.",))
+        yield sentences(["Peaks of live tensors are not known: this device's allocator does not count them."])
     pairs = []
     if run.memory.total_bytes is not None:
         pairs.append(("device memory", units.format_bytes(run.memory.total_bytes)))
     if run.memory.host_peak_bytes is not None:
         pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
-    if pairs:
-        yield Pairs(pairs=tuple(pairs))
+    yield Pairs(pairs=tuple(pairs))
 
 
 def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.run import Run
-from steplab.report.kit.charts import SERIES, series_legend
+from steplab.report.kit.charts import color_number, series_color, series_legend
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import phase_names, spread
@@ -84,4 +84,4 @@ def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
     whole_s = run.median_s or total
     for name, time_s in times.items():
         tip = f"{name}: {units.format_time(time_s)}, {format_share(time_s / whole_s)} of the step"
-        yield Segment(value=covered * time_s / total, color=names.index(name) % len(SERIES) + 1, tip=tip)
+        yield Segment(value=covered * time_s / total, color=color_number(series_color(names.index(name))), tip=tip)

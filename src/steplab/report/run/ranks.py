@@ -5,8 +5,8 @@ from statistics import median
 
 from steplab import units
 from steplab.records.ranks import RankSamples
-from steplab.report.kit.document import Block, Column, Sentences, table_of
-from steplab.report.kit.quantities import BYTES, LABEL, TIME
+from steplab.report.kit.document import Block, Column, sentences, table_of
+from steplab.report.kit.quantities import LABEL
 from steplab.report.kit.text import ABSENT
 from steplab.units import format_share
 
@@ -24,18 +24,18 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
         "ranks",
         ranks,
         (
-            Column(key="rank", header="rank", quantity=LABEL),
-            Column(key="host", header="host", shared="{}"),
+            Column(key="rank", quantity=LABEL),
+            Column(key="host", shared="{}"),
             Column(key="device_name", header="device", shared="{}", wraps_from=16),
-            Column(key="step_s", header="step", quantity=TIME, value=lambda rank: _median(rank, "step")),
-            Column(key="waiting_s", header=_WAITING, quantity=TIME, value=lambda rank: _median(rank, _WAITING)),
-            Column(key="peak_bytes", header="peak allocated", quantity=BYTES, value=peak_bytes),
-            Column(key="host_peak_bytes", header="host peak", quantity=BYTES, rank=1),
+            Column(key="step_s", header="step", value=lambda rank: _median(rank, "step")),
+            Column(key="waiting_s", header=_WAITING, value=lambda rank: _median(rank, _WAITING)),
+            Column(key="peak_bytes", header="peak allocated", value=peak_bytes),
+            Column(key="host_peak_bytes", header="host peak", rank=1),
         ),
         "Medians.",
     )
     if told := spread_words(ranks):
-        yield Sentences(texts=(f"{told}.",))
+        yield sentences([f"{told}."])
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:

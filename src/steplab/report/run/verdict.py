@@ -48,7 +48,7 @@ def _one(run: Run) -> Iterator[str]:
     yield f"A step takes {units.format_time(summary.median)} ({interval_words(summary)})."
     told = []
     if run.tokens_per_step:
-        told.append(" ".join(units.format_rate(run.tokens_per_step / summary.median, " tokens/s").split()))
+        told.append(units.format_rate(run.tokens_per_step / summary.median, " tokens/s"))
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))

@@ -3,6 +3,7 @@
 from steplab import units
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.report.kit.text import dotted, made, quoted_name
 from steplab.specs.step import describe
 from steplab.stats import Summary
 
@@ -39,8 +40,7 @@ def annotations(record: Record) -> list[str]:
 
 def run_subtitle(run: Run) -> str:
     """The id, date, steplab version and name of the record."""
-    made = [f"run {run.id}", run.created_utc, f"steplab {run.steplab_version}"]
-    return " · ".join(made + ([f"'{run.name}'"] if run.name else []))
+    return dotted(made(run, "run"), quoted_name(run))
 
 
 _PRECISIONS = {

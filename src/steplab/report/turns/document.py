@@ -6,8 +6,8 @@ from steplab import units
 from steplab.records.comparison import Ratio
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.document import RESULT, Column, Document, Table, Verdict, named_section, notes_section
-from steplab.report.kit.quantities import BYTES, LABEL, TIME, Quantity
+from steplab.report.kit.document import RESULT, Column, Document, Table, Verdict, named_section, notes_section, row_of
+from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import reason
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
@@ -31,8 +31,8 @@ def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: S
             sentences=tuple(_answers(runs, ratios, words)),
             cautions=(alternating_caution(alternating),) if alternating else (),
         ),
-        sections=(named_section("", table), *notes_section(tuple(_notes(runs)))),
-        data=table,
+        sections=(named_section("", table), notes_section(_notes(runs))),
+        data=table.rows,
     )
 
 
@@ -103,12 +103,12 @@ def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[
         columns=(
             Column(key="side", header=""),
             Column(key="what", header="step", wraps_from=16),
-            Column(key="step_time_s", header="step time", quantity=TIME),
-            Column(key="ratio", header="ratio", quantity=_RATIO),
+            Column(key="step_time_s", header="step time"),
+            Column(key="ratio", quantity=_RATIO),
             Column(key="low", header="from", quantity=_RATIO, rank=1),
             Column(key="high", header="to", quantity=_RATIO, rank=1),
-            Column(key="decision", header="decision", rank=2),
-            Column(key="peak_bytes", header="peak memory", quantity=BYTES, rank=3),
+            Column(key="decision", rank=2),
+            Column(key="peak_bytes", header="peak memory", rank=3),
             Column(key="git_commit", header="commit", rank=4),
             Column(key="id", header="record", quantity=LABEL),
             RESULT,
@@ -123,12 +123,7 @@ def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
         "what": said,
         "step_time_s": run.median_s,
         "num_steps": len(run.samples_s) or None,
-        "ratio": ratio.ratio if ratio else None,
-        "low": ratio.low if ratio else None,
-        "high": ratio.high if ratio else None,
-        "p": ratio.p if ratio else None,
-        "threshold": ratio.threshold if ratio else None,
-        "decision": ratio.decision if ratio else None,
+        **row_of(ratio, "ratio", "low", "high", "p", "threshold", "decision"),
         "why": (ratio.why or None) if ratio else None,
         "peak_bytes": run.peak.peak_allocated_bytes if run.peak else None,
         "git_commit": run.environment.git_commit if run.environment else None,
