@@ -1,4 +1,4 @@
-"""Fits what kernels reach of a GPU's figures to records, and writes src/steplab/plan/rates.toml.
+"""Fits what kernels reach of a GPU's figures to records, and writes src/steplab/costs/rates.toml.
 
     python -m benchmarks.fit_rates > rates.toml                        (from the root of the checkout)
     python -m benchmarks.fit_rates --until 2026-12-01 > rates.toml
@@ -40,10 +40,8 @@ from benchmarks.rates_of_kernels import (
     streaming_sums,
 )
 
-from steplab.errors import UserError
-from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
-from steplab.plan.kernel_time import USUAL_ATTENTION
-from steplab.plan.rates import (
+from steplab.costs.kernel_time import USUAL_ATTENTION
+from steplab.costs.rates import (
     AttentionRates,
     Gpu,
     GpuRates,
@@ -54,6 +52,8 @@ from steplab.plan.rates import (
     gpu_with,
     with_rates,
 )
+from steplab.errors import UserError
+from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
 from steplab.plan.search import STAY, Params, search
 from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import on_tensor_cores, throttling
@@ -119,10 +119,8 @@ def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTim
     """What the records of a GPU show of kernels. Raises UserError where they show too little of attention."""
     runs = _runs(records)
     attention = fit_attention(records, gpu_with(hardware, _unfitted(hardware.name, "")))
-    if USUAL_ATTENTION not in attention:
-        raise UserError(
-            f"too few benchmarks of {USUAL_ATTENTION} in bf16 to fit; make some with `steplab attention --grid peers`"
-        )
+    if missing := [name for name in USUAL_ATTENTION.values() if name not in attention]:
+        raise UserError(f"too few benchmarks of {missing[0]} to fit; make some with `steplab attention --grid peers`")
     return KernelTimes(product_times(runs), streaming_sums(runs), attention)
 
 
@@ -413,7 +411,7 @@ def parsed_hold_out(text: str) -> dict[str, list[str]]:
 def as_toml(table: Sequence[GpuRates]) -> str:
     """The file of the rates: what `fitted_rates` reads, five digits a figure."""
     lines = [
-        "# What kernels reach of the stated figures of a GPU, as steplab/plan/rates.py explains. Written by",
+        "# What kernels reach of the stated figures of a GPU, as steplab/costs/rates.py explains. Written by",
         "# benchmarks/fit_rates.py; docs/plan_time.md says which records were fitted, which held out, and how far off.",
     ]
     for rates in table:

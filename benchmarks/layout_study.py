@@ -12,13 +12,13 @@ import argparse
 from typing import Any
 
 import steplab
+from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.time import LayoutClock
 from steplab.plan.memory import workspace_of
-from steplab.plan.rates import gpu_named
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware

@@ -11,16 +11,17 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Sequence
+from functools import partial
 from statistics import median
 
 import msgspec
 
-from steplab.plan.dry_run.events import Operator, Product
+from steplab.costs.kernel_time import Product, attention_s, product_s, rated_attention, streaming_s
+from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import attention_s, product_s, streaming_name, streaming_s, widens
-from steplab.plan.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
-from steplab.plan.search import Params, search
+from steplab.plan.kernel_time import streaming_name, widens
+from steplab.plan.search import STAY, Params, search
 from steplab.records.attention import AttentionRun
 from steplab.records.profile import OpStats
 from steplab.records.record import Record
@@ -258,85 +259,79 @@ def _reduces(name: str) -> bool:
 # --- attention ----------------------------------------------------------------------------------------------------
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class AttentionTime:
+    """One pass of a cell of a benchmark."""
+
+    scores: Product
+    seconds: float
+
+
 def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, AttentionRates]]:
-    """Rates by implementation and pass, of causal cells in half precision on which a GPU is busy; of equal cells by the
+    """Rates by implementation and pass, of causal cells in bf16 and fp32 on which a GPU is busy; of equal cells by the
     newest, because kernels change.
 
     What the smallest takes is at most the shortest cell of any implementation: most were measured on large ones alone.
     """
-    times: dict[tuple[str, str], dict[AttentionSpec, tuple[Operator, float]]] = defaultdict(dict)
+    times: dict[tuple[str, str, str], dict[AttentionSpec, AttentionTime]] = defaultdict(dict)
     shortest_s: dict[str, float] = {}
     for record in sorted(records, key=lambda record: record.created_utc):
         if not isinstance(record, AttentionRun):
             continue
         for cell in record.cells:
             spec = cell.spec
-            usual = spec.causal and spec.dtype == "bf16" and spec.heads == spec.num_kv_heads
+            usual = spec.causal and spec.dtype in _RATED and spec.heads == spec.num_kv_heads
             if cell.failure or not usual or spec.queries != spec.num_keys or spec.implementation == "plain":
                 continue
+            name = spec.implementation
+            if name == "sdpa":  # torch's own choice, which only in fp32 is always the same
+                name = "sdpa_efficient" if spec.dtype == "fp32" else ""
+            batch = spec.batch * spec.heads
             for timed in cell.passes:
-                if timed.device_s:
-                    taken_s = median(timed.device_s)
-                    shortest_s[timed.phase] = min(taken_s, shortest_s.get(timed.phase, taken_s))
-            if spec.batch * spec.heads * spec.queries < _BUSY_ROWS or spec.dim < _LEAST_WIDTH:
-                continue
-            for timed in cell.passes:
-                if timed.phase in ("forward", "backward") and timed.device_s:
-                    op = _attention_operator(spec.implementation, timed.phase, spec.batch * spec.heads, spec.queries)
-                    op = msgspec.structs.replace(
-                        op,
-                        flops=op.flops * spec.dim,
-                        product=msgspec.structs.replace(op.product, k=spec.dim) if op.product else None,
-                    )
-                    times[spec.implementation, timed.phase][spec] = op, median(timed.device_s)
+                if not timed.device_s:
+                    continue
+                taken_s = median(timed.device_s)
+                shortest_s[timed.phase] = min(taken_s, shortest_s.get(timed.phase, taken_s))
+                is_busy = batch * spec.queries >= _BUSY_ROWS and spec.dim >= _LEAST_WIDTH
+                if is_busy and name and timed.phase in ("forward", "backward"):
+                    scores = Product(m=spec.queries, n=spec.queries, k=spec.dim, batch=batch)
+                    times[name, spec.dtype, timed.phase][spec] = AttentionTime(scores, taken_s)
     found: dict[str, dict[str, AttentionRates]] = {}
-    for (name, phase), own in times.items():
+    for (name, dtype, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
-            found.setdefault(name, {})[phase] = _fit_attention(list(own.values()), gpu, name, phase, shortest_s[phase])
+            rated = found.setdefault(rated_attention(name, dtype), {})
+            rated[phase] = _fit_attention(list(own.values()), gpu, name, dtype, phase, shortest_s[phase])
     return {name: rates for name, rates in found.items() if len(rates) == 2}
 
 
+_RATED = ("bf16", "fp32")
 _BUSY_ROWS = 65536
 """Rows of scores, of all heads together, from which every multiprocessor has several tiles of 128."""
 _LEAST_WIDTH = 64
-_LEAST_CELLS = 5
-
-
-def _attention_operator(name: str, phase: str, batch: int, length: int) -> Operator:
-    backward = phase == "backward"
-    return Operator(
-        name=f"{name}_backward" if backward else name,
-        kind="attention",
-        dtype="bf16",
-        flops=2.0 * batch * length * length * (2.5 if backward else 1),
-        read_bytes=0,
-        written_bytes=0,
-        reads=(),
-        writes=(),
-        strided=False,
-        product=Product(m=length, n=length, k=1, batch=batch),
-        phase=phase,
-        where="",
-        what="",
-        recomputed=False,
-    )
+_LEAST_CELLS = 2
+"""Few cells tell the share of the peak and the width of the softmax; what they do not show stays where its search
+begins."""
 
 
 def _fit_attention(
-    times: Sequence[tuple[Operator, float]], gpu: Gpu, name: str, phase: str, shortest_s: float
+    times: Sequence[AttentionTime], gpu: Gpu, name: str, dtype: str, phase: str, shortest_s: float
 ) -> AttentionRates:
-    def error(params: Params) -> float:
+    def error(params: Params, start: Params) -> float:
         if params["peak_share"] > 1 or params["fixed_s"] > shortest_s:
             return math.inf
-        trial = with_rates(gpu, attention={name: {phase: msgspec.convert(params, AttentionRates)}})
-        return relative_error((attention_s(op, trial), seconds) for op, seconds in times)
+        rates = {rated_attention(name, dtype): {phase: msgspec.convert(params, AttentionRates)}}
+        trial, backward = with_rates(gpu, attention=rates), phase == "backward"
+        away = sum(abs(math.log(params[figure] / start[figure])) for figure in start)
+        predicted = ((attention_s(name, t.scores, dtype, trial, backward=backward), t.seconds) for t in times)
+        return relative_error(predicted) + STAY * away
 
-    found = [
-        search(error, {"fixed_s": shortest_s / 2, "peak_share": share, "softmax_width": width, "diagonal": 64.0})
+    starts = [
+        {"fixed_s": shortest_s / 2, "peak_share": share, "softmax_width": width, "diagonal": 64.0}
         for share in _SHARES_TRIED
         for width in _WIDTHS_TRIED
     ]
-    return msgspec.convert(min(found, key=error), AttentionRates)
+    found = [(search(partial(error, start=start), start), start) for start in starts]
+    return msgspec.convert(min(found, key=lambda each: error(*each))[0], AttentionRates)
 
 
 _SHARES_TRIED, _WIDTHS_TRIED = (0.4, 0.65, 0.9), (15.0, 60.0)

@@ -5,6 +5,7 @@ from typing import Any
 
 from tests.runs import make_run
 
+from steplab.costs.rates import gpu_named
 from steplab.explain.case import Case, case_of
 from steplab.records.profile import HostCallStats, KernelStats, OpStats, PhaseTime, Profile
 from steplab.records.run import Run
@@ -15,8 +16,11 @@ MS = 1e-3
 
 FP32, TF32, BF16 = 67e12, 494.5e12, 989.5e12
 """Dense peaks of an H200 SXM by its data sheet, FLOP/s."""
-BYTES_PER_S = 0.72 * 4.8e12
-"""What a streaming kernel is taken to reach of its 4.8 TB/s."""
+BYTES_PER_S = 4.8e12
+"""Its stated bandwidth."""
+H200 = gpu_named("H200 SXM")
+SHARES = H200.rates.streaming.shares
+"""What kernels reach of that, as fitted."""
 
 
 def op(

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported, UserError
 from steplab.model.build import build_workload
 from steplab.model.workload import call
@@ -28,7 +29,6 @@ from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
 from steplab.plan.memory import predict_memory
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run

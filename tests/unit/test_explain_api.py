@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from tests.runs import ENVIRONMENT, make_run, out_of_memory, recorder_run
 from tests.unit.explaining import BYTES_PER_S, MS, foreign, host_call, op, own, profile, timing
 
+from steplab.costs.kernel_time import Product, product_s, streaming_s
 from steplab.explain.api import DIAGNOSES, WITHOUT_PROFILE, explain, not_looked_at
-from steplab.explain.case import rates_of
+from steplab.explain.case import gpu_of_run
 from steplab.explain.shapes import Shape, shapes_of
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode
@@ -101,21 +102,24 @@ def test_ceilings_serve_where_the_catalogue_does_not_know_the_device() -> None:
     [fp32] = [f for f in explain(run) if f.kind == "fp32_matmul"]
     assert fp32.saves_s is None
     [fp32] = [f for f in explain(run, CEILINGS) if f.kind == "fp32_matmul"]
-    # The best repeats: 2e13 and 1e14 FLOP/s, a ratio of 5.
-    assert fp32.saves_s == pytest.approx(50 * MS * (1 - 1 / 5))
-    streaming = rates_of(run, CEILINGS).streaming()
-    assert streaming is not None
-    assert streaming.per_s == 1e12
+    # The best repeats: 2e13 and 1e14 FLOP/s, a ratio of 5; less of a product that is not as large.
+    assert fp32.saves_s is not None
+    assert 0.95 * 50 * MS * (1 - 1 / 5) < fp32.saves_s < 50 * MS * (1 - 1 / 5)
+    gpu = gpu_of_run(run, CEILINGS)
+    assert gpu is not None
+    # By the rates it would take as long as doctor measured.
+    assert streaming_s("copy", 1e10, gpu) == pytest.approx(1e10 / 1e12, rel=0.01)
+    assert product_s(Product(m=8192, n=8192, k=8192), "fp32", gpu) == pytest.approx(2 * 8192**3 / 2e13, rel=0.01)
 
 
 def test_ceilings_of_another_device_do_not_count() -> None:
-    streaming = rates_of(slow_run(), CEILINGS).streaming()
-    assert streaming is not None
-    assert streaming.per_s == pytest.approx(BYTES_PER_S)
+    gpu = gpu_of_run(slow_run(), CEILINGS)
+    assert gpu is not None
+    assert gpu.bandwidth_bytes_per_s == BYTES_PER_S
     elsewhere = dataclasses.replace(
         ENVIRONMENT, device=dataclasses.replace(ENVIRONMENT.device, name="NVIDIA Even less known")
     )
-    assert rates_of(dataclasses.replace(slow_run(), environment=elsewhere), CEILINGS).streaming() is None
+    assert gpu_of_run(dataclasses.replace(slow_run(), environment=elsewhere), CEILINGS) is None
 
 
 def test_recorded_runs_without_a_profile_get_the_findings_that_need_none() -> None:

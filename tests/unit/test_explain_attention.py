@@ -50,10 +50,10 @@ def test_plain_attention_is_predicted_by_the_flops_a_fused_kernel_needs() -> Non
     seen = profile([*attention("bf16", ranges=True), REST])
     found = scores_materialised(case(own(PLAIN, seen, timing(50.0))))
     assert found is not None
-    # Half of the square: 2 products forward, 5 where the plain backward has 4, at a fifth of the bf16 peak.
-    needed_s = 0.5 * (2 + 5) * PRODUCT / (0.2 * BF16)
-    assert needed_s == pytest.approx(1.367 * MS, rel=1e-3)
-    assert found.saves_s == pytest.approx(20 * MS - needed_s)
+    assert found.saves_s is not None
+    # Half of the square: 2 products forward, 5 where the plain backward has 4. torch's FlashAttention-2 reached 0.19 of
+    # the bf16 peak at 1024 tokens and heads of 128, and less with heads of 64, whose scores are as many.
+    assert 0.1 < 3.5 * PRODUCT / BF16 / (20 * MS - found.saves_s) < 0.19
     assert found.fields == {"attention": "sdpa"}
     assert found.title == "Attention scores go through memory: 40.0 % of the device's work"
     assert {e.what: e.value for e in found.evidence}["bytes they move at least"] == pytest.approx(6e9)
@@ -63,7 +63,8 @@ def test_in_fp32_the_fused_kernel_has_no_tensor_cores() -> None:
     seen = profile([*attention("fp32", ranges=True), REST])
     found = scores_materialised(case(own(PLAIN | {"precision": "fp32"}, seen, timing(50.0))))
     assert found is not None
-    assert found.saves_s == pytest.approx(20 * MS - 3.5 * PRODUCT / (0.5 * FP32))
+    assert found.saves_s is not None
+    assert 0.25 < 3.5 * PRODUCT / FP32 / (20 * MS - found.saves_s) < 0.5
 
 
 def test_without_ranges_the_scores_are_known_by_their_shape() -> None:
@@ -73,8 +74,10 @@ def test_without_ranges_the_scores_are_known_by_their_shape() -> None:
     assert by_shape is not None
     assert set(by_shape.ops) == set(ops)
     found = scores_materialised(case(own(PLAIN | {"compile": "default"}, seen, timing(55.0))))
+    by_range = scores_materialised(case(own(PLAIN, profile([*attention("bf16", ranges=True), REST]), timing(50.0))))
     assert found is not None
-    assert found.saves_s == pytest.approx(20 * MS - 3.5 * PRODUCT / (0.2 * BF16))
+    assert by_range is not None
+    assert found.saves_s == pytest.approx(by_range.saves_s)
 
 
 def test_a_foreign_model_may_attend_to_everything_and_its_device_is_unknown() -> None:

@@ -7,8 +7,9 @@ from statistics import median
 
 import pytest
 from tests.runs import ENVIRONMENT, make_run
-from tests.unit.explaining import BF16, BYTES_PER_S, MS, case, foreign, op, own, profile, timing
+from tests.unit.explaining import BF16, BYTES_PER_S, H200, MS, SHARES, case, foreign, op, own, profile, timing
 
+from steplab.costs.kernel_time import streaming_s
 from steplab.explain.batch_too_small import batch_too_small
 from steplab.explain.communication_exposed import communication_exposed
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
@@ -40,7 +41,7 @@ def test_adamw_in_parts_is_predicted_by_the_bytes_it_must_move(optimizer: str) -
     run = make_run({"optimizer": optimizer}, timing=timing(20.0, optimizer=5.0), model=FACTS)
     found = optimizer_not_fused(case(run))
     assert found is not None
-    assert found.saves_s == pytest.approx(5 * MS - 28 * 1e8 / BYTES_PER_S)
+    assert found.saves_s == pytest.approx(5 * MS - 28 * 1e8 / (SHARES["_fused_adamw_"] * BYTES_PER_S), rel=1e-3)
     assert found.fields == {"optimizer": "adamw_fused"}
 
 
@@ -48,7 +49,7 @@ def test_in_pure_bf16_it_moves_half() -> None:
     fields = {"optimizer": "adamw_loop", "precision": "bf16_pure"}
     found = optimizer_not_fused(case(make_run(fields, timing=timing(20.0, optimizer=5.0), model=FACTS)))
     assert found is not None
-    assert found.saves_s == pytest.approx(5 * MS - 14 * 1e8 / BYTES_PER_S)
+    assert found.saves_s == pytest.approx(5 * MS - 14 * 1e8 / (SHARES["_fused_adamw_"] * BYTES_PER_S), rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -61,20 +62,21 @@ def test_other_steps_of_ones_own_are_silent(fields: dict[str, object]) -> None:
 
 
 def test_a_gain_within_the_noise_is_silent() -> None:
-    fused_ms = 28e8 / BYTES_PER_S / MS
+    fused_ms = 28e8 / (SHARES["_fused_adamw_"] * BYTES_PER_S) / MS
     run = make_run({"optimizer": "adamw_foreach"}, timing=timing(20.0, optimizer=fused_ms + 0.1), model=FACTS)
     assert optimizer_not_fused(case(run)) is None
 
 
 def test_the_share_of_the_bandwidth_is_what_recorded_fused_steps_reached(recorded: list[Run]) -> None:
-    """STREAMING_SHARE rests on this: 28 bytes a parameter, at 0.72 of the stated bandwidth, give the measured time."""
+    """28 bytes a parameter, at the fitted share of the stated bandwidth, give the measured time."""
     checked = 0
     for run in recorded:
         phase = run.timing.phase("optimizer") if run.timing else None
         busy = run.spec and run.spec.precision == "fp32"  # in the shorter bf16 steps the host limits some optimizers
         if phase is None or not busy or run.model is None:
             continue
-        assert run.model.num_parameters * 28 / BYTES_PER_S == pytest.approx(median(phase.best_s), rel=0.04), run.id
+        predicted_s = streaming_s("_fused_adamw_", 28 * run.model.num_parameters, H200)
+        assert predicted_s == pytest.approx(median(phase.best_s), rel=0.04), run.id
         checked += 1
     assert checked >= 20
 
@@ -280,7 +282,9 @@ def test_a_large_share_of_the_loss_is_told_with_what_a_fused_one_saves() -> None
     )
     assert found is not None
     # 2048 x 151936 logits in bf16, read once and their gradient written once; the product stays.
-    assert found.saves_s == pytest.approx(6 * MS - 2 * 2048 * 151_936 * 2 / BYTES_PER_S)
+    assert found.saves_s == pytest.approx(
+        6 * MS - 2 * 2048 * 151_936 * 2 / (SHARES["fused reduction"] * BYTES_PER_S), rel=1e-3
+    )
     assert found.title == "The vocabulary takes 50.0 % of the device's work"
     assert found.fields == {"loss": "fused"}
     assert "--loss fused" in found.change
@@ -463,9 +467,6 @@ def test_hidden_communication_is_silent(communication: Communication | None) -> 
 
 
 def test_peaks_used_here_are_those_of_the_catalogue() -> None:
-    rates = case(make_run({})).rates
-    peak, streaming = rates.peak("bf16"), rates.streaming()
-    assert peak is not None
-    assert streaming is not None
-    assert peak.per_s == BF16
-    assert streaming.per_s == pytest.approx(BYTES_PER_S)
+    gpu = case(make_run({})).gpu
+    assert gpu is not None
+    assert (gpu.peaks["bf16"], gpu.bandwidth_bytes_per_s) == (BF16, BYTES_PER_S)

@@ -12,6 +12,7 @@ from tests.unit.explaining import op, own, profile, timing
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported
 from steplab.explain.api import explain
 from steplab.fake_step import shares, step
@@ -29,7 +30,6 @@ from steplab.plan.dry_run.events import MADE_BY_HOST, Event, Operator
 from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.step import dry_step, memory_of, operators_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run
@@ -474,7 +474,7 @@ def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
 
 def predict_parts(spec: StepSpec) -> float:
     """FLOPs of the products of steplab's Transformer with the same parts."""
-    from steplab.plan.rates import gpu_named
+    from steplab.costs.rates import gpu_named
     from steplab.plan.time import predict_step_time
 
     parts = predict_step_time(spec, gpu_named("H200 SXM")).parts

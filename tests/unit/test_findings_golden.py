@@ -11,9 +11,9 @@ import msgspec
 import pytest
 from tests.documents import chapter_says
 
+from steplab.costs.rates import gpu_named
 from steplab.explain.api import DIAGNOSES, explain
 from steplab.explain.fusing import FUSABLE, MOST_LEFT
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import compiled_shares
 from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial

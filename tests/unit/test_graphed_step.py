@@ -13,6 +13,7 @@ import torch
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor, nn
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.memory.recorder import MemoryRecorder
@@ -20,7 +21,6 @@ from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.step import ModelStep, WholeStep
 from steplab.model.workload import Workload
 from steplab.plan.memory import predict_memory
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.memory_marks import Marks
 from steplab.specs.resolve import resolve_step

@@ -9,7 +9,7 @@ from typing import TypeVar
 import pytest
 
 from steplab.costs.communication import wire_bytes
-from steplab.plan.rates import gpu_named
+from steplab.costs.rates import gpu_named
 from steplab.records.codec import decode
 from steplab.records.comm import CommRun
 from steplab.records.ddp import COMPUTE_ROW, DdpCell, DdpRun

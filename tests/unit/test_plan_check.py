@@ -17,23 +17,22 @@ from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times
 from tests.documents import chapter_says
 
 from steplab.cli.app import main
-from steplab.errors import Unsupported, UserError
-from steplab.lab.plan_checking import check_plan, read_table
-from steplab.plan.check import check_rows, check_runs
-from steplab.plan.dry_run.events import Product
-from steplab.plan.dry_run.step import operators_of
-from steplab.plan.host_pace import host_paces, phase_cells, waited
-from steplab.plan.kernel_time import product_s, widens
-from steplab.plan.public import PublicLayout, PublicRow, load_of, read_rows, step_of
-from steplab.plan.rates import (
+from steplab.costs.kernel_time import Product, product_s
+from steplab.costs.rates import (
     AttentionRates,
     ProductRates,
-    StackRates,
     StepRates,
     fitted_rates,
     gpu_named,
     with_rates,
 )
+from steplab.errors import Unsupported, UserError
+from steplab.lab.plan_checking import check_plan, read_table
+from steplab.plan.check import check_rows, check_runs
+from steplab.plan.dry_run.step import operators_of
+from steplab.plan.host_pace import host_paces, phase_cells, waited
+from steplab.plan.kernel_time import widens
+from steplab.plan.public import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
 from steplab.plan.search import search
 from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
 from steplab.records.codec import decode
@@ -340,16 +339,14 @@ def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> No
 
 def test_the_factors_of_a_source_are_found_again() -> None:
     rows = [row for row in published() if row.group == "mosaicml" and row.steplab_gpu == "H100 SXM" and counts(row)]
-    true = StackRates(
-        group="mosaicml", gpu="H100 SXM", source="", product_factor=1.3, attention_factor=1.6, streaming_factor=1.1
-    )  # fmt: skip
+    true = StackRates(product_factor=1.3, attention_factor=1.6, streaming_factor=1.1)
     gpu = gpu_named("H100 SXM")
     made = [
         msgspec.structs.replace(row, derived={"step_time_s": load_of(row, gpu).seconds(true)})
         for row in rows
         if row.gpus == 8
     ]
-    found = fitted_stack(list(loaded_rows(made)), "mosaicml", "H100 SXM")
+    found = fitted_stack(list(loaded_rows(made)))
     assert found.product_factor == pytest.approx(1.3, rel=0.02)
     assert found.attention_factor == pytest.approx(1.6, rel=0.03)
     assert found.streaming_factor == pytest.approx(1.1, rel=0.05)
@@ -387,4 +384,4 @@ def test_kernels_that_widen_what_they_read_are_told_from_others() -> None:
 
 def test_the_file_of_rates_reads_back() -> None:
     text = as_toml(fitted_rates())
-    assert text == (ROOT / "src" / "steplab" / "plan" / "rates.toml").read_text(encoding="utf-8")
+    assert text == (ROOT / "src" / "steplab" / "costs" / "rates.toml").read_text(encoding="utf-8")

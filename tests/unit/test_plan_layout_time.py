@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from tests.documents import chapter_says
 
 from steplab.costs.data_parallel import peer_copy_memory_bytes
+from steplab.costs.rates import gpu_named
 from steplab.errors import UserError
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.links import CALL_S, REACHED, Cluster, Group, bandwidth, machine_of, message_s, with_profile
@@ -24,7 +25,6 @@ from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import COMMUNICATION_SPREAD, CONTENTION, PEER_COPY_CONTENTION, LayoutClock
 from steplab.plan.layout.traffic import Traffic, traffic_of
 from steplab.plan.public import PublicLayout, read_rows, step_of
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.comm import CommFit, CommRun

@@ -14,14 +14,15 @@ from hypothesis import strategies as st
 
 from steplab.cli.app import main
 from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
+from steplab.costs.kernel_time import Product, product_s, streaming_s
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.costs.rates import Gpu, fitted_rates, gpu_named
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_steps
-from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator, Product
+from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import fused_kernels
-from steplab.plan.kernel_time import product_s, streaming_name, streaming_s
-from steplab.plan.rates import Gpu, fitted_rates, gpu_named
+from steplab.plan.kernel_time import streaming_name
 from steplab.plan.seen import is_held_out
 from steplab.plan.time import compiled_shares, kernels_of, parts_of, predict_step_time
 from steplab.records.codec import decode

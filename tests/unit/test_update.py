@@ -17,12 +17,12 @@ from tests.runs import make_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from steplab.costs.rates import gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.plan.memory import predict_memory
-from steplab.plan.rates import gpu_named, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run

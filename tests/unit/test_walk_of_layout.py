@@ -9,13 +9,13 @@ import pytest
 from tests.runs import make_run
 from tests.unit.taking import Told
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes import turns as processes
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.time import LayoutClock
-from steplab.plan.rates import gpu_named
 from steplab.records.advice import Advice
 from steplab.records.codec import new_id
 from steplab.records.failure import Failure

@@ -17,10 +17,10 @@ from tests.advice_records import ratio
 from tests.unit.taking import FakeSession
 
 from steplab.comparison.turns import chained
+from steplab.costs.rates import gpu_named
 from steplab.lab.advising import advise
 from steplab.measurement.processes.turns import Side
 from steplab.plan.host import compile_s, on_the_host_of
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.advice import Advice
 from steplab.records.step_time import StepTimePrediction

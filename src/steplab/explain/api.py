@@ -113,7 +113,7 @@ def _gaps(case: Case) -> list[str]:
     gaps[:0] = profile.doubts if profile else ()
     if run.timing is None:
         gaps.append("the step was not timed without a profiler: waits for the host include what the profiler adds")
-    if case.rates.streaming() is None:
+    if case.gpu is None:
         device = run.device_name or "a device the record does not name"
         known = run.device_name is not None
         remedy = "; `steplab doctor` measures it" if known else ""

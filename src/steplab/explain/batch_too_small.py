@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass
 
+from steplab.costs.kernel_time import product_rates
 from steplab.explain.case import Case
 from steplab.explain.casts import weight_cast_ops
 from steplab.explain.waiting import is_launch_bound, model_phases, wait_s
@@ -89,13 +90,16 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Seconds per step of memory-bound products: their intensity is below the ratio of peak to bandwidth."""
-    streaming, found_s = case.rates.streaming(), 0.0
+    """Seconds per step of memory-bound products: their intensity is below the ratio of the peak to the bandwidth that
+    products reach."""
+    gpu, found_s = case.gpu, 0.0
     for op in profile.ops:
-        peak = case.rates.peak(op.dtype) if op.category == "matmul" and "bmm" not in op.name else None
-        if peak and streaming and op.flops and op.moved_bytes:
-            narrow = op.flops / peak.per_s < op.moved_bytes / streaming.per_s
-            found_s += op.device_s if narrow else 0.0
+        is_linear = op.category == "matmul" and "bmm" not in op.name
+        if gpu and is_linear and op.dtype in gpu.peaks and op.flops and op.moved_bytes:
+            rates = product_rates(op.dtype, gpu)
+            compute_s = op.flops / (gpu.peaks[op.dtype] * rates.peak_share)
+            memory_s = op.moved_bytes / (gpu.bandwidth_bytes_per_s * rates.bandwidth_share)
+            found_s += op.device_s if compute_s < memory_s else 0.0
     return case.per_step(profile, found_s)
 
 

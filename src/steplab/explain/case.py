@@ -8,13 +8,14 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steplab.costs.roofline import Roofline
+from steplab.costs.kernel_time import streaming_share
+from steplab.costs.rates import Gpu, gpu_of, measured_gpu
 from steplab.records.ceilings import Ceilings
 from steplab.records.profile import OpStats, PhaseTime, Profile
 from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
-from steplab.units import format_time
+from steplab.units import format_rate, format_time
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
 """Names of kernels that torch.compile generates; on a CPU, whose kernels are operators, of calls of compiled code."""
@@ -27,10 +28,11 @@ _NEVER_WAITED = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run, and the rates of its device."""
+    """A run, and what kernels reach on its device."""
 
     run: Run
-    rates: Roofline
+    gpu: Gpu | None
+    """By the device's figures, stated or measured by `steplab doctor`; None where neither is known."""
 
     @property
     def spec(self) -> StepSpec | None:
@@ -113,17 +115,36 @@ class Case:
         )
 
 
-def rates_of(run: Run, ceilings: Ceilings | None) -> Roofline:
-    """The rates of the device a run was made on; ceilings count only if they are of a device of the same name."""
+def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
+    """The device a run was made on; ceilings count only if they are of a device of the same name."""
     name = run.device_name
+    hardware = find_hardware(name) if name else None
+    if hardware is not None:
+        return gpu_of(hardware)
     same = ceilings.ceilings if ceilings is not None and ceilings.environment.device.name == name else ()
-    return Roofline(
-        hardware=find_hardware(name) if name else None,
-        measured_flops_per_s={c.dtype: c.best_per_s for c in same if c.name == "matmul" and c.dtype},
-        measured_bytes_per_s=next((c.best_per_s for c in same if c.name == "copy"), None),
-    )
+    copy = next((c.best_per_s for c in same if c.name == "copy"), None)
+    if name is None or copy is None:
+        return None
+    return measured_gpu(name, {c.dtype: c.best_per_s for c in same if c.name == "matmul" and c.dtype}, copy)
 
 
 def case_of(run: Run, ceilings: Ceilings | None) -> Case:
     """The case of a run; `ceilings` are used where the catalogue does not know the run's device."""
-    return Case(run=run, rates=rates_of(run, ceilings))
+    return Case(run=run, gpu=gpu_of_run(run, ceilings))
+
+
+def reached_bandwidth(name: str, gpu: Gpu) -> str:
+    """What kernels of one name in the rates reach of the bandwidth, in words."""
+    share = f"{streaming_share(name, gpu):.2g} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
+    return f"{share}, as fitted on {gpu.rates.name}"
+
+
+def stated_peak(dtype: str, gpu: Gpu) -> str:
+    """The dense peak of a number format, in words."""
+    return f"{_figure(gpu.peaks[dtype], 'FLOP/s', gpu)} in {dtype}"
+
+
+def _figure(per_s: float, unit: str, gpu: Gpu) -> str:
+    if gpu.is_stated:
+        return f"{format_rate(per_s, unit)} stated for {gpu.name}"
+    return f"{format_rate(per_s, unit)}, inferred from what `steplab doctor` measured"

@@ -2,7 +2,9 @@
 
 import re
 
-from steplab.explain.case import Case
+from steplab.costs.kernel_time import product_s
+from steplab.explain.case import Case, stated_peak
+from steplab.explain.shapes import product_of
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
 from steplab.specs.command import command
@@ -61,7 +63,9 @@ def fp32_matmul(case: Case) -> Finding | None:
 def _has_tf32(case: Case, profile: Profile) -> bool:
     device = case.run.environment.device if case.run.environment else None
     if device is None or device.compute_capability is None:
-        return case.rates.peak("tf32") is not None or any(_AMPERE_OR_LATER.search(k.name) for k in profile.kernels)
+        return (case.gpu is not None and "tf32" in case.gpu.peaks) or any(
+            _AMPERE_OR_LATER.search(k.name) for k in profile.kernels
+        )
     return int(device.compute_capability.partition(".")[0]) >= _FIRST_WITH_TF32
 
 
@@ -71,17 +75,21 @@ def _names_show_it(profile: Profile) -> bool:
 
 
 def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | None, str]:
-    """Each product is faster by the ratio of the peaks, until memory limits it."""
-    fp32, tf32, streaming = case.rates.peak("fp32"), case.rates.peak("tf32"), case.rates.streaming()
-    if fp32 is None or tf32 is None or streaming is None:
+    """Each product is faster by the ratio of its predicted times, or of the peaks where its sizes are not known."""
+    gpu = case.gpu
+    if gpu is None or not {"fp32", "tf32"} <= gpu.peaks.keys():
         return None, "The device's peaks in fp32 and TF32 are not known; their ratio is 7 to 8 on A100 and later."
-    ratio = tf32.per_s / fp32.per_s
+    ratio = gpu.peaks["tf32"] / gpu.peaks["fp32"]
+
+    def left(op: OpStats) -> float:
+        product = product_of(op)
+        return product_s(product, "tf32", gpu) / product_s(product, "fp32", gpu) if product else 1 / ratio
+
     # A product that memory bounds now already stays as it is.
-    after_s = sum(min(op.device_s, max(op.device_s / ratio, (op.moved_bytes or 0) / streaming.per_s)) for op in ops)
-    saves_s = case.ops_s(profile, ops) - case.per_step(profile, after_s)
+    saves_s = case.per_step(profile, sum(op.device_s * max(0.0, 1 - left(op)) for op in ops))
     return saves_s, (
-        f"Each product is shortened by the ratio of the peaks, {three_digits(ratio)} ({tf32.source}; {fp32.source}), "
-        f"but not below the time to move its tensors at {streaming.source}. TF32 is taken to reach the same share of "
-        "its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192), not for small ones."
+        f"Each product is shortened as its sizes let expect, a large one by the ratio of the peaks, "
+        f"{three_digits(ratio)} ({stated_peak('tf32', gpu)}; {stated_peak('fp32', gpu)}): TF32 is taken to reach the "
+        "same share of its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192)."
         + case.host_limit(profile, saves_s)
     )

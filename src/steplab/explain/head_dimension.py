@@ -1,5 +1,6 @@
 """A head dimension that kernels must pad."""
 
+from steplab.costs.kernel_time import head_columns
 from steplab.explain.case import Case
 from steplab.explain.shapes import shapes_of
 from steplab.ops.attention.implementations import implementation
@@ -10,9 +11,6 @@ from steplab.units import format_percent, format_time
 
 ALIGNED = 8
 """Elements of bf16 in 16 bytes, the least that tensor-core kernels load at a time."""
-KERNEL_WIDTHS = (16, 32, 64, 96, 128, 192, 256)
-"""Head dimensions that fused attention kernels are compiled for (torch's FlashAttention-2 has 32, 64, 96, 128, 192 and
-256); a head in between is computed as the next wider."""
 
 
 def head_dimension(case: Case) -> Finding | None:
@@ -25,7 +23,7 @@ def head_dimension(case: Case) -> Finding | None:
         width, fused = _from_ops(profile), True
     if width is None:
         return None
-    padded = next((known for known in KERNEL_WIDTHS if known >= width), width)
+    padded = head_columns(width)
     if width % ALIGNED == 0 and (padded == width or not fused):
         return None
     evidence = [Evidence(what="head dimension", value=width, unit="")]

@@ -1,6 +1,7 @@
 """The output head and the loss take a large part of the step."""
 
-from steplab.explain.case import WORTH_TELLING, Case
+from steplab.costs.kernel_time import streaming_s
+from steplab.explain.case import WORTH_TELLING, Case, reached_bandwidth
 from steplab.explain.shapes import shapes_of
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part
 from steplab.records.finding import Evidence, Finding
@@ -14,6 +15,8 @@ CONSIDERABLE = 0.15
 
 PASSES = 2
 """Number of times that a fused loss moves the logits: it reads them once and writes their gradient in their place."""
+_LIKE = "fused reduction"
+"""The kernels of a compiler's whose rate it has."""
 
 
 def loss_share(case: Case) -> Finding | None:
@@ -83,13 +86,13 @@ def _change(case: Case) -> tuple[str, str]:
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
     """Seconds saved per step and how they are found: the products stay, the rest shrinks to PASSES over the logits."""
     logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
-    streaming = case.rates.streaming()
-    if logits_bytes is None or streaming is None:
+    if logits_bytes is None or case.gpu is None:
         return None, "The size of the logits or the bandwidth of the device is not known."
-    fused_s = PASSES * logits_bytes / streaming.per_s
+    fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)
     return max(0.0, loss_s - fused_s), (
         f"The products stay as they are. A fused loss reads the logits and writes their gradient once: "
-        f"{format_time(fused_s)} at {streaming.source}. One that computes the logits anew costs a further matmul."
+        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. One that computes the logits anew costs a "
+        "further matmul."
     )
 
 

@@ -2,18 +2,18 @@
 
 import re
 
-from steplab.explain.case import Case
+from steplab.costs.kernel_time import streaming_s
+from steplab.costs.optimizers import UPDATE_PASSES
+from steplab.explain.case import Case, reached_bandwidth
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command
 from steplab.units import format_bytes, format_time
 
-FUSED_BYTES = 28
-"""Bytes AdamW must move for a parameter in fp32: reads of parameter, gradient and two moments, writes of all but the
-gradient, 4 bytes each."""
-STEPWISE_BYTES = 80
-"""Bytes AdamW moves per parameter operator by operator, as torch's foreach and loop do: decay 8, first moment 12
-(lerp), second moment 8 + 12 (mul, addcmul), root 8, correction 8, epsilon 8, update 16 (addcdiv)."""
+FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused", "adamw_foreach"))
+"""Bytes AdamW moves for a parameter in fp32, in one kernel and operator by operator."""
+_FUSED_KERNEL = "_fused_adamw_"
+"""As the rates have it."""
 MANY_KERNELS = 50
 """Number of kernels from which the optimizer of a foreign trace counts as not fused: fused AdamW needs one kernel for
 thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""
@@ -40,20 +40,20 @@ def optimizer_not_fused(case: Case) -> Finding | None:
 def _from_spec(case: Case) -> Finding | None:
     """The finding from the timed optimizer step and the bytes that AdamW must move, without a profile."""
     spec, model, now_s = case.spec, case.run.model, case.phase_s("optimizer")
-    streaming = case.rates.streaming()
+    gpu = case.gpu
     if spec is None or spec.optimizer not in _NOT_FUSED or spec.pass_name != "train" or now_s is None:
         return None
     saves_s, step_s, prediction = None, case.step_s, "The memory bandwidth of the device is not known."
     moved = None
     if model is not None:
         moved = model.num_parameters * FUSED_BYTES * (0.5 if spec.precision == "bf16_pure" else 1.0)
-    if moved is not None and streaming is not None:
-        saves_s = max(0.0, now_s - moved / streaming.per_s)
+    if moved is not None and gpu is not None:
+        saves_s = max(0.0, now_s - streaming_s(_FUSED_KERNEL, moved, gpu))
         if step_s is not None and saves_s <= CONSIDERABLE * step_s:
             return None
         prediction = (
             f"Fused, the step moves {format_bytes(moved)} once, in {format_time(now_s - saves_s)} at "
-            f"{streaming.source}."
+            f"{reached_bandwidth(_FUSED_KERNEL, gpu)}."
         )
     fields = {"optimizer": "adamw_fused"}
     evidence = [Evidence(what="optimizer step, unprofiled", value=now_s, unit="s")]

@@ -1,9 +1,11 @@
 """Attention that writes its scores to memory."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.explain.case import Case
-from steplab.explain.shapes import Shape, shapes_of, softmax_inputs
+from steplab.costs.kernel_time import Product, attention_s
+from steplab.explain.case import Case, stated_peak
+from steplab.explain.shapes import Shape, product_of, shapes_of, softmax_inputs
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
@@ -13,10 +15,6 @@ from steplab.units import format_bytes, format_count, format_percent, format_tim
 CONSIDERABLE = 0.05
 """Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
 fused kernel saves only part of them."""
-
-BACKWARD_PRODUCTS = 5 / 4
-"""Matrix products of a fused backward pass, which recomputes the scores, over those of a plain one (Dao 2023, section
-3.1)."""
 
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
 _SMALLEST_CONTEXT = 16
@@ -129,22 +127,33 @@ def _rows(sizes: tuple[int, ...]) -> int:
 
 def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[float | None, str]:
     products = [op for op in seen.ops if op.category == "matmul" and op.flops]
-    if not products:
-        return None, "The record does not count the FLOPs of its products, so what a fused kernel needs is not known."
-    low_precision = any(op.dtype in ("bf16", "fp16") for op in products)
-    dtype = next(op.dtype for op in products if op.dtype in ("bf16", "fp16")) if low_precision else "fp32"
-    fused = case.rates.fused_attention(dtype)
-    if fused is None:
+    scores = _scores(products)
+    if scores is None:
+        return None, "The record does not have the sizes of its products, so what a fused kernel needs is not known."
+    dtype = next((op.dtype for op in products if op.dtype in ("bf16", "fp16")), "fp32")
+    if case.gpu is None or dtype not in case.gpu.peaks:
         return None, f"No {dtype} peak is known for the device, so what a fused kernel needs is not known."
     backward = sum(op.flops or 0.0 for op in products if op.phase == "backward")
     forward = sum(op.flops or 0.0 for op in products) - backward
-    half = 0.5 if case.is_causal else 1.0
-    flops = half * (forward + BACKWARD_PRODUCTS * backward) / profile.num_steps
-    fused_s = flops / fused.per_s
+    # plain attention has two products forward and four backward, each with the FLOPs of the scores
+    passes = {False: forward / (2 * scores.flops), True: backward / (4 * scores.flops)}
+    fused_s = case.per_step(
+        profile,
+        sum(
+            number * attention_s("sdpa", scores, dtype, case.gpu, backward=is_backward, causal=case.is_causal)
+            for is_backward, number in passes.items()
+        ),
+    )
     masked = "half of the square, the rest being masked" if case.is_causal else "the whole square"
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
-        f"A fused kernel computes {masked}, and five products for four in the backward pass: "
-        f"{format_count(flops).rstrip()}FLOP, in {format_time(fused_s)} at {fused.source}."
-        + case.host_limit(profile, saves_s)
+        f"A fused kernel computes {masked}, and five products for four in the backward pass, in "
+        f"{format_time(fused_s)}: as torch's own was measured on {case.gpu.rates.name}, with "
+        f"{stated_peak(dtype, case.gpu)}." + case.host_limit(profile, saves_s)
     )
+
+
+def _scores(products: Sequence[OpStats]) -> Product | None:
+    """Sizes of queries times keys: the product of the forward pass whose result is square."""
+    found = (product_of(op) for op in sorted(products, key=lambda op: op.phase == "backward"))
+    return next((product for product in found if product and product.m == product.n), None)

@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import dataclass
 
+from steplab.costs.kernel_time import Product
 from steplab.costs.operators import FLOATING_BYTES
 from steplab.records.profile import OpStats, Profile
 
@@ -37,6 +38,15 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
         for dtype, sizes in _TENSOR.findall(op.inputs)
         if sizes.strip()
     )
+
+
+def product_of(op: OpStats) -> Product | None:
+    """Sizes of a matrix product by its last two inputs, [..., m, k] and [..., k, n]; None where they are not that."""
+    shapes = [shape.sizes for shape in shapes_of(op)]
+    if op.category != "matmul" or len(shapes) < 2 or min(map(len, shapes[-2:])) < 2:
+        return None
+    (*batch, m, k), (*_, rows, n) = shapes[-2:]
+    return Product(m=m, n=n, k=k, batch=math.prod(batch)) if rows == k else None
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:

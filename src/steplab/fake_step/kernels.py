@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from steplab.costs.attention_operators import BACKWARD_FLOPS
+from steplab.costs.kernel_time import Product
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
-from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}

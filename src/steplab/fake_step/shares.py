@@ -1,10 +1,10 @@
 """The job of predicting what compiling leaves of a step of any model, in a process that may import the user's code."""
 
+from steplab.costs.rates import gpu_named
 from steplab.fake_step.step import operators_of_fake
 from steplab.measurement.jobs import SharesTask
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import compiled_shares
 from steplab.records.profile import CompiledShares
 

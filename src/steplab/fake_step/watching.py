@@ -11,10 +11,11 @@ from torch._prims_common import is_non_overlapping_and_dense_or_false
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
 from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_sparse, refuse_unknown
 from steplab.fake_step.storages import FORMATS, Storages
-from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator, Product
+from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator
 from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten

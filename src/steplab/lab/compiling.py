@@ -2,13 +2,13 @@
 
 import dataclasses
 
+from steplab.costs.rates import gpu_named
 from steplab.errors import SteplabError
 from steplab.lab.planning import DEFAULT_GPU
 from steplab.lab.predicting import is_traced
 from steplab.measurement.jobs import SharesTask
 from steplab.measurement.processes.launch import ask
 from steplab.measurement.progress import OnProgress
-from steplab.plan.rates import gpu_named
 from steplab.plan.time import compiled_shares
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Run

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from steplab.costs.rates import Gpu, gpu_named
 from steplab.errors import Unsupported, UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import open_store
@@ -13,7 +14,6 @@ from steplab.lab.measuring import asked_step
 from steplab.plan.layout.links import Cluster, machine_of, with_profile
 from steplab.plan.layout.search import LayoutJob, check_job, plan_of_given, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
-from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import refuse_unknown_step
 from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan

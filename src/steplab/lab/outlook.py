@@ -5,12 +5,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from steplab.costs.rates import Gpu, gpu_named
 from steplab.errors import SteplabError
 from steplab.lab.explaining import explain
 from steplab.measurement.progress import OnProgress
 from steplab.plan.host import compile_s, on_the_host_of
 from steplab.plan.layout.time import layout_step_s
-from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time
 from steplab.records.environment import Environment
 from steplab.records.finding import Finding

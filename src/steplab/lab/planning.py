@@ -5,13 +5,13 @@ from dataclasses import replace
 from functools import partial
 from typing import TypeVar
 
+from steplab.costs.rates import Gpu, gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import is_traced, memory_of
 from steplab.plan.dry_run.events import Operator
-from steplab.plan.rates import Gpu, gpu_named
 from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from steplab.costs.parameters import num_attention_weights, num_feed_forward_weights, num_parameters
+from steplab.costs.rates import LEAST_PER_S
 from steplab.errors import UserError
 from steplab.plan.formulas import Formula, root, symbol
-from steplab.plan.rates import LEAST_PER_S
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import Layout

@@ -10,11 +10,11 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.costs.rates import Gpu, gpu_of
 from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.memory import predict_memory
-from steplab.plan.public import PublicLoad, PublicRow, load_of, split_step, step_of
-from steplab.plan.rates import Gpu, StackRates, fitted_rates, gpu_with
+from steplab.plan.public import PublicLoad, PublicRow, StackRates, load_of, split_step, step_of
 from steplab.plan.seen import was_fitted
 from steplab.plan.stack_fit import counts, loaded_rows, unseen_stacks
 from steplab.plan.time import predict_step_time
@@ -87,8 +87,7 @@ def _gpu_of(run: Run) -> Gpu:
     hardware = find_hardware(run.device_name or "")
     if hardware is None:
         raise UserError(f"{run.device_name} is not in the catalogue of hardware")
-    table = fitted_rates()
-    return gpu_with(hardware, next((rates for rates in table if rates.name == hardware.name), table[0]))
+    return gpu_of(hardware)
 
 
 def _peak_bytes(spec: StepSpec, device_name: str | None) -> int | None:
@@ -160,8 +159,8 @@ def _check_row(
     try:
         spec = step_of(row)
         assert row.card is not None
-        gpu = gpu_with(hardware_named(row.card), fitted_rates()[0])
-        used = stack or StackRates(group="", gpu="", source="", spread=gpu.rates.step.spread["elsewhere"])
+        gpu = gpu_of(hardware_named(row.card))
+        used = stack or StackRates(spread=gpu.rates.step.spread["elsewhere"])
         seconds = split_step(row, gpu).seconds if row.is_split else (load or load_of(row, gpu)).seconds(used)
     except Unsupported as error:
         return dataclasses.replace(blank, unsupported=_reason(error))

@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from steplab.plan.rates import Gpu, with_rates
+from steplab.costs.rates import Gpu, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, find_phase, lead_s

@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import median
 
+from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported
-from steplab.plan.rates import Gpu
 from steplab.plan.time import parts_of, refuse_unknown_step
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart

@@ -3,7 +3,7 @@
 A row whose ranks split the model becomes a step on a layout (plan.layout.time). Of any other, each rank has the whole
 model, and the row becomes the step of one: its model, its batch, and its weights in bf16, as FSDP gathers them or as
 they are kept. The optimizer's update is divided by the ranks that share its state, and the loss is taken in fp32. What
-their software, attention and network add is told by few factors for each source and GPU (plan.rates.StackRates).
+their software, attention and network add is told by few factors for each source and GPU (StackRates).
 """
 
 import dataclasses
@@ -12,10 +12,10 @@ from typing import Any
 
 import msgspec
 
+from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported, UserError
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.time import LayoutClock
-from steplab.plan.rates import Gpu, StackRates
 from steplab.plan.time import parts_of, refuse_unknown_step, throttled
 from steplab.records.layout_plan import LayoutTime
 from steplab.records.step_time import TimePart
@@ -224,6 +224,26 @@ def split_step(row: PublicRow, gpu: Gpu) -> LayoutTime:
     if found is None:
         raise Unsupported(f"predicting {row.id}", f"the network between its machines is not known: {row.network}", "")
     return found
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StackRates:
+    """How steps of one source of published figures differ from kernels by themselves: by its software and network."""
+
+    product_factor: float = 1.0
+    """Times which products take longer."""
+    attention_factor: float = 1.0
+    """Times which fused attention takes longer."""
+    streaming_factor: float = 1.0
+    """Times which all else takes longer."""
+    network_bytes_per_s: float = 50e9
+    """What each GPU receives per second from ranks on other machines."""
+    hop_s: float = 0.0
+    """Seconds that every further rank adds to a message."""
+    exposed: float = 0.0
+    """Share of the shorter of computation and communication that the other does not hide."""
+    spread: float = 0.3
+    """Half of the 90 % interval, as a share of the central value."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 
-from steplab.plan.rates import GpuRates
+from steplab.costs.rates import GpuRates
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.specs.step import FIELDS, StepSpec

@@ -4,15 +4,14 @@ The interval comes from rows that a fit has not seen: models of other sizes, or 
 numbers of GPUs.
 """
 
+import dataclasses
 import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
-import msgspec
-
+from steplab.costs.rates import gpu_of
 from steplab.errors import Unsupported
-from steplab.plan.public import PublicLoad, PublicRow, load_of
-from steplab.plan.rates import StackRates, fitted_rates, gpu_with
+from steplab.plan.public import PublicLoad, PublicRow, StackRates, load_of
 from steplab.plan.search import STAY, Params, search
 from steplab.specs.hardware import hardware_named
 from steplab.stats import percentile
@@ -41,7 +40,7 @@ def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
         if not counts(row) or measured is None or row.card is None or row.is_split:
             continue
         try:
-            load = load_of(row, gpu_with(hardware_named(row.card), fitted_rates()[0]))
+            load = load_of(row, gpu_of(hardware_named(row.card)))
         except Unsupported:
             continue
         yield row, load, measured
@@ -58,7 +57,7 @@ def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
     for own in _groups(rows).values():
         each = list(_unseen(own))
         spread = percentile([abs(load.seconds(stack) / measured - 1) for _, load, measured, stack in each], _INTERVAL)
-        found |= {row.id: msgspec.structs.replace(stack, spread=spread) for row, _, _, stack in each}
+        found |= {row.id: dataclasses.replace(stack, spread=spread) for row, _, _, stack in each}
     return found
 
 
@@ -76,22 +75,21 @@ def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, floa
     likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
     for like in sorted(set(likes.values())):
         rest = [each for each in own if likes[each[0].id] != like]
-        stack = fitted_stack(rest, own[0][0].group, str(own[0][0].card))
+        stack = fitted_stack(rest)
         yield from ((row, load, seconds, stack) for row, load, seconds in own if likes[row.id] == like)
 
 
-def fitted_stack(own: Sequence[Loaded], group: str, gpu: str) -> StackRates:
-    """The factors of a source and GPU by these rows."""
+def fitted_stack(own: Sequence[Loaded]) -> StackRates:
+    """The factors of a source on a GPU by these rows of it."""
     many, several_nodes = len(own) >= _MANY_ROWS, any(load.hops for _, load, _ in own)
     start = dict.fromkeys(_KINDS, 1.0) if many else {"all": 1.0}
     start |= _NETWORK[many] if several_nodes else {}
     usual = _NETWORK[many]
-    source = f"{len(own)} rows of {group} on {gpu}, benchmarks/public_training.json.xz"
 
     def stack(params: Params) -> StackRates:
         kinds = dict.fromkeys(_KINDS, params["all"]) if "all" in params else {}
         rest = {name: value for name, value in params.items() if name != "all"}
-        return StackRates(group=group, gpu=gpu, source=source, **({"exposed": 1.0} | usual | kinds | rest))
+        return StackRates(**({"exposed": 1.0} | usual | kinds | rest))
 
     def error(params: Params) -> float:
         if params.get("exposed", 0.0) > 1:

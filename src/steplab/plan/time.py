@@ -12,13 +12,14 @@ from collections.abc import Sequence
 from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
+from steplab.costs.kernel_time import has_own_rates
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
+from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import has_own_rates, kernel_in_step_s, streaming_name
-from steplab.plan.rates import Gpu, StepRates
+from steplab.plan.kernel_time import kernel_in_step_s, streaming_name
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart

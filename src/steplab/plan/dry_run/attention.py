@@ -5,7 +5,7 @@ The scores are [B, h, T, T]; all else is as large as the residual stream, or les
 
 from collections.abc import Callable
 
-from steplab.plan.dry_run.events import Product
+from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, Count, half

@@ -9,6 +9,7 @@ from typing import Literal
 
 import msgspec
 
+from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
@@ -37,32 +38,6 @@ class Freed(msgspec.Struct, frozen=True, gc=False):
     """Memory was given back."""
 
     piece: Piece
-
-
-class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A batched matrix product: batch times [m, k] x [k, n]."""
-
-    m: int
-    n: int
-    k: int
-    batch: int = 1
-    transposed: bool = False
-    """Whether the first matrix lies in memory as [k, m], as a gradient does in the product of a weight's gradient."""
-
-    @property
-    def row_lengths(self) -> tuple[int, int]:
-        """Elements of a row of the first matrix and of the result in memory; the second's is one of them."""
-        return self.m if self.transposed else self.k, self.n
-
-    def padded(self, multiple: int) -> "Product":
-        """The product with every size rounded up to a multiple."""
-        m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
-        return msgspec.structs.replace(self, m=m, n=n, k=k)
-
-    @property
-    def flops(self) -> int:
-        """A multiply-add counts as two."""
-        return 2 * self.batch * self.m * self.n * self.k
 
 
 class Operand(msgspec.Struct, frozen=True, gc=False):

@@ -8,6 +8,7 @@ from functools import partial
 from math import prod
 
 from steplab.costs.attention_operators import BACKWARD_FLOPS
+from steplab.costs.kernel_time import Product
 from steplab.ops.attention.implementations import Implementation, Workspace, implementation
 from steplab.plan.dry_run.attention import (
     Attend,
@@ -19,7 +20,6 @@ from steplab.plan.dry_run.attention import (
     softmax_gradient,
     triangle,
 )
-from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine
 from steplab.plan.dry_run.operators import elementwise
 from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype, Sizes, rounded_up

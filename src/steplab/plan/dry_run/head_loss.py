@@ -6,6 +6,7 @@ A function ends where torch's ends, so that what it holds is freed at the same m
 
 from functools import partial
 
+from steplab.costs.kernel_time import Product
 from steplab.ops.cross_entropy.implementations import (
     ROW_MULTIPLE,
     Implementation,
@@ -13,7 +14,6 @@ from steplab.ops.cross_entropy.implementations import (
     padded_entries,
     whole_entries,
 )
-from steplab.plan.dry_run.events import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import BOOL, FP16, FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor

@@ -3,7 +3,7 @@
 A function holds its arguments until it returns, as torch's own do; in a backward function that is the gradient it took.
 """
 
-from steplab.plan.dry_run.events import Product
+from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor

@@ -3,12 +3,14 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from steplab.costs.kernel_time import streaming_s
+from steplab.costs.optimizers import UPDATE_PASSES
+from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.parts import PartName, Parts
 from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import kernel_in_step_s, streaming_name, streaming_s
-from steplab.plan.rates import Gpu
+from steplab.plan.kernel_time import kernel_in_step_s, streaming_name
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Time that Python takes for each kernel of a step on split tensors, compiled or not. All layouts with tp of
@@ -76,11 +78,11 @@ class PartTimes:
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
         """The optimizer's update of so many weights: what its kernels read and write. Raises Unsupported for
         adamw_triton, of which that is not known across ranks."""
-        if optimizer not in _PASSES:
+        if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"
             raise Unsupported(what, "what its update reads and writes is known of one process", "use adamw_fused")
-        passes = _PASSES[optimizer]
-        return Work(1, 0.0, streaming_s(_NAMES[optimizer], passes * weight_bytes * num_elements, self._gpu))
+        moved_bytes = UPDATE_PASSES[optimizer] * weight_bytes * num_elements
+        return Work(1, 0.0, streaming_s(_NAMES[optimizer], moved_bytes, self._gpu))
 
     def copy_s(self, num_bytes: float) -> float:
         """Seconds to read and write so many bytes within the GPU's memory."""
@@ -106,6 +108,4 @@ def _on_tensor_cores(op: Operator) -> bool:
     return op.kind != "streaming" and op.dtype != "fp32"
 
 
-_PASSES = {"adamw_fused": 7, "adamw_foreach": 20, "adamw_loop": 20, "sgd": 3}
-"""How often an update reads or writes something as large as the weights (plan.dry_run.optimizers)."""
 _NAMES = {"adamw_fused": "_fused_adamw_"} | dict.fromkeys(("adamw_foreach", "adamw_loop", "sgd"), "_foreach_add_")

@@ -10,6 +10,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from steplab.costs.rates import Gpu
 from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes
 from steplab.plan.layout.links import Cluster
@@ -17,7 +18,6 @@ from steplab.plan.layout.memory import RankPeak, peaks_by_rank
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.time import LayoutClock
-from steplab.plan.rates import Gpu
 from steplab.plan.time import model_utilizations
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict

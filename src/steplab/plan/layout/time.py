@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from steplab.costs.data_parallel import peer_copy_memory_bytes
+from steplab.costs.rates import Gpu
 from steplab.plan.layout.compute import (
     DTENSOR_KERNEL_S,
     DTENSOR_KERNEL_SLOW_S,
@@ -25,7 +26,6 @@ from steplab.plan.layout.memory import counted_parts, parts_of_rank
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import Sharing, sharing_of
 from steplab.plan.layout.traffic import Traffic, gathered_elements, traffic_of
-from steplab.plan.rates import Gpu
 from steplab.plan.time import as_chosen, refuse_unknown_step, step_spread, throttling
 from steplab.records.layout_plan import AxisTraffic, LayoutTime
 from steplab.specs.checkpointing import differs_by_block

@@ -136,7 +136,7 @@ def attention_notes(run: Run, rows: Sequence[AttentionRow]) -> list[str]:
     if roofs.hardware is None:
         return [*notes, f"No ceiling: {why_no_roof(run)}."]
     known = [(dtype, peak) for dtype in dtypes if (peak := roofs.peak(dtype)) is not None]
-    peaks = ", ".join(f"{units.format_rate(peak.per_s, 'FLOP/s')} in {dtype}" for dtype, peak in known)
+    peaks = ", ".join(f"{units.format_rate(peak, 'FLOP/s')} in {dtype}" for dtype, peak in known)
     bandwidth = units.format_rate(roofs.hardware.memory_bandwidth_bytes_per_s, "B/s")
     if peaks:
         notes.append(f"Ceiling: min(peak, FLOP/B x bandwidth) of {roofs.hardware.name}: {peaks}; {bandwidth}.")

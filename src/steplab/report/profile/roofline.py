@@ -113,7 +113,7 @@ def roofline(run: Run, profile: Profile) -> Chart | None:
     if not points:
         return None
     roofs = find_roofs(run)
-    peaks = [(dtype, peak.per_s) for dtype in _dtypes(points) if (peak := roofs.peak(dtype))]
+    peaks = [(dtype, peak) for dtype in _dtypes(points) if (peak := roofs.peak(dtype))]
     with drawing(_WIDTH, _HEIGHT, "roofline of the step's operators") as picture:
         axes = _frame(picture, points, peaks)
         _draw_roofs(axes, roofs, peaks)
@@ -161,10 +161,9 @@ def _frame(picture: Drawing, points: Sequence[Point], peaks: Sequence[tuple[str,
 
 
 def _draw_roofs(axes: "Axes", roofs: Roofline, peaks: Sequence[tuple[str, float]]) -> None:
-    stated = roofs.bandwidth()
-    if stated is None or not peaks:
+    bandwidth = roofs.bandwidth()
+    if bandwidth is None or not peaks:
         return
-    bandwidth = stated.per_s
     low, high = axes.get_xlim()
     highest = max(peak for _, peak in peaks)
     axes.plot([low, highest / bandwidth], [low * bandwidth, highest], color=MUTED, linewidth=1.5)

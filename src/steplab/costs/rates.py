@@ -122,31 +122,6 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     step: StepRates
 
 
-class StackRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How steps of one source of published figures differ from kernels by themselves: by its software and network."""
-
-    group: str
-    """The source."""
-    gpu: str
-    """GPU, as in the hardware catalogue."""
-    source: str
-    """The rows that it was fitted to."""
-    product_factor: float = 1.0
-    """Times which products take longer."""
-    attention_factor: float = 1.0
-    """Times which fused attention takes longer."""
-    streaming_factor: float = 1.0
-    """Times which all else takes longer."""
-    network_bytes_per_s: float = 50e9
-    """What each GPU receives per second from ranks on other machines."""
-    hop_s: float = 0.0
-    """Seconds that every further rank adds to a message."""
-    exposed: float = 0.0
-    """Share of the shorter of computation and communication that the other does not hide."""
-    spread: float = 0.3
-    """Half of the 90 % interval, as a share of the central value."""
-
-
 class _File(msgspec.Struct, forbid_unknown_fields=True):
     gpu: list[GpuRates]
 
@@ -167,6 +142,8 @@ class Gpu:
     """Whether the rates were fitted on this GPU, rather than on another."""
     sources: tuple[str, ...]
     """Where the figures come from."""
+    is_stated: bool = True
+    """Whether peaks and bandwidth are those of a data sheet, rather than inferred from measured ceilings."""
     peak_sources: dict[str, str] = field(default_factory=dict)
     """Where each peak comes from."""
     device_names: tuple[str, ...] = ()
@@ -176,7 +153,7 @@ class Gpu:
 @functools.cache
 def fitted_rates() -> tuple[GpuRates, ...]:
     """The committed rates of GPUs, the one whose shares others borrow first."""
-    text = resources.files("steplab.plan").joinpath("rates.toml").read_text(encoding="utf-8")
+    text = resources.files("steplab.costs").joinpath("rates.toml").read_text(encoding="utf-8")
     return tuple(msgspec.toml.decode(text, type=_File).gpu)
 
 
@@ -187,8 +164,7 @@ LEAST_PER_S = 1e9
 def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
     """A GPU of the catalogue with the committed rates, its figures replaced by those given; peak: FLOP/s by number
     format. Raises UserError for a GPU that the catalogue does not have, and for a figure that is not positive."""
-    hardware, table = hardware_named(name), fitted_rates()
-    gpu = gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
+    gpu = gpu_of(hardware_named(name))
     given = {f"peak {dtype}": value for dtype, value in (peak or {}).items()}
     given |= {} if bandwidth_bytes_per_s is None else {"bandwidth": bandwidth_bytes_per_s}
     for what, value in given.items():
@@ -208,6 +184,12 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
     )
 
 
+def gpu_of(hardware: HardwareSpec) -> Gpu:
+    """A GPU of the catalogue with its own committed rates, or where it has none, with those that others borrow."""
+    table = fitted_rates()
+    return gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
+
+
 def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     """A GPU with these rates, of itself or of another."""
     own = rates.name == hardware.name
@@ -225,6 +207,27 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
             hardware.sources["memory_bandwidth_bytes_per_s"],
             *((rates.source,) if own else (f"{borrowed}{rates.name} does", rates.source)),
         ),
+    )
+
+
+def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_per_s: float) -> Gpu:
+    """A device that the catalogue lacks, by what `steplab doctor` measured of large products and of a large copy: with
+    the figures of which borrowed shares would give that."""
+    rates = fitted_rates()[0]
+    others = rates.products["bf16"].peak_share
+    shares = {dtype: each.peak_share for dtype, each in rates.products.items()}
+    bandwidth = copy_bytes_per_s / rates.streaming.shares["copy"]
+    how = "as `steplab doctor` measured"
+    return Gpu(
+        name=name,
+        peaks={dtype: reached / shares.get(dtype, others) for dtype, reached in matmul_flops_per_s.items()},
+        peak_sources=dict.fromkeys(matmul_flops_per_s, how),
+        bandwidth_bytes_per_s=bandwidth,
+        multiprocessors=None,
+        rates=rates,
+        is_fitted=False,
+        is_stated=False,
+        sources=(how, rates.source),
     )
 
 

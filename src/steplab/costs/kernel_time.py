@@ -1,0 +1,156 @@
+"""How long one kernel takes on a GPU: the roofline, with what kernels reach of it.
+
+A kernel that does F FLOPs and moves M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few
+microseconds (Williams, Waterman and Patterson 2009, "Roofline"); a and b are the fitted shares of `costs.rates`.
+Predictions of whole steps (plan) and findings on measured ones (explain) both take a kernel's time from here.
+"""
+
+import math
+
+import msgspec
+
+from steplab.costs.attention_operators import BACKWARD_FLOPS
+from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.costs.rates import AttentionRates, Gpu, ProductRates
+
+_TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
+"""Rows and columns of the result that one thread block makes, as in cuBLAS's and CUTLASS's kernels."""
+_SPLITS = (1, 2, 3, 4, 6, 8, 16)
+"""Parts of the inner dimension that different blocks sum, where there are few tiles."""
+_SMOOTH = 5
+"""Exponent of the sum in place of a maximum, near which compute and memory hinder each other."""
+_ALIGNED_BYTES = 16
+"""Rows that begin at no multiple of this cannot be copied in one piece."""
+_UNALIGNED = 6.0
+"""How many times longer a product in half precision takes then: 5.4 to 7.4 in the record of a vocabulary of 50,257."""
+_HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
+"""Head dimensions that torch's FlashAttention-2 is compiled for; others are much alike."""
+USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
+"""Whose rates stand for those of an implementation that was not measured, by whether it is of fp32."""
+
+
+class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
+    """A batched matrix product: batch times [m, k] x [k, n]."""
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    transposed: bool = False
+    """Whether the first matrix lies in memory as [k, m], as a gradient does in the product of a weight's gradient."""
+
+    @property
+    def row_lengths(self) -> tuple[int, int]:
+        """Elements of a row of the first matrix and of the result in memory; the second's is one of them."""
+        return self.m if self.transposed else self.k, self.n
+
+    def padded(self, multiple: int) -> "Product":
+        """The product with every size rounded up to a multiple."""
+        m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
+        return msgspec.structs.replace(self, m=m, n=n, k=k)
+
+    @property
+    def flops(self) -> int:
+        """A multiply-add counts as two."""
+        return 2 * self.batch * self.m * self.n * self.k
+
+
+def streaming_share(name: str, gpu: Gpu) -> float:
+    """Share of the stated bandwidth that a kernel that memory bandwidth bounds reaches on large tensors."""
+    shares = gpu.rates.streaming.shares
+    base = name.removesuffix(" strided").removesuffix(" widening")
+    return next(shares[known] for known in (name, base, "default") if known in shares)
+
+
+def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
+    """Seconds of a kernel that memory bandwidth bounds."""
+    rates = gpu.rates.streaming
+    gain = 1 + rates.cached_gain * math.exp(-moved_bytes / rates.cached_bytes)
+    return rates.fixed_s + moved_bytes / (gpu.bandwidth_bytes_per_s * streaming_share(name, gpu) * gain)
+
+
+def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
+    """Rates of the number format; where none was fitted, those of bf16, because tensor cores work alike in all their
+    formats. TF32 reaches the share of its peak that fp32 does: 0.77 and 0.76 on an H200 at 8192."""
+    known = gpu.rates.products
+    if dtype == "tf32" and dtype not in known:
+        return msgspec.structs.replace(known["bf16"], peak_share=known["fp32"].peak_share)
+    return known.get(dtype) or known["fp32" if dtype == "fp32" else "bf16"]
+
+
+def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
+    """Seconds of a batched matrix product.
+
+    Its result is cut into tiles, which the multiprocessors take in waves; the best of the usual tiles is taken to be
+    chosen, and the inner dimension is split where that fills the last wave better.
+    """
+    rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
+    num_sms = gpu.multiprocessors
+    per_sm = gpu.peaks[dtype] * rates.peak_share / (num_sms or 1)
+    bandwidth = gpu.bandwidth_bytes_per_s * rates.bandwidth_share
+    best = math.inf
+    for rows, columns in _TILES:
+        tiles = product.batch * math.ceil(product.m / rows) * math.ceil(product.n / columns)
+        for split in _SPLITS if num_sms else (1,):
+            if split > 1 and tiles * split > 4 * (num_sms or 1):
+                break
+            exact = tiles * split / (num_sms or 1)
+            waves = exact if num_sms is None else _waves(exact, rates.partial_wave)
+            compute = waves * 2 * rows * columns * (product.k / split + rates.ramp_k) / per_sm
+            if split > 1:  # the parts are written and read once more, in fp32, by another kernel
+                parts_bytes = 2 * 4 * split * product.batch * product.m * product.n
+                compute += parts_bytes / bandwidth + rates.fixed_s
+            best = min(best, compute)
+    if size == 2 and any((each * size) % _ALIGNED_BYTES for each in product.row_lengths):
+        best *= _UNALIGNED
+    m, n, k = product.m, product.n, product.k
+    memory = size * product.batch * (m * k + k * n + m * n) / bandwidth
+    return rates.fixed_s + float((best**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH))
+
+
+def _waves(exact: float, partial_wave: float) -> float:
+    return max(1.0, math.ceil(exact) * (1 - partial_wave) + exact * partial_wave)
+
+
+def head_columns(width: int) -> int:
+    """Columns as which fused attention computes a head: kernels are compiled for a few widths."""
+    return next((known for known in _HEAD_WIDTHS if known >= width), width)
+
+
+def rated_attention(name: str, dtype: str) -> str:
+    """By which name the rates have an implementation in a number format."""
+    return f"{name} fp32" if dtype == "fp32" else name
+
+
+def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates]:
+    """Rates by pass of an implementation in a number format, or of the usual one where it was not measured.
+
+    In fp32 fused attention has other kernels, without tensor cores, whose rates the table has by names of their own.
+    """
+    known = gpu.rates.attention
+    own = rated_attention(name, dtype)
+    return known[own if own in known else USUAL_ATTENTION[dtype == "fp32"]]
+
+
+def attention_s(
+    name: str, scores: Product, dtype: str, gpu: Gpu, *, backward: bool = False, causal: bool = True
+) -> float:
+    """Seconds of one pass of fused attention; `scores`: queries times keys.
+
+    A causal mask leaves half of the scores, and with them those of the tiles that it cuts, at most all; for each score
+    the columns of a head count, as the kernel pads them, and as much again for its exponential.
+    """
+    rates = attention_rates(name, dtype, gpu)["backward" if backward else "forward"]
+    keys = min(scores.n, scores.n / 2 + rates.diagonal) if causal else scores.n
+    flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward
+    work = scores.batch * scores.m * keys * flops_per_element * (head_columns(scores.k) + rates.softmax_width)
+    return rates.fixed_s + work / (gpu.peaks[dtype] * rates.peak_share)
+
+
+def _item_bytes(dtype: str) -> int:
+    return 4 if dtype in ("fp32", "tf32") else 2
+
+
+def has_own_rates(precision: str, gpu: Gpu) -> bool:
+    """Whether products of a step's precision were measured on this GPU."""
+    return gpu.is_fitted and DTYPE_OF_MATMULS[precision] in gpu.rates.products
