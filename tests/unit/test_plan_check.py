@@ -372,6 +372,13 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
         )
 
 
+def test_a_step_in_tf32_that_no_fit_has_seen_is_predicted_by_the_share_that_fp32_reaches() -> None:
+    lines = gzip.decompress((GOLDEN / "plan_time_h200_202611.jsonl.gz").read_bytes()).splitlines()
+    [run] = [r for r in map(decode, lines) if isinstance(r, Run) and r.spec and r.spec.precision == "tf32"]
+    [check] = check_runs([run])
+    assert check.error == pytest.approx(0, abs=0.03)
+
+
 def test_kernels_that_widen_what_they_read_are_told_from_others() -> None:
     """What autocast adds to a residual stream, rotates and converts; the records have them at half the bandwidth."""
     operators = [op for op in operators_of(resolve_step({"precision": "bf16"})) if op.kind == "streaming"]
