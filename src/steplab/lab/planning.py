@@ -101,7 +101,7 @@ def plan_time(
     """The predicted time of a step on a GPU, with a 90 % interval.
 
     `spec` and `fields` are as in `measure`; `gpu` is one of the catalogue, by its name, or one with other figures
-    (plan.rates.gpu_named):
+    (costs.rates.gpu_named):
 
         steplab.plan_time("2.7b", context=512, precision="bf16", gpu="H100 SXM").central_s
 
