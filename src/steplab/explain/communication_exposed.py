@@ -4,11 +4,11 @@ import dataclasses
 import re
 import shlex
 
+from steplab.costs.rates import Gpu
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.command import command, options
-from steplab.specs.hardware import HardwareSpec
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
@@ -89,14 +89,14 @@ def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
         if spec.reshards:
             return command(spec, {"reshard_after_forward": "never"}), _OF_SHARDS
         return command(spec, {"batch": str(2 * spec.batch)}), _OF_SHARDS
-    return _search_of_layouts(spec, case.rates.hardware), _OF_PARTS
+    return _search_of_layouts(spec, case.gpu), _OF_PARTS
 
 
-def _search_of_layouts(spec: StepSpec, hardware: HardwareSpec | None) -> str:
+def _search_of_layouts(spec: StepSpec, gpu: Gpu | None) -> str:
     """The command that ranks the layouts of the step on as many GPUs."""
     job = StepSpec(model=spec.model)
     kept = ("context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer")
     job = dataclasses.replace(job, **{name: getattr(spec, name) for name in kept})
     sequences = spec.tokens_of_all // spec.context
-    on = f" --gpu {shlex.quote(hardware.name)}" if hardware else ""
+    on = f" --gpu {shlex.quote(gpu.name)}" if gpu and gpu.is_stated else ""
     return f"steplab plan layout {options(job)} --gpus {spec.layout.world_size} --global-batch {sequences}{on}"
