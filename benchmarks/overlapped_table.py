@@ -3,7 +3,7 @@
     python benchmarks/overlapped_table.py [--into benchmarks/results/overlapped_update_h200_202611.md]
 
 With --into, it replaces what stands between the marks in a page. At the end is the share of an update that the backward
-pass hides, the median of the models, which `plan time` uses (`hidden_update` in src/steplab/plan/rates.toml).
+pass hides, the median of the models, which `plan time` uses (`hidden_update` in src/steplab/costs/rates.toml).
 """
 
 import argparse

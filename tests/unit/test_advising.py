@@ -223,7 +223,8 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
 
     advice = walk(told, budget_s=210.0, clock=lambda: now)
     took, merged = {tried.words: tried.took_s for tried in advice.tried}, "block_ops triton with projections merged"
-    assert {merged, "precision bf16", "compile block"} <= took.keys()
+    assert {merged, "precision bf16"} <= took.keys()
+    assert len(took) > 5  # which, is by the rates of the plan
     assert took == dict.fromkeys(took, 26.0) | {merged: 42.0}
     assert advice.untried_s is not None
     assert len(advice.untried) == len(advice.untried_shares) > 0
