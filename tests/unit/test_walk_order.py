@@ -124,7 +124,7 @@ def walk(
 def behind_a_slow_host(tmp_path_factory: pytest.TempPathFactory) -> Advice:
     """As the H200 whose host others used as well: 20 us a kernel, and 33 in compiled code."""
     store = tmp_path_factory.mktemp("slow") / "store.db"
-    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=265.0)
+    return walk(store, model="large", eager_s=20e-6, compiled_s=33e-6, budget_s=215.0)
 
 
 @pytest.fixture(scope="module")
@@ -144,22 +144,23 @@ def fastest_attention(spec: StepSpec) -> str:
 
 def test_a_host_bound_step_gets_its_cuda_graph_before_anything_small(behind_a_slow_host: Advice) -> None:
     words = [tried.words for tried in behind_a_slow_host.tried]
-    assert set(words[:2]) == {"compile block", "cuda_graph step"}
+    assert words[0] == "cuda_graph step"
     best = behind_a_slow_host.best
     assert best is not None
-    assert (best.compile, best.cuda_graph) == ("block", "step")
+    assert (best.block_ops, best.cuda_graph) == ("triton", "step")
     assert best.attention == fastest_attention(best)
     fastest_s = predict_step_time(dataclasses.replace(best, optimizer="adamw_triton"), H200).step.device_s
     assert behind_a_slow_host.best_s == pytest.approx(fastest_s, rel=0.02)
 
 
 def test_waits_of_the_host_are_in_the_prediction(behind_a_slow_host: Advice) -> None:
-    """What the graph saves is the host's time, which only the measured steps know."""
-    graph = behind_a_slow_host.tried[1]
+    """What the graph saves is mostly the host's time, which only the measured steps know: a quick host's step would be
+    predicted to lose a fourteenth. Steps that wait differ by 8 %."""
+    graph = behind_a_slow_host.tried[0]
     assert graph.ratio is not None
-    assert graph.predicted_share == pytest.approx(1 - graph.ratio.ratio, abs=0.05)
+    assert graph.predicted_share == pytest.approx(1 - graph.ratio.ratio, abs=0.08)
     assert graph.predicted_share is not None
-    assert graph.predicted_share > 0.3
+    assert graph.predicted_share > 0.2
 
 
 @pytest.mark.parametrize("told", ["behind_a_slow_host", "behind_a_quick_host"])
