@@ -93,6 +93,26 @@ def test_rows_of_a_report_have_the_same_figures(filled: Path, capsys: pytest.Cap
     assert row == json.loads(encode_with_summary(RUNS[0]))["summary"]
 
 
+@pytest.mark.parametrize(("said", "those"), [("night", (0, 1)), ("kept", (1, 2)), ("aa11", (0,))])
+def test_a_name_and_a_tag_stand_for_all_that_have_them(
+    said: str, those: tuple[int, ...], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    named = (("aa1100000000", "night"), ("bb1100000000", "night"), ("cc1100000000", ""))
+    runs = [make_run(id=run_id, name=name) for run_id, name in named]
+    with Store.open(str(tmp_path / "s.db"), write=True) as opened:
+        for run in runs:
+            opened.add(run)
+        for run in runs[1:]:
+            opened.annotate(run.id, tags=["kept"], comment="")
+    expected = [runs[place].id for place in those]
+    for command in (["export"], ["report", "--format", "json"]):
+        assert main([*command, said, expected[0], "--store", str(tmp_path / "s.db")]) == 0
+        told = capsys.readouterr().out
+        rows = list(map(json.loads, told.splitlines())) if command == ["export"] else json.loads(told)
+        assert sorted(row["id"] for row in rows) == expected  # each once, though one is given twice
+    assert main(["export", "nobody", "--store", str(tmp_path / "s.db")]) == 2
+
+
 def test_an_exported_record_is_read_as_the_same(filled: Path) -> None:
     for record in (*RUNS, make_benchmark()):
         line = encode_with_summary(record)

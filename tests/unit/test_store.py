@@ -163,7 +163,7 @@ def test_a_name_that_one_record_alone_has_stands_for_it(store: Store) -> None:
         store.add(make_run(run_id, name="twice"))
     assert store.get("mine").id == "bb11"
     assert store.get("bb").id == "bb11", "ids come first"
-    with pytest.raises(UserError, match=r"'twice' is the name of more than one record: cc1.*--name"):
+    with pytest.raises(UserError, match=r"'twice' is the name of more than one record: cc1.*steplab export"):
         store.get("twice")
     with pytest.raises(UserError, match="no record 'min'"):
         store.get("min")

@@ -2,7 +2,7 @@
 
 import os.path
 import subprocess
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -83,6 +83,20 @@ def find_records(text: str, *, store: Path | str | None = None) -> Found:
         return _found(text, records)
     with open_store(path or store, write=False) as opened:
         return _found(text, _in_store(opened, rest if path is None else rest or LAST))
+
+
+def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
+    """The records of a store that texts stand for, each once: ids, studies, names, tags and revisions, as in
+    `find_records`. Raises UserError for a text that stands for none."""
+    return list({record.id: record for text in texts for record in _at_once(opened, text)}.values())
+
+
+def _at_once(opened: Store, text: str) -> list[Record]:
+    """The record of an id, without reading what else there is; else all that the text stands for."""
+    try:
+        return [opened.get(text)]
+    except UserError:
+        return _in_store(opened, text)
 
 
 def _beginning(path: Path) -> bytes:

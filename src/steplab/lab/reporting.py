@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import UserError
+from steplab.lab.comparing import records_of
 from steplab.lab.keeping import open_store
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
@@ -48,8 +49,8 @@ def records_to_report(
     name: str | None = None,
     store: Path | str | None = None,
 ) -> ReportedRecords:
-    """The records that are given, or have the given ids; or those of a name, or of a study; else those of what was
-    measured last.
+    """The records that are given, or that given texts stand for (`records_of`); or those of a name, or of a study;
+    else those of what was measured last.
 
     That is the study that the newest record belongs to; or if it belongs to none, the benchmark that it is, or all
     records of its kind that belong to none.
@@ -62,7 +63,8 @@ def records_to_report(
         return _selected(held)  # they need not be in a store
     with open_store(store, write=False) as opened:
         if given:
-            return _selected(each if isinstance(each, Record) else opened.get(each) for each in given)
+            named = ([each] if isinstance(each, Record) else records_of(opened, [each]) for each in given)
+            return _selected(record for those in named for record in those)
         if name is not None:
             found = list(opened.iterate(name=name))
             if not found:

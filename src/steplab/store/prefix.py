@@ -37,8 +37,8 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
             return called[0]
         if called:
             raise UserError(
-                f"'{prefix}' is the name of more than one record: {_some(called)}; give an id, or report all with "
-                "--name"
+                f"'{prefix}' is the name of more than one record: {_some(called)}; give an id; `steplab report` "
+                "and `steplab export` take all of a name"
             )
     if not prefix or not ids:
         raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")

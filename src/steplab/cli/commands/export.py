@@ -22,7 +22,7 @@ TRACKERS = Group.create_ordered("Trackers")
 def export(
     ids: Annotated[
         tuple[str, ...],
-        Parameter(help="Ids of records, or their beginnings [default: all records]", show_default=False),
+        Parameter(help="Ids, names, tags, studies or revisions of records [default: all records]", show_default=False),
     ] = (),
     /,
     *,
@@ -68,6 +68,7 @@ def export(
         return
     from steplab.cli.output import chosen_format, emit
     from steplab.errors import UserError
+    from steplab.lab.comparing import records_of
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
     from steplab.records.rows import run_row
@@ -81,7 +82,7 @@ def export(
             emit(_timeline(opened.get(_only(ids))), out, chosen)
             return
         study_id = opened.study_id(study) if study else None
-        records = opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True)
+        records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
             emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
         elif chosen in ("pytest-benchmark", "hyperfine"):
@@ -126,13 +127,14 @@ def _track(ids: tuple[str, ...], study: str | None, export: "Callable[[Tracked],
     from steplab.cli.output import say
     from steplab.cli.progress import ProgressLine
     from steplab.integrations.tracking import tracked
+    from steplab.lab.comparing import records_of
     from steplab.lab.keeping import open_store
     from steplab.units import counted
     from steplab.views.reporting import report
 
     with open_store(out.store, write=False) as opened:
         study_id = opened.study_id(study) if study else None
-        records = list(opened.records(ids) if ids else opened.iterate(study=study_id, all_attempts=True))
+        records = list(records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True))
     places = []
     with ProgressLine() as line:
         for record in records:

@@ -17,7 +17,7 @@ def report(
     ids: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Records to report: ids, beginnings of ids, or names that belong to a single record",
+            help="Records to report: ids, names, tags, studies or revisions",
             show_default=False,
         ),
     ] = (),
