@@ -19,6 +19,7 @@ from tests.fuzz.ending import run
 from tests.profiles import imported_run
 from tests.runs import make_run
 
+from steplab.cli.app import main
 from steplab.report.kit.text import flowed
 from steplab.store.database import Store
 
@@ -59,6 +60,31 @@ def test_a_locale_without_utf_8_loses_no_file_and_ends_no_command(store: Path, t
     assert b"\n-----" in ended.stdout, "a line of a table is as wide as the table"
     for file in files:
         assert "größer – 漢字" in file.read_text(encoding="utf-8")
+
+
+def test_a_home_folder_that_the_shell_left_written_is_found(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(store.parent))
+    monkeypatch.chdir(tmp_path)
+    assert run("show", ID, f"--store=~/{store.name}", "--output=~/shown.json").code == 0
+    assert (store.parent / "shown.json").exists()
+    monkeypatch.setenv("STEPLAB_STORE", f"~/{store.name}")
+    assert run("show", ID).code == 0
+    monkeypatch.setenv("STEPLAB_STORE", "")
+    (tmp_path / "steplab.toml").write_text(f'store = "~/{store.name}"', encoding="utf-8")
+    assert run("show", ID).code == 0
+
+
+def test_a_folder_that_is_gone_is_no_internal_error(
+    store: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "gone").mkdir()
+    os.chdir("gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["list", "--store", str(store)]) == 1
+    assert capsys.readouterr().err == "steplab: the current folder was removed; change into another one\n"
 
 
 @pytest.mark.parametrize("columns", ["1", "2", "20"])

@@ -18,7 +18,7 @@ from tests.runs import make_run, out_of_memory, recorder_run
 
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
-from steplab.errors import UserError
+from steplab.errors import SteplabError, UserError
 from steplab.integrations.tracking import Tracked, tracked
 from steplab.records.codec import decode
 from steplab.records.rows import run_row
@@ -99,6 +99,16 @@ def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None
     assert metrics == pytest.approx(dict(one.metrics))
     folder = Path(artifacts.removeprefix("file://"))
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == one.files
+
+
+def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
+    mlflow_here: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from steplab.integrations.mlflow import export
+
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
+    with pytest.raises(SteplabError, match=r"MLflow did not take record .* of nowhere://x"):
+        export(tracked(RUN))
 
 
 @pytest.fixture

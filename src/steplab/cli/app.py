@@ -20,7 +20,7 @@ from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandErr
 
 from steplab import __version__
 from steplab.cli import commands
-from steplab.cli.conversion import only_as_written
+from steplab.cli.conversion import as_meant
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
@@ -60,7 +60,7 @@ app = App(
     help="A laboratory for the training step of Transformer language models: it measures steps, stores the records and "
     "reports them.\n\nBegin with: steplab run",
     version=__version__,
-    config=(defaults_from_file, only_as_written),
+    config=(defaults_from_file, as_meant),
     help_format="plaintext",  # the Markdown renderer alone would cost a fifth of the time `--help` takes
     result_action="return_value",
     suppress_keyboard_interrupt=False,  # main() says what was kept
@@ -147,10 +147,21 @@ def _fault_of_the_machine(error: Exception) -> str | None:
         return None
     if "No usable temporary directory" in str(error):
         return f"there is no folder for temporary files that can be written; {_FREE_SPACE}"
+    if isinstance(error, FileNotFoundError) and not _is_somewhere():
+        return "the current folder was removed; change into another one"
     if error.errno not in _OF_THE_MACHINE:
         return None
     where = f": {error.filename}" if error.filename else ""
     return f"{error.strerror}{where}; {_OF_THE_MACHINE[error.errno]}"
+
+
+def _is_somewhere() -> bool:
+    """Whether the current folder is still there."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        return False
+    return True
 
 
 @contextmanager

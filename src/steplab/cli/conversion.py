@@ -1,8 +1,10 @@
-"""What the values of options may be, where cyclopts takes more than is meant."""
+"""What the values of options mean, before cyclopts converts them."""
 
 import functools
 import math
 import operator
+import os
+from pathlib import Path
 from typing import Any, get_args
 
 from cyclopts import App, ArgumentCollection
@@ -13,16 +15,20 @@ _MOST = 2**63 - 1
 """What a store, a device and a generator of random numbers take of whole numbers."""
 
 
-def only_as_written(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
-    """Keep cyclopts from reading a value as another one.
+def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
+    """Take values as they are meant where cyclopts and the shell do not.
 
-    It takes the words "none" and "null" for an option that was not given, and rounds a fraction where a whole number is
-    asked for. An option that is not given has its default, and no word stands for that. Raises UserError for a
-    fraction, a number without end and one of more than 64 bits, from the command line and from a file of defaults
-    alike.
+    cyclopts takes the words "none" and "null" for an option that was not given, and rounds a fraction where a whole
+    number is asked for. An option that is not given has its default, and no word stands for that. No shell replaces the
+    ~ of `--store=~/runs.db`.
+
+    Raises UserError for a fraction, a number without end and one of more than 64 bits, from the command line and from a
+    file of defaults alike.
     """
     for argument in arguments:
         argument.hint = _without_none(argument.hint)
+        if argument.hint is Path:
+            argument.tokens = [token.evolve(value=os.path.expanduser(token.value)) for token in argument.tokens]
         for token in argument.tokens:
             if asked := _asked_instead(argument.hint, token.value):
                 where = "" if token.source in ("", "cli") else f" in {token.source}"

@@ -44,7 +44,7 @@ def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCo
     for options, of_all in ((own, False), (common, True)):
         nested: dict[str, Any] = {**options}
         if "store" in nested:
-            nested["store"] = str(path.parent / str(nested["store"]))
+            nested["store"] = str(path.parent / os.path.expanduser(str(nested["store"])))
         for name in reversed(command):
             nested = {name: nested}
         Dict(nested, source=str(path), allow_unknown=of_all)(app, command, arguments)

@@ -17,10 +17,10 @@ def export(one: Tracked) -> str:
     The server is the one of MLFLOW_TRACKING_URI, the experiment that of MLFLOW_EXPERIMENT_NAME, or else `steplab`.
     Raises SteplabError if MLflow refuses.
     """
-    client = mlflow.MlflowClient()
     name = MLFLOW_EXPERIMENT_NAME.get() or PROJECT
     where = f"experiment {name} of {mlflow.get_tracking_uri()}"
     try:
+        client = mlflow.MlflowClient()
         experiment = client.get_experiment_by_name(name)
         experiment_id = experiment.experiment_id if experiment else client.create_experiment(name)
         if client.search_runs([experiment_id], f"tags.`{_ID}` = '{one.id}'", max_results=1):

@@ -15,7 +15,7 @@ def default_path() -> Path:
     """
     own = os.environ.get("STEPLAB_STORE")
     if own:
-        return Path(own)
+        return Path(os.path.expanduser(own))
     data_home = Path(os.environ.get("XDG_DATA_HOME", ""))
     if not data_home.is_absolute():
         data_home = _home() / ".local" / "share"
