@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import pickle
 from collections.abc import Callable
 from pathlib import Path
@@ -67,3 +68,8 @@ def test_a_store_is_no_export_and_the_command_that_makes_one_is_named(filled: Pr
 def test_a_record_that_is_given_twice_is_reported_and_exported_once(filled: Program) -> None:
     assert filled("export", "last", "last~0").stdout == filled("export", "last").stdout
     assert filled("report", "last", "last", "--format", "json") == filled("report", "last", "--format", "json")
+
+
+def test_a_trace_in_a_pipe_is_refused_with_the_remedy(steplab: Program) -> None:
+    os.mkfifo(steplab.cwd / "pipe")
+    assert "pipe is a pipe, and a trace is read from a file" in complaint(steplab.here("import-trace", "pipe"), 2)

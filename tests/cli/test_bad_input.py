@@ -78,6 +78,8 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "an endless peak": (("plan", "time", "--peak", "bf16=inf"), ("positive number",)),
     "more than 64 bits": (("list", "--limit", "9" * 20), ("--limit must be below 2^63",)),
     "no ranks of a study": (("ddp", "--processes", "0"), ("--processes must be at least 1",)),
+    "standard input where a file is read": (("import-trace", "-"), ("`steplab import -` alone reads standard input",)),
+    "standard output by a hyphen": (("export", "--output", "-"), ("without --output data go to stdout",)),
     "nothing to compare with": (("compare", "", "last"), ("'' stands for no record",)),
     "records and a study": (("report", "last", "--study", "x"), ("records and a study were given",)),
     "ids and a study": (("export", "last", "--study", "x"), ("ids and a study were given",)),

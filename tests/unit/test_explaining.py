@@ -6,11 +6,13 @@ from pathlib import Path
 import pytest
 from tests.runs import ENVIRONMENT, make_run, out_of_memory
 from tests.unit.explaining import foreign, op, own, profile, timing
+from tests.unit.memory_records import imported_snapshot
 from tests.unit.taking import FakeSession
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.explaining import explain, run_to_explain, try_findings
 from steplab.records.finding import Evidence, Finding, Findings
+from steplab.records.run import Run
 from steplab.report.kit.table import sheet
 from steplab.report.profile.findings import trials_table
 from steplab.specs.resolve import with_fields
@@ -121,9 +123,12 @@ def test_a_step_that_no_longer_runs_cannot_be_compared_with() -> None:
         try_findings(RUN, findings(finding("a", compile="default")), session=bench(base="asked 8 GiB"))
 
 
-def test_a_trace_from_elsewhere_cannot_be_run_again() -> None:
-    with pytest.raises(UserError, match="imported trace"):
-        try_findings(foreign(SEEN), findings(finding("a", compile="default")), session=bench())
+@pytest.mark.parametrize(
+    ("run", "what"), [(foreign(SEEN), "an imported trace"), (imported_snapshot(), "an imported snapshot")]
+)
+def test_what_is_from_elsewhere_cannot_be_run_again(run: Run, what: str) -> None:
+    with pytest.raises(UserError, match=f"is {what}, which steplab cannot run again"):
+        try_findings(run, findings(finding("a", compile="default")), session=bench())
 
 
 def test_another_device_says_nothing_of_the_first() -> None:

@@ -93,19 +93,8 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
             code = app(given, exit_on_error=False, print_error=False)
         sys.stdout.flush()
         return code or 0
-    except UnusedCliTokensError as error:
-        unexpected = " ".join(error.unused_tokens or ())
-        return _fail(
-            f"unexpected argument '{unexpected}'; every option has a name, as in --model tiny, and `--help` lists them",
-            UserError.exit_code,
-            given,
-        )
-    except UnknownCommandError as error:
-        return _fail(f"{error} `steplab --help` lists them all; begin with `steplab run`", UserError.exit_code, given)
-    except MissingArgumentError as error:
-        return _fail(_missing(error), UserError.exit_code, given)
     except CycloptsError as error:
-        return _fail(str(error), UserError.exit_code, given)
+        return _fail(_usage(error, given), UserError.exit_code, given)
     except SteplabError as error:
         if _is_told_elsewhere():
             return error.exit_code
@@ -196,8 +185,22 @@ def _is_told_elsewhere() -> bool:
         return False
 
 
-def _missing(error: MissingArgumentError) -> str:
-    """Name a required option that was left out; cyclopts says of one without a value what it says of one not given."""
+def _usage(error: CycloptsError, arguments: list[str]) -> str:
+    """What is wrong with a command line, and what to type instead."""
+    if "-" in arguments:
+        return (
+            "`-` is no file here: `steplab import -` alone reads standard input, and without --output data go to stdout"
+        )
+    if isinstance(error, UnusedCliTokensError):
+        unexpected = " ".join(error.unused_tokens or ())
+        return (
+            f"unexpected argument '{unexpected}'; every option has a name, as in --model tiny, and `--help` lists them"
+        )
+    if isinstance(error, UnknownCommandError):
+        return f"{error} `steplab --help` lists them all; begin with `steplab run`"
+    if not isinstance(error, MissingArgumentError):
+        return str(error)
+    # cyclopts says of an option without a value what it says of one that was not given
     if error.argument is None or error.argument.tokens or error.keyword or error.unused_tokens:
         return str(error)
     command = " ".join(error.command_chain or ())

@@ -89,7 +89,13 @@ def try_findings(
     on another device.
     """
     if run.spec is None:
-        what = "an imported trace" if run.profile else "a loop of your own"
+        what = (
+            "an imported trace"
+            if run.profile
+            else "an imported snapshot"
+            if run.memory_profile
+            else "a loop of your own"
+        )
         raise UserError(
             f"run {run.id} is {what}, which steplab cannot run again; apply the changes there, and profile it again"
         )
