@@ -5,6 +5,7 @@ import json
 import re
 import shlex
 import time
+from collections.abc import Sequence
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,6 @@ from steplab.lab.layout_planning import plan_layout, plan_layouts
 from steplab.plan.layout.search import layouts_of
 from steplab.plan.memory import predict_memory
 from steplab.records.layout_plan import LayoutPlan
-from steplab.report.kit.document import Table
 from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import render
 from steplab.report.plan.compared_layouts import compared_layouts_document
@@ -219,8 +219,8 @@ def test_alternatives_stand_side_by_side_with_their_best_layouts() -> None:
     given: dict[str, Any] = {"gpus": [1, 8], "global_batches": [64], "gpu_names": ["H100 SXM", "A100 SXM 40GB"]}
     plans = plan_layouts({name: [value] for name, value in JOB.items()}, **given, tokens=1e12)
     document = compared_layouts_document(plans)
-    assert isinstance(document.data, Table)
-    rows = document.data.rows
+    assert isinstance(document.data, Sequence)
+    rows = document.data
     assert [row["alternative"] for row in rows] == [
         "1 × H100 SXM", "8 × H100 SXM", "1 × A100 SXM 40GB", "8 × A100 SXM 40GB",
     ]  # fmt: skip
@@ -235,6 +235,10 @@ def test_alternatives_stand_side_by_side_with_their_best_layouts() -> None:
     answer = " ".join(document.verdict.sentences)
     assert "Most tokens/s: 8 × H100 SXM" in answer
     assert "fits for 1 × A100 SXM 40GB" in answer
+    assert "between nodes" not in answer  # there is one
+    spanning = plan_layouts({"model": ["small"]}, gpus=[16], global_batches=[16], gpu_names=given["gpu_names"])
+    sentences = compared_layouts_document(spanning).verdict.sentences
+    assert any("34.5 GB/s (0.691 of the 400 Gb/s" in each and "of the 200 Gb/s" in each for each in sentences)
 
 
 def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:

@@ -7,7 +7,7 @@ from steplab.records.layout_plan import LayoutCandidate, LayoutPlan
 from steplab.records.rows import Row
 from steplab.report.kit.document import Column, Document, Table, Verdict, named_section, notes_section
 from steplab.report.kit.quantities import COUNT, DIGITS, NUMBER, PERCENT
-from steplab.report.plan.layouts import time_words, training_days
+from steplab.report.plan.layouts import network_words, time_words, training_days
 from steplab.specs.step import describe
 from steplab.specs.study import labels
 
@@ -80,6 +80,11 @@ def _verdict(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Iterator[str]
         each, who = max((rate / plan.gpus, name) for rate, name, plan, _ in timed)
         if who != name:
             yield f"Most for each GPU: {who}, {units.three_digits(each)} tokens/s."
+    if assumed := dict.fromkeys(network_words(plan) for _, plan, _ in found if plan.between_nodes):
+        yield (
+            "No measurement stands behind the times of messages between nodes, of which each GPU is taken to send "
+            f"{units.listed(list(assumed))}."
+        )
     if without := [name for name, plan in zip(names, plans, strict=True) if not _best(plan)]:
         yield f"No layout with a known time fits for {units.listed(without)}."
 
