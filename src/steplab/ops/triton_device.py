@@ -47,4 +47,6 @@ def refuse_second_derivative(what: str, instead: str) -> None:
 
 def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
     """Triton starts kernels on the current device, whatever the tensors' is."""
-    return torch.cuda.device(x.device) if x.is_cuda else nullcontext()
+    if not x.is_cuda or x.device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(x.device)

@@ -16,7 +16,6 @@ from steplab.ops.attention.triton_launch import (
     base_two,
     hopper_options,
     number_form,
-    on_device_of,
     portable_options,
     positive_scale,
     precision,
@@ -37,6 +36,7 @@ from steplab.ops.attention.triton_tensors import (
     writable,
 )
 from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_on
+from steplab.ops.triton_device import on_device_of
 
 PREPARED = 64
 """Queries that a program of the first kernel prepares, and one of the last finishes."""

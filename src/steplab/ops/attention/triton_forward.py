@@ -13,7 +13,6 @@ from steplab.ops.attention.triton_launch import (
     base_two,
     hopper_options,
     num_multiprocessors,
-    on_device_of,
     portable_options,
     positive_scale,
     precision,
@@ -23,6 +22,7 @@ from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_o
 from steplab.ops.attention.triton_schedule import heads_a_group, task_table
 from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
 from steplab.ops.attention.triton_tuning import Tiles, tiles_for
+from steplab.ops.triton_device import on_device_of
 
 
 def triton_forward(

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -64,13 +63,6 @@ class Call(NamedTuple):
     """Whether keys after a query's position are hidden."""
     scale: float
     """Scale of the scores, above zero."""
-
-
-def on_device_of(x: Tensor) -> AbstractContextManager[Any]:
-    """Triton starts kernels on the current device, whatever the tensors' is."""
-    if x.device.type != "cuda" or x.device.index == torch.cuda.current_device():
-        return nullcontext()
-    return torch.cuda.device(x.device)
 
 
 def num_multiprocessors(device: torch.device) -> int:
