@@ -6,16 +6,7 @@ from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.disturbances import busy_machine
 from steplab.records.rows import Row
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    named_section,
-    notes_section,
-    record_section,
-)
+from steplab.report.kit.document import Column, Document, Section, Table, Verdict
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import dotted, made
 from steplab.specs.hardware import HardwareSpec, find_hardware
@@ -32,8 +23,8 @@ def ceilings_document(ceilings: Ceilings) -> Document:
         verdict=ceilings_verdict(ceilings),
         sections=(
             environment_section(ceilings.environment),
-            named_section("Ceilings", table),
-            notes_section(ceilings.environment.gaps, "Not measured"),
+            Section.of("Ceilings", table),
+            Section.notes(ceilings.environment.gaps, "Not measured"),
         ),
         data=table.rows,
     )
@@ -42,15 +33,15 @@ def ceilings_document(ceilings: Ceilings) -> Document:
 def ceilings_chapter(records: Sequence[Ceilings], answered: bool = False) -> Section:
     """The machines on a page."""
     parts = (
-        record_section(
+        Section.of_record(
             dotted(ceilings.created_utc, f"record {ceilings.id}"),
             Verdict() if answered else ceilings_verdict(ceilings),
-            [named_section("", _table(ceilings))],
+            [Section.of("", _table(ceilings))],
             title=ceilings.environment.device.name,
         )
         for ceilings in records
     )
-    return named_section("Ceilings", *parts, anchor="ceilings")
+    return Section.of("Ceilings", *parts, anchor="ceilings")
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:

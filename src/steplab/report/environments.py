@@ -4,13 +4,13 @@ from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.environment import Environment
-from steplab.report.kit.document import Pairs, Section, named_section
+from steplab.report.kit.document import Pairs, Section
 
 
 def environment_section(env: Environment | None, *further: tuple[str, str]) -> Section:
     """The environment of a record, with further names and values."""
     pairs = (*environment_pairs(env), *condition_pairs([env]), *further) if env else further
-    return named_section("Environment", Pairs(pairs=pairs))
+    return Section.of("Environment", Pairs(pairs=pairs))
 
 
 def environment_pairs(env: Environment) -> list[tuple[str, str]]:

@@ -15,7 +15,7 @@ from steplab.records.run import Run
 from steplab.report.attempts import Attempts
 from steplab.report.environments import condition_pairs, environment_pairs
 from steplab.report.kit import html
-from steplab.report.kit.document import Document, Pairs, Section, Verdict, named_section, sentences
+from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
 from steplab.report.run.cells import RunCell, cells_of
@@ -80,10 +80,10 @@ def render_page(
         subtitle="\n".join(filter(None, (description, subtitle, shared))),
         verdict=tries.draw("the verdict", drawn, partial(page_verdict, context=context)),
         sections=(
-            named_section("Left out", sentences(tries.left_out, "finding"), anchor="left-out"),
+            Section.of("Left out", Sentences.of(tries.left_out, "finding"), anchor="left-out"),
             *sections,
             environments,
-            named_section("Method", Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))), anchor="method"),
+            Section.of("Method", Pairs(pairs=tuple(dict.fromkeys((*terms, *_OF_ALL)))), anchor="method"),
         ),
     )
     return write(page, ready)
@@ -144,7 +144,7 @@ def _environments(records: Sequence[Record]) -> Section:
 
     groups = grouped((record.environment for record in records if record.environment), where)
     blocks = tuple(_group(tuple(groups.values()))) or ("No record says where it was made.",)
-    return named_section("Environment", *blocks, anchor="environment")
+    return Section.of("Environment", *blocks, anchor="environment")
 
 
 def _group(groups: Sequence[Sequence[Environment]]) -> Iterator[Section]:
@@ -154,4 +154,4 @@ def _group(groups: Sequence[Sequence[Environment]]) -> Iterator[Section]:
             values.setdefault(name, {})[value] = None
         pairs = [(name, "; ".join(found)) for name, found in values.items()]
         title = units.counted(len(envs), "record") if len(groups) > 1 else ""
-        yield named_section(title, Pairs(pairs=(*pairs, *condition_pairs(envs))))
+        yield Section.of(title, Pairs(pairs=(*pairs, *condition_pairs(envs))))

@@ -3,7 +3,7 @@
 import dataclasses
 
 from steplab.records.store_condition import StoreCondition
-from steplab.report.kit.document import Column, Document, Pairs, Table, Verdict, named_section, notes_section, row_of
+from steplab.report.kit.document import Column, Document, Pairs, Section, Table, Verdict, row_of
 from steplab.units import counted, format_bytes
 
 
@@ -26,9 +26,9 @@ def condition_document(condition: StoreCondition) -> Document:
         title=f"Store {condition.path}",
         verdict=_verdict(condition),
         sections=(
-            named_section("", Pairs(pairs=tuple(_pairs(condition).items()))),
-            named_section("Records that cannot be read", unreadable),
-            notes_section(condition.damage, "What SQLite finds"),
+            Section.of("", Pairs(pairs=tuple(_pairs(condition).items()))),
+            Section.of("Records that cannot be read", unreadable),
+            Section.notes(condition.damage, "What SQLite finds"),
         ),
         data={"store": [store], "unreadable": unreadable.rows},
     )

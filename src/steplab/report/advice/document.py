@@ -9,20 +9,7 @@ from steplab.records.comparison import Decision
 from steplab.records.rows import Row
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    Block,
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    later,
-    named_section,
-    notes_section,
-    record_section,
-    row_of,
-    sentences,
-)
+from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, Verdict, later, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import dotted, made, reason
 from steplab.report.turns.document import alternating_caution, ratio_words
@@ -47,7 +34,7 @@ def advice_document(advice: Advice) -> Document:
 def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section:
     """The walks on a page."""
     parts = [
-        record_section(
+        Section.of_record(
             dotted(advice.created_utc, f"walk {advice.id}"),
             Verdict() if answered else advice_verdict(advice),
             _sections(advice),
@@ -55,7 +42,7 @@ def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section
         )
         for advice in records
     ]
-    return named_section("Advice", *parts, anchor="advice")
+    return Section.of("Advice", *parts, anchor="advice")
 
 
 def advice_title(advice: Advice) -> str:
@@ -130,19 +117,19 @@ def _cautions(advice: Advice) -> Iterator[str]:
 
 
 def _sections(advice: Advice) -> Iterator[Section]:
-    yield named_section("Changes in the order they were tried", _table(advice), later(waterfall, advice))
+    yield Section.of("Changes in the order they were tried", _table(advice), later(waterfall, advice))
     if advice.best and advice.kept:
-        yield named_section(
+        yield Section.of(
             "The fastest step",
-            sentences([command(advice.best)], "code"),
+            Sentences.of([command(advice.best)], "code"),
             "In a training loop of your own:",
-            sentences((line for tried in advice.kept for line in tried.code), "code"),
+            Sentences.of((line for tried in advice.kept for line in tried.code), "code"),
         )
     by_hand: list[Block | str] = []
     for found in advice.by_hand:
-        by_hand += [f"{found.title}. {found.saw}", sentences([found.change], "code")]
-    yield named_section("To be changed in the code", *by_hand)
-    yield notes_section(advice.notes)
+        by_hand += [f"{found.title}. {found.saw}", Sentences.of([found.change], "code")]
+    yield Section.of("To be changed in the code", *by_hand)
+    yield Section.notes(advice.notes)
 
 
 def _table(advice: Advice) -> Table:

@@ -20,14 +20,11 @@ from steplab.report.kit.document import (
     MOST_IN_FULL,
     Document,
     Section,
+    Sentences,
     Table,
     Verdict,
     later,
-    named_section,
-    notes_section,
-    record_section,
     records_in_full,
-    sentences,
 )
 from steplab.report.kit.text import dotted, made, quoted_name, reason
 from steplab.specs.attention import PASSES
@@ -62,7 +59,7 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answere
 
     def record(run: AttentionRun) -> Section:
         peer = default_peer(run.cells)
-        return record_section(
+        return Section.of_record(
             dotted(run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"),
             Verdict() if answered else attention_verdict(run, peer),
             _sections(run, peer, alone=len(runs) == 1),
@@ -71,8 +68,8 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answere
 
     newest = runs[::-1]
     shown = records_in_full(newest[:MOST_IN_FULL], newest, record)
-    by_step = named_section("Training steps by attention implementation", steps)
-    return named_section("Attention", by_step, *shown, anchor="attention")
+    by_step = Section.of("Training steps by attention implementation", steps)
+    return Section.of("Attention", by_step, *shown, anchor="attention")
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
@@ -85,19 +82,19 @@ def attention_cell_line(cell: AttentionCell) -> str:
 def _sections(run: AttentionRun, peer: str | None, *, alone: bool = True) -> Iterator[Section]:
     """The sections of one benchmark; among others, without the charts of the less telling passes and of the peak."""
     if means := mean_speeds(run.cells, peer):
-        yield named_section("Speed over all shapes", speed_bars(run, peer), means)
+        yield Section.of("Speed over all shapes", speed_bars(run, peer), means)
     telling = telling_pass(run.cells)
     if telling and (speeds := speed_table(run.cells, peer, telling)):
-        yield named_section(f"Speed, {PASS_WORDS[telling]}", speeds)
+        yield Section.of(f"Speed, {PASS_WORDS[telling]}", speeds)
     if telling:
-        yield named_section(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
+        yield Section.of(f"FLOP/s, {PASS_WORDS[telling]}", later(rate_chart, run.cells, telling, run.device_name))
     others = [later(rate_chart, run.cells, name, run.device_name) for name in PASSES if name != telling and alone]
-    yield Section(title="FLOP/s of the other passes", blocks=tuple(others), folded=True)
+    yield Section.of("FLOP/s of the other passes", *others, folded=True)
     for saved, title in ((True, "Memory saved for backward"), (False, "Peak memory")):
         if saved or alone:
-            yield named_section(title, later(memory_chart, run.cells, saved))
+            yield Section.of(title, later(memory_chart, run.cells, saved))
     yield from cell_tables(run.cells, peer)
-    yield notes_section([*run.notes, *notes_of(run.cells)])
+    yield Section.notes([*run.notes, *notes_of(run.cells)])
 
 
 def account_document(account: AttentionAccount) -> Document:
@@ -122,6 +119,6 @@ def account_document(account: AttentionAccount) -> Document:
     return Document(
         title=title,
         verdict=Verdict(sentences=(answer,)),
-        sections=(named_section("", table, sentences(told, "finding")),),
+        sections=(Section.of("", table, Sentences.of(told, "finding")),),
         data=table.rows,
     )

@@ -17,7 +17,7 @@ from steplab.report.attention.figures import (
     shape_label,
     speed,
 )
-from steplab.report.kit.document import RESULT, Column, Section, Table, named_section
+from steplab.report.kit.document import RESULT, Column, Section, Table
 from steplab.report.kit.quantities import ERROR, LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
@@ -138,11 +138,11 @@ def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[Sectio
     rows = _cell_rows(cells, peer)
     checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
     measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
-    sections = [named_section("Time and rate", _times(rows, peer))]
+    sections = [Section.of("Time and rate", _times(rows, peer))]
     if measured:
         known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
-        sections.append(named_section("Memory beyond the inputs", _memory(known)))
-    return [*sections, named_section("Error against float64", _errors(checked))] if checked else sections
+        sections.append(Section.of("Memory beyond the inputs", _memory(known)))
+    return [*sections, Section.of("Error against float64", _errors(checked))] if checked else sections
 
 
 def _times(rows: Sequence[Row], peer: str | None) -> Table:

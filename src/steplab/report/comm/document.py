@@ -9,20 +9,7 @@ from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_siz
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
 from steplab.report.comm.verdict import comm_name, comm_verdict
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    RESULT,
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    later,
-    named_section,
-    notes_section,
-    record_section,
-    sentences,
-    table_of,
-)
+from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
 from steplab.report.kit.text import dotted, made, reason
@@ -70,7 +57,7 @@ def comm_document(run: CommRun) -> Document:
 def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section:
     """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
     parts = [
-        record_section(
+        Section.of_record(
             _page_heading(run),
             Verdict() if answered else comm_verdict(run),
             _sections(run),
@@ -80,9 +67,9 @@ def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section:
     ]
     together = backends_side_by_side([cell for run in runs for cell in run.cells])
     if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
-        ids = sentences([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
-        parts.append(named_section("Backends side by side", ids, together))
-    return named_section("Communication", *parts, anchor="communication")
+        ids = Sentences.of([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
+        parts.append(Section.of("Backends side by side", ids, together))
+    return Section.of("Communication", *parts, anchor="communication")
 
 
 def comm_cell_line(cell: CommCell) -> str:
@@ -113,13 +100,13 @@ def _counted_devices(devices: list[str]) -> str:
 
 def _sections(run: CommRun) -> Iterator[Section]:
     if any(bus_bandwidth(cell) for cell in run.cells):
-        yield named_section("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
-    yield named_section("Time over message size", later(time_over_size, run.cells, run.profile))
-    yield named_section("Time over ranks", later(time_over_ranks, run.cells))
-    yield named_section("Backends", later(backends_side_by_side, run.cells))
-    yield named_section("Every cell", _cells(run))
-    yield named_section("Communication profile", _profile(run.profile))
-    yield notes_section(run.notes)
+        yield Section.of("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
+    yield Section.of("Time over message size", later(time_over_size, run.cells, run.profile))
+    yield Section.of("Time over ranks", later(time_over_ranks, run.cells))
+    yield Section.of("Backends", later(backends_side_by_side, run.cells))
+    yield Section.of("Every cell", _cells(run))
+    yield Section.of("Communication profile", _profile(run.profile))
+    yield Section.notes(run.notes)
 
 
 _HEAD = (
@@ -201,7 +188,7 @@ def _profile(profile: Sequence[CommFit]) -> Table:
             " Residual is the root mean square of the relative differences, and worst the largest of them, above zero "
             "where the fit is too long."
         )
-    return table_of(
+    return Table.of(
         "profile",
         profile,
         (

@@ -6,20 +6,7 @@ from dataclasses import replace
 from steplab import units
 from steplab.records.comparison import ComparedFigure, Comparison, Side
 from steplab.report.compare.words import kernel_words, memory_words, unlike_words, value_words, verdict
-from steplab.report.kit.document import (
-    Bar,
-    Bars,
-    Column,
-    Document,
-    Pairs,
-    Row,
-    Section,
-    Segment,
-    named_section,
-    notes_section,
-    row_of,
-    table_of,
-)
+from steplab.report.kit.document import Bar, Bars, Column, Document, Pairs, Row, Section, Segment, Table, row_of
 from steplab.report.kit.labels import short_name
 from steplab.report.kit.quantities import LABEL
 from steplab.report.turns.document import RATIO_IN_TURNS
@@ -49,10 +36,10 @@ def compare_document(comparison: Comparison) -> Document:
         sections=(
             _picture(comparison.figures),
             *figures,
-            notes_section([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
-            notes_section([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
-            named_section("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
-            notes_section(comparison.notes, "Not compared"),
+            Section.notes([f"{kernel_words(change)}." for change in comparison.kernels], "Where device time changed"),
+            Section.notes([f"{memory_words(change)}." for change in comparison.memory], "What holds other memory"),
+            Section.of("What is compared", Pairs(pairs=tuple(_sides(comparison)))),
+            Section.notes(comparison.notes, "Not compared"),
         ),
         data=[_row(comparison, figure) for figure in in_order],
     )
@@ -66,7 +53,7 @@ def _group(comparison: Comparison, group: str, title: str, *, explained: bool) -
     if comparison.in_turns and group == "time":
         caption += f" {RATIO_IN_TURNS}"
     columns = _COLUMNS if explained else tuple(replace(column, note="") for column in _COLUMNS)
-    return named_section(title, table_of(group, found, columns, caption))
+    return Section.of(title, Table.of(group, found, columns, caption))
 
 
 def _change(figure: ComparedFigure) -> str:
@@ -127,7 +114,7 @@ def _picture(figures: Iterable[ComparedFigure]) -> Section:
         (_OPEN, "■", "alike, undecided or single values"),
     )
     note = "Relative change of the medians from A to B: first the figures that decide, then the largest differences."
-    return named_section("Differences", Bars(bars=bars, legend=legend, note=note, first=12))
+    return Section.of("Differences", Bars(bars=bars, legend=legend, note=note, first=12))
 
 
 def _is_decided(figure: ComparedFigure) -> bool:

@@ -14,19 +14,7 @@ from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, notes_of, ranks_words
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    RESULT,
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    later,
-    named_section,
-    notes_section,
-    record_section,
-    sentences,
-)
+from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
 from steplab.report.kit.quantities import LABEL, SHARE, TIMES
 from steplab.report.kit.text import dotted, made, quoted_name, reason
 
@@ -76,7 +64,7 @@ def ddp_document(run: DdpRun) -> Document:
 def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section:
     """The studies on a page, in their order; `answered`: without the answer, which opens the page."""
     parts = (
-        record_section(
+        Section.of_record(
             dotted(asked(run), ranks_words(run), run.created_utc, f"study {run.id}"),
             Verdict() if answered else ddp_verdict(run),
             _sections(run),
@@ -84,7 +72,7 @@ def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section:
         )
         for run in runs
     )
-    return named_section("Data parallelism", *parts, anchor="ddp")
+    return Section.of("Data parallelism", *parts, anchor="ddp")
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
@@ -98,14 +86,14 @@ def ddp_cell_line(cell: DdpCell) -> str:
 
 
 def _sections(run: DdpRun) -> Iterator[Section]:
-    yield named_section("Exposed communication", exposed_bars(run), sentences(facts(run), "note"))
+    yield Section.of("Exposed communication", exposed_bars(run), Sentences.of(facts(run), "note"))
     rows = ddp_rows(run)
-    yield named_section("Time and communication", _time(rows))
-    yield named_section("Bucket size", later(bucket_curve, run), sentences(model_words(run)))
+    yield Section.of("Time and communication", _time(rows))
+    yield Section.of("Bucket size", later(bucket_curve, run), Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    yield named_section("Memory per rank", memory_bars(run), _memory(held))
-    yield named_section("One step of each strategy", later(timelines, run))
-    yield notes_section(notes_of(run))
+    yield Section.of("Memory per rank", memory_bars(run), _memory(held))
+    yield Section.of("One step of each strategy", later(timelines, run))
+    yield Section.notes(notes_of(run))
 
 
 _VARIANT = Column(key="contender", header="variant")

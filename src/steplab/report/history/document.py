@@ -5,17 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.history import ChangePoint, Point, Series
 from steplab.report.kit.charts import MUTED, SERIES, drawing
-from steplab.report.kit.document import (
-    Chart,
-    Column,
-    Document,
-    Row,
-    Section,
-    Table,
-    Verdict,
-    later,
-    named_section,
-)
+from steplab.report.kit.document import Chart, Column, Document, Row, Section, Table, Verdict, later
 from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of
 
 _NAMED = 3
@@ -74,7 +64,7 @@ def _section(series: Series) -> Section:
         rows=tuple(_rows(series))[::-1],
         caption="The newest commit first; medians of its runs.",
     )
-    return named_section(series.label, later(history_chart, series, quantity), table)
+    return Section.of(series.label, later(history_chart, series, quantity), table)
 
 
 def _rows(series: Series) -> Iterator[Row]:

@@ -86,6 +86,12 @@ class Table:
     folded: bool = False
     """Whether a page starts with it closed. Longer tables start so in any case."""
 
+    @classmethod
+    def of(cls, name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> "Table":
+        """One row per item, whose fields are what the columns show of it; `more` are further fields of the table."""
+        rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
+        return cls(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
+
 
 RESULT = Column(key="failure", header="result", wraps_from=12)
 """'ok', or why there is none, from a row's `status` and `failure`; left out of a table without failures."""
@@ -99,6 +105,11 @@ class Sentences:
     """Each without what would steer a terminal being looked for: renderers take that out."""
     role: Role = "text"
     """How they are set."""
+
+    @classmethod
+    def of(cls, texts: Iterable[str | None], role: Role = "text") -> "Sentences":
+        """Those of the texts that there are."""
+        return cls(texts=tuple(text for text in texts if text), role=role)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -246,6 +257,26 @@ class Section:
     folded: bool = False
     """Whether a page starts with it closed."""
 
+    @classmethod
+    def of(cls, title: str, *blocks: "Block | str | None", anchor: str = "", folded: bool = False) -> "Section":
+        """A section of those blocks that say something; a text is a sentence.
+
+        So a section is asked for without asking first what there is: one without blocks is not printed.
+        """
+        found = (Sentences.of([block]) if isinstance(block, str) else block for block in blocks)
+        kept = tuple(block for block in found if block and _says(block))
+        return cls(title=title, anchor=anchor, folded=folded, blocks=kept)
+
+    @classmethod
+    def notes(cls, notes: Iterable[str], title: str = "Notes") -> "Section":
+        """A section of these notes as a list."""
+        return cls.of(title, Sentences.of(notes, "finding"))
+
+    @classmethod
+    def of_record(cls, heading: str, verdict: "Verdict", sections: "Iterable[Section]", *, title: str) -> "Section":
+        """A record among others: its heading, its verdict and its sections, one level down."""
+        return cls.of(title, Sentences.of([heading], "note"), *verdict.blocks(), *sections)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Equation:
@@ -279,6 +310,13 @@ class Verdict:
     cautions: tuple[str, ...] = ()
     """Reasons to doubt the figures, with what to do about it."""
 
+    def blocks(self) -> Iterator[Sentences]:
+        """The same as blocks of a section."""
+        if self.sentences:
+            yield Sentences(texts=self.sentences)
+        if self.cautions:
+            yield Sentences(texts=self.cautions, role="warning")
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Document:
@@ -304,15 +342,6 @@ class Identified(Protocol):
         """The record's."""
 
 
-def named_section(title: str, *blocks: Block | str | None, anchor: str = "") -> Section:
-    """A section of those blocks that say something; a text is a sentence.
-
-    So a section is asked for without asking first what there is: one without blocks is not printed.
-    """
-    found = (Sentences(texts=(block,)) if isinstance(block, str) else block for block in blocks)
-    return Section(title=title, anchor=anchor, blocks=tuple(block for block in found if block and _says(block)))
-
-
 def _says(block: Block) -> bool:
     """Whether a block has anything to print; what a chart has is not known before it is drawn."""
     match block:
@@ -325,11 +354,6 @@ def _says(block: Block) -> bool:
     return True
 
 
-def sentences(texts: Iterable[str | None], role: Role = "text") -> Sentences:
-    """Those of the texts that there are."""
-    return Sentences(texts=tuple(text for text in texts if text), role=role)
-
-
 def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
     """The chart that `draw` makes of the arguments, once it is to be shown."""
     return Deferred(partial(draw, *arguments))
@@ -338,22 +362,6 @@ def later(draw: Callable[..., Chart | None], *arguments: Any) -> Deferred:
 def row_of(item: object | None, *names: str) -> dict[str, Scalar]:
     """A row with these attributes of an item, under their own names; without an item they are absent."""
     return {name: None if item is None else getattr(item, name) for name in names}
-
-
-def table_of(name: str, items: Iterable[Any], columns: Sequence[Column], caption: str = "", **more: Any) -> Table:
-    """A table with one row per item, whose fields are what the columns show of it; `more` are fields of the table."""
-    rows = ({c.key: c.value(item) if c.value else getattr(item, c.key) for c in columns} for item in items)
-    return Table(name=name, columns=tuple(columns), rows=tuple(rows), caption=caption, **more)
-
-
-def notes_section(notes: Iterable[str], title: str = "Notes") -> Section:
-    """A section of these notes as a list."""
-    return named_section(title, sentences(notes, "finding"))
-
-
-def record_section(heading: str, verdict: Verdict, sections: Iterable[Section], *, title: str) -> Section:
-    """A record among others: its heading, its verdict and its sections, one level down."""
-    return named_section(title, sentences([heading], "note"), *verdict_blocks(verdict), *sections)
 
 
 MOST_IN_FULL = 6
@@ -368,12 +376,4 @@ def records_in_full(
     ids = {one.id for one in shown}
     if others := [one.id for one in every if one.id not in ids]:
         told = f"{len(others)} more are not shown in full; `steplab show ID` shows each: {', '.join(others)}."
-        yield sentences([told], "note")
-
-
-def verdict_blocks(verdict: Verdict) -> Iterator[Sentences]:
-    """A verdict as blocks of a section."""
-    if verdict.sentences:
-        yield Sentences(texts=verdict.sentences)
-    if verdict.cautions:
-        yield Sentences(texts=verdict.cautions, role="warning")
+        yield Sentences.of([told], "note")

@@ -3,17 +3,7 @@
 from collections.abc import Callable, Iterator, Sequence
 
 from steplab.printing import plain
-from steplab.report.kit.document import (
-    Block,
-    Document,
-    Equations,
-    Facts,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-    verdict_blocks,
-)
+from steplab.report.kit.document import Block, Document, Equations, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import sheet
 
 MARK = "<!-- written by steplab -->"
@@ -57,7 +47,7 @@ def to_markdown(document: Document) -> str:
     """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
     head = [_markdown_heading(document.title, 1), MARK] if document.title else []
     head.append(escape_markdown(document.subtitle))
-    head += [_markdown(block) for block in verdict_blocks(document.verdict)]
+    head += [_markdown(block) for block in document.verdict.blocks()]
     parts = [part for section in document.sections for part in _sections(section, 2, _markdown_heading, _markdown)]
     return "\n\n".join(part for part in [*head, *parts] if part)
 
@@ -66,7 +56,7 @@ def to_latex(document: Document) -> str:
     """The document as LaTeX to include in another document, without a newline at the end. Tables need booktabs."""
     head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1) if document.title else ""]
     head.append(escape_latex(document.subtitle))
-    head += [_latex(block) for block in verdict_blocks(document.verdict)]
+    head += [_latex(block) for block in document.verdict.blocks()]
     parts = [part for section in document.sections for part in _sections(section, 2, _latex_heading, _latex)]
     return "\n\n".join(part for part in [*head, *parts] if part)
 

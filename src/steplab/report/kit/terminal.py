@@ -5,17 +5,7 @@ from collections.abc import Callable, Iterable, Iterator
 
 from steplab import units
 from steplab.printing import plain
-from steplab.report.kit.document import (
-    Block,
-    Document,
-    Equations,
-    Facts,
-    Pairs,
-    Section,
-    Sentences,
-    Table,
-    verdict_blocks,
-)
+from steplab.report.kit.document import Block, Document, Equations, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import drawn, sheet
 from steplab.report.kit.text import flowed
 
@@ -52,7 +42,7 @@ def _document(document: Document, width: int, style: Style) -> Iterator[str]:
         yield style(line, "bold")
     for line in flowed(plain(document.subtitle), width) if document.subtitle else []:
         yield style(line, "dim")
-    for block in verdict_blocks(document.verdict):
+    for block in document.verdict.blocks():
         yield ""
         yield from _sentences(block, min(width, _LONGEST_LINE), style)
     headed = bool(document.title or document.verdict.sentences)

@@ -12,13 +12,10 @@ from steplab.report.kit.document import (
     Block,
     Document,
     Section,
+    Sentences,
     Verdict,
     later,
-    named_section,
-    notes_section,
-    record_section,
     records_in_full,
-    sentences,
 )
 from steplab.report.memory import words
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
@@ -88,7 +85,7 @@ def memory_chapter(
     elif cells and cells[0].run.failure is None and (cells[0].run.timing or cells[0].run.memory):
         blocks = memory_blocks(cells[0].run)  # an imported trace has neither
     shown = records_in_full(watched_in_full(cells), watched(cells), record)
-    return named_section("Memory", *blocks, *_across(cells, predictions), *shown, anchor="memory")
+    return Section.of("Memory", *blocks, *_across(cells, predictions), *shown, anchor="memory")
 
 
 def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
@@ -98,12 +95,12 @@ def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
     """What several runs show together."""
-    yield named_section("What the peaks are made of", peak_bars(cells, predictions))
+    yield Section.of("What the peaks are made of", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
         fields = [field for field in varying(cells) if field != "context"]
-        yield named_section(f"Over time, by context: {label(group[0], fields)}", later(memory_timelines, shown))
-    yield named_section("Checkpointing: memory against time", later(checkpointing_tradeoff, cells))
+        yield Section.of(f"Over time, by context: {label(group[0], fields)}", later(memory_timelines, shown))
+    yield Section.of("Checkpointing: memory against time", later(checkpointing_tradeoff, cells))
 
 
 def _shown(cell: RunCell, title: str) -> Shown:
@@ -121,7 +118,7 @@ def _record(
     profile = profile_of(cell)
     sections = _sections(cell, cells, prediction, references)
     told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
-    return record_section(words.heading(cell.run, profile), told, sections, title=title)
+    return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
 
 def _sections(
@@ -129,27 +126,27 @@ def _sections(
 ) -> Iterator[Section]:
     """`cells` and `references` are what the cell is compared with."""
     run, profile = cell.run, profile_of(cell)
-    yield named_section("Memory over time", later(memory_timelines, [_shown(cell, "")]))
+    yield Section.of("Memory over time", later(memory_timelines, [_shown(cell, "")]))
     predicted = words.prediction_sentence(profile, prediction) if prediction else None
-    yield named_section("Peak by category", category_table(profile, prediction), predicted)
-    yield named_section("Peaks by phase", phase_table(run, profile))
-    compared = sentences(comparison_sentences(cell, cells, references))
-    yield named_section("Effect of precision and checkpointing", compared)
+    yield Section.of("Peak by category", category_table(profile, prediction), predicted)
+    yield Section.of("Peaks by phase", phase_table(run, profile))
+    compared = Sentences.of(comparison_sentences(cell, cells, references))
+    yield Section.of("Effect of precision and checkpointing", compared)
     yield from _allocations(run, profile)
     if saved := profile.saved:
-        told = sentences(words.saved_sentences(run, profile))
-        yield named_section("Saved for backward", told, saved_table(saved, profile.saved_left_out))
+        told = Sentences.of(words.saved_sentences(run, profile))
+        yield Section.of("Saved for backward", told, saved_table(saved, profile.saved_left_out))
     checks = [*words.check_sentences(profile, run.memory), *words.around_sentences(profile)]
-    yield notes_section([*checks, *profile.notes], "Notes on this memory")
-    yield notes_section(prediction.notes if prediction else (), "Notes on the prediction")
+    yield Section.notes([*checks, *profile.notes], "Notes on this memory")
+    yield Section.notes(prediction.notes if prediction else (), "Notes on the prediction")
 
 
 def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
-    told = sentences([words.residual_sentence(run, profile), *words.largest_sentences(run, profile)])
+    told = Sentences.of([words.residual_sentence(run, profile), *words.largest_sentences(run, profile)])
     table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
-    yield named_section("Largest allocations alive at the peak" if alive else "Sizes", told, table)
+    yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
     others_table = allocation_table(run, others, folded=True)
-    yield named_section("Large allocations not alive at the peak", others_table)
+    yield Section.of("Large allocations not alive at the peak", others_table)

@@ -4,18 +4,7 @@ from collections.abc import Iterator
 
 from steplab import units
 from steplab.records.accounting import Accounting, Figure, Means, Question
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Equation,
-    Equations,
-    Row,
-    Section,
-    Table,
-    Verdict,
-    named_section,
-    sentences,
-)
+from steplab.report.kit.document import Column, Document, Equation, Equations, Row, Section, Sentences, Table, Verdict
 from steplab.report.kit.quantities import NUMBER
 
 _TOLD_FIRST = (0, 3)
@@ -33,13 +22,13 @@ def accounting_document(found: Accounting) -> Document:
 
 
 def _given(found: Accounting) -> Section:
-    return named_section("What is given", Equations(lines=tuple(map(_equation, found.given))))
+    return Section.of("What is given", Equations(lines=tuple(map(_equation, found.given))))
 
 
 def _section(question: Question) -> Section:
     equations = Equations(lines=tuple(map(_equation, question.figures))) if question.figures else None
-    source = sentences([f"Source: {question.source}."], "note")
-    return named_section(question.title, question.answer, equations, _means(question.means), *question.remarks, source)
+    source = Sentences.of([f"Source: {question.source}."], "note")
+    return Section.of(question.title, question.answer, equations, _means(question.means), *question.remarks, source)
 
 
 def _equation(figure: Figure) -> Equation:

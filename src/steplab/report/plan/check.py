@@ -13,18 +13,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import Drawing, drawing, put_mark, series_legend
-from steplab.report.kit.document import (
-    Chart,
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    later,
-    named_section,
-    row_of,
-    table_of,
-)
+from steplab.report.kit.document import Chart, Column, Document, Section, Table, Verdict, later, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT
 from steplab.stats import percentile
 
@@ -64,12 +53,12 @@ def _errors(checks: Iterable[TimeCheck]) -> list[float]:
 
 def _sections(checks: Sequence[TimeCheck], scored: Sequence[TimeCheck]) -> Iterator[Section]:
     if scored:
-        yield named_section("By group", _groups(scored))
-        yield named_section("Layouts of one job", _ranking(scored))
-        yield named_section("By kind of kernel", _kinds(scored))
-        yield named_section("Predicted over measured", later(_chart, scored))
-        yield named_section("Steps, the worst first", _cells(scored))
-    yield named_section("Not predicted", _unsupported([check for check in checks if check.unsupported]))
+        yield Section.of("By group", _groups(scored))
+        yield Section.of("Layouts of one job", _ranking(scored))
+        yield Section.of("By kind of kernel", _kinds(scored))
+        yield Section.of("Predicted over measured", later(_chart, scored))
+        yield Section.of("Steps, the worst first", _cells(scored))
+    yield Section.of("Not predicted", _unsupported([check for check in checks if check.unsupported]))
 
 
 def _groups(scored: Sequence[TimeCheck]) -> Table:
@@ -163,7 +152,7 @@ def _ranking(scored: Sequence[TimeCheck]) -> Table:
             counted.setdefault(first.source, []).append((measured < other) == predicted)
     if counted:
         counted["all"] = [right for those in list(counted.values()) for right in those]
-    return table_of(
+    return Table.of(
         "ranking",
         counted,
         (
@@ -186,7 +175,7 @@ def _kinds(scored: Sequence[TimeCheck]) -> Table:
         ]
         for kind in ("matmul", "attention", "streaming")
     }
-    return table_of(
+    return Table.of(
         "kinds",
         [kind for kind in found if found[kind]],
         (

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan
 from steplab.records.rows import Row
-from steplab.report.kit.document import Column, Document, Table, Verdict, named_section, notes_section
+from steplab.report.kit.document import Column, Document, Section, Table, Verdict
 from steplab.report.kit.quantities import COUNT, DIGITS, NUMBER, PERCENT
 from steplab.report.plan.layouts import network_words, time_words, training_days
 from steplab.specs.step import describe
@@ -23,9 +23,9 @@ def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
         subtitle=_shared(plans),
         verdict=Verdict(sentences=tuple(_verdict(plans, names))),
         sections=(
-            named_section("Best layout of each", table),
-            notes_section(dict.fromkeys(note for plan in plans for note in plan.notes)),
-            notes_section(dict.fromkeys(source for plan in plans for source in plan.sources), "Sources"),
+            Section.of("Best layout of each", table),
+            Section.notes(dict.fromkeys(note for plan in plans for note in plan.notes)),
+            Section.notes(dict.fromkeys(source for plan in plans for source in plan.sources), "Sources"),
         ),
         data=table.rows,
     )

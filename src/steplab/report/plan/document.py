@@ -5,18 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.prediction import CardFit, MemoryPrediction, Term
 from steplab.records.rows import Row, Scalar
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    named_section,
-    notes_section,
-    row_of,
-    sentences,
-    table_of,
-)
+from steplab.report.kit.document import Column, Document, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, NUMBER, SHARE
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.words import exactly
@@ -80,12 +69,12 @@ _MOST_NAMED = 3
 
 def _sections(spec: StepSpec, prediction: MemoryPrediction) -> Iterator[Section]:
     if prediction.cards:
-        yield named_section("GPUs", _cards(prediction), sentences(_needs(prediction)))
-    yield named_section("Memory by rank", _ranks(prediction))
-    yield named_section("Peak by category", _categories(prediction))
-    yield named_section("Peaks by phase", _phases(prediction))
-    yield named_section("Summands of the peak", _summands(spec, prediction))
-    yield notes_section(prediction.notes)
+        yield Section.of("GPUs", _cards(prediction), Sentences.of(_needs(prediction)))
+    yield Section.of("Memory by rank", _ranks(prediction))
+    yield Section.of("Peak by category", _categories(prediction))
+    yield Section.of("Peaks by phase", _phases(prediction))
+    yield Section.of("Summands of the peak", _summands(spec, prediction))
+    yield Section.notes(prediction.notes)
 
 
 _SIZE = (
@@ -96,7 +85,7 @@ _SIZE = (
 
 def _ranks(prediction: MemoryPrediction) -> Table:
     pipeline = any(rank.in_flight > 1 for rank in prediction.ranks)
-    return table_of(
+    return Table.of(
         "ranks",
         prediction.ranks,
         (
@@ -179,7 +168,7 @@ def _symbols(spec: StepSpec) -> str:
 
 
 def _cards(prediction: MemoryPrediction) -> Table:
-    return table_of(
+    return Table.of(
         "cards",
         prediction.cards,
         (

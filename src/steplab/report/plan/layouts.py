@@ -6,20 +6,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.rows import Row
-from steplab.report.kit.document import (
-    Bar,
-    Bars,
-    Column,
-    Document,
-    Section,
-    Segment,
-    Table,
-    Verdict,
-    named_section,
-    notes_section,
-    row_of,
-    table_of,
-)
+from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, MESSAGE, NUMBER
 from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
@@ -154,15 +141,15 @@ def time_words(time: LayoutTime) -> str:
 
 def _sections(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[Section]:
     if fitting:
-        yield named_section("Layouts that fit", _ranking(plan, fitting))
-        yield named_section("Time of a step", _time_bars(fitting[:_FIRST]))
-        yield named_section("Memory of the ranks that need most", _memory_bars(plan, fitting[:_FIRST]))
-        yield named_section("Communication of the fastest", _traffic(fitting[0]))
+        yield Section.of("Layouts that fit", _ranking(plan, fitting))
+        yield Section.of("Time of a step", _time_bars(fitting[:_FIRST]))
+        yield Section.of("Memory of the ranks that need most", _memory_bars(plan, fitting[:_FIRST]))
+        yield Section.of("Communication of the fastest", _traffic(fitting[0]))
     others = [each for each in plan.candidates if not each.time]
     untimed = any(each.verdict not in ("does not fit", "not possible") for each in others)
-    yield named_section("Other layouts" if untimed else "Layouts that do not fit", _failing(others))
-    yield notes_section(plan.notes)
-    yield notes_section(plan.sources, "Sources")
+    yield Section.of("Other layouts" if untimed else "Layouts that do not fit", _failing(others))
+    yield Section.notes(plan.notes)
+    yield Section.notes(plan.sources, "Sources")
 
 
 def _ranking(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Table:
@@ -271,7 +258,7 @@ def _memory_bars(plan: LayoutPlan, shown: list[LayoutCandidate]) -> Bars:
 def _traffic(best: LayoutCandidate) -> Table:
     time = best.time
     assert time is not None
-    return table_of(
+    return Table.of(
         "communication",
         sorted(time.traffic, key=lambda each: -each.exposed_s),
         (
@@ -305,7 +292,7 @@ _VERDICTS = {
 def _failing(others: list[LayoutCandidate]) -> Table:
     counted = Counter(each.verdict for each in others)
     said = ", ".join(f"{number} {_VERDICTS[verdict][number > 1]}" for verdict, number in counted.items())
-    return table_of(
+    return Table.of(
         "failing",
         others,
         (

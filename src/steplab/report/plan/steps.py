@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.prediction import FitVerdict, MemoryPrediction
 from steplab.records.rows import Row
 from steplab.records.step_time import PlannedStep
-from steplab.report.kit.document import Column, Document, Section, Sentences, Table, Verdict, named_section, sentences
+from steplab.report.kit.document import Column, Document, Section, Sentences, Table, Verdict
 from steplab.report.kit.grouping import told_once
 from steplab.report.plan.document import ANSWERS
 from steplab.specs.step import describe
@@ -21,7 +21,7 @@ def planned_document(steps: Sequence[PlannedStep]) -> Document:
     """One row per step, and why a prediction is missing."""
     table = planned_table(steps)
     title = describe(steps[0].spec) if len(steps) == 1 else counted(len(steps), "planned step")
-    sections = (named_section("", table, _missing(steps)),)
+    sections = (Section.of("", table, _missing(steps)),)
     return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table.rows)
 
 
@@ -47,7 +47,7 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
 
 def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> Section:
     """The same as a chapter of a page, with the measured figures of the same steps beside the predicted ones."""
-    return named_section("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
+    return Section.of("Planning", planned_table(steps, measured), _missing(steps), anchor="planning")
 
 
 def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:
@@ -103,7 +103,7 @@ def _smallest(memory: MemoryPrediction) -> str:
 def _missing(steps: Sequence[PlannedStep]) -> Sentences:
     named = zip(labels([step.spec for step in steps]), steps, strict=True)
     found = told_once((name, why) for name, step in named for why in step.why_not)
-    return sentences((f"{why} ({'; '.join(names)})" for why, names in found.items()), "finding")
+    return Sentences.of((f"{why} ({'; '.join(names)})" for why, names in found.items()), "finding")
 
 
 def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:

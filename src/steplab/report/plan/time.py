@@ -6,17 +6,7 @@ from steplab import units
 from steplab.records.rows import Row
 from steplab.records.run import Utilization
 from steplab.records.step_time import PhaseTimes, StepTimePrediction
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Section,
-    Table,
-    Verdict,
-    named_section,
-    notes_section,
-    row_of,
-    table_of,
-)
+from steplab.report.kit.document import Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIME
 from steplab.report.plan.document import ANSWERS
 from steplab.report.run.one_run import utilization_figures
@@ -87,15 +77,15 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
         host += f" To launch it, a quick host takes {time(step.host_s)}, {slow}."
     else:
         host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
-    yield named_section("Phases", _phases(prediction), host)
-    yield named_section("Utilization", *utilization_figures(prediction.utilizations))
-    yield named_section("Where the device's time goes", _parts(prediction))
-    yield notes_section(prediction.notes)
-    yield notes_section(prediction.sources, "Sources")
+    yield Section.of("Phases", _phases(prediction), host)
+    yield Section.of("Utilization", *utilization_figures(prediction.utilizations))
+    yield Section.of("Where the device's time goes", _parts(prediction))
+    yield Section.notes(prediction.notes)
+    yield Section.notes(prediction.sources, "Sources")
 
 
 def _phases(prediction: StepTimePrediction) -> Table:
-    return table_of(
+    return Table.of(
         "phases",
         prediction.phases,
         (

@@ -4,15 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab.records.numerics import Accumulation, Audit, Numerics
 from steplab.records.run import Run
-from steplab.report.kit.document import (
-    Document,
-    Section,
-    Verdict,
-    named_section,
-    notes_section,
-    record_section,
-    sentences,
-)
+from steplab.report.kit.document import Document, Section, Sentences, Verdict
 from steplab.report.kit.text import reason
 from steplab.report.precision import words
 from steplab.report.precision.sums import title_of_sums
@@ -36,7 +28,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     """The report of these audits, of the sums of the first of them, and of the timed `runs`."""
     audits = [record for record in records if record.spec]
     accumulations = _accumulations(records) if with_sums else ()
-    further = _sums(accumulations), named_section("Time and memory of a step", timing_table(runs))
+    further = _sums(accumulations), Section.of("Time and memory of a step", timing_table(runs))
     data = data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
@@ -58,9 +50,9 @@ def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics], answere
     """Precision on a page: the timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in runs if run.study in studies]
-    return named_section(
+    return Section.of(
         "Precision",
-        named_section("One step in each precision", timing_table(timed)),
+        Section.of("One step in each precision", timing_table(timed)),
         *(_part(record, answered) for record in numerics if record.spec),
         _sums(_accumulations(numerics)),
         anchor="precision",
@@ -73,28 +65,28 @@ def _accumulations(records: Sequence[Numerics]) -> tuple[Accumulation, ...]:
 
 def _part(numerics: Numerics, answered: bool = False) -> Section:
     answer = Verdict() if answered else precision_verdict(numerics)
-    return record_section(words.heading(numerics), answer, _sections(numerics), title=words.title(numerics))
+    return Section.of_record(words.heading(numerics), answer, _sections(numerics), title=words.title(numerics))
 
 
 def _sections(numerics: Numerics) -> Iterator[Section]:
     if numerics.failure:
         message = reason(numerics.failure.kind, numerics.failure.message, most=None)
-        yield named_section("", sentences([message], "warning"))
+        yield Section.of("", Sentences.of([message], "warning"))
     if numerics.audit:
         yield from _of_audit(numerics, numerics.audit)
-    yield notes_section(numerics.notes)
+    yield Section.notes(numerics.notes)
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    yield named_section("Whether norms need fp32", sentences(words.norm_answers(numerics)))
-    yield named_section("What was seen", sentences(words.told(numerics, audit), "finding"))
-    yield named_section("Types by module", type_table(audit))
-    yield named_section("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
-    yield named_section("Matrix products, after every cast", matmul_table(audit))
-    yield named_section("Overflow and underflow", loss_table(audit))
+    yield Section.of("Whether norms need fp32", Sentences.of(words.norm_answers(numerics)))
+    yield Section.of("What was seen", Sentences.of(words.told(numerics, audit), "finding"))
+    yield Section.of("Types by module", type_table(audit))
+    yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
+    yield Section.of("Matrix products, after every cast", matmul_table(audit))
+    yield Section.of("Overflow and underflow", loss_table(audit))
     if audit.loss_scaling:
-        yield named_section("Loss scaling: all gradients", scaling_table(audit.loss_scaling))
+        yield Section.of("Loss scaling: all gradients", scaling_table(audit.loss_scaling))
 
 
 def _sums(accumulations: Sequence[Accumulation]) -> Section:
-    return named_section(title_of_sums(accumulations), sum_table(accumulations))
+    return Section.of(title_of_sums(accumulations), sum_table(accumulations))

@@ -8,7 +8,7 @@ from steplab.records.module_names import without_numbers
 from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling, ModuleAudit, Numerics
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
-from steplab.report.kit.document import Column, Table, row_of, table_of
+from steplab.report.kit.document import Column, Table, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity
 from steplab.report.precision import sums
 from steplab.report.precision.figures import (
@@ -37,7 +37,7 @@ _ELEMENTS = tuple(field.name for field in fields(Elements))
 def type_table(audit: Audit) -> Table:
     """The data types at each module; modules of one name that ran in the same types share a row."""
     types = (("parameters", 0), ("inputs", 1), ("outputs", 0), ("gradients", 1), ("output_gradients", 1))
-    return table_of(
+    return Table.of(
         "types",
         module_groups(audit),
         (
@@ -76,7 +76,7 @@ def operation_table(numerics: Numerics) -> Table:
 
 def matmul_table(audit: Audit) -> Table:
     """The matrix products of both passes, in the types that the device was given; those alike share a row."""
-    return table_of(
+    return Table.of(
         "matmuls",
         matmul_groups(audit),
         (

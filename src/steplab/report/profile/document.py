@@ -7,18 +7,7 @@ from steplab.errors import UserError
 from steplab.records.finding import Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
-from steplab.report.kit.document import (
-    MOST_IN_FULL,
-    Document,
-    Section,
-    Verdict,
-    later,
-    named_section,
-    notes_section,
-    record_section,
-    records_in_full,
-    sentences,
-)
+from steplab.report.kit.document import MOST_IN_FULL, Document, Section, Sentences, Verdict, later, records_in_full
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
@@ -81,36 +70,36 @@ def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] |
         assert cell.run.profile is not None
         return _record(cell.run, cell.run.profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.id))
 
-    cautions = sentences(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
+    cautions = Sentences.of(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
     shown = records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
-    return named_section(TITLE, cautions, *shown, anchor="profiles")
+    return Section.of(TITLE, cautions, *shown, anchor="profiles")
 
 
 def _record(run: Run, profile: Profile, title: str, findings: Findings | None) -> Section:
     doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts) if title else ()  # else they open the report
     told = Verdict(sentences=(words.time_sentence(run, profile),), cautions=doubts)
     sections = (*([findings_section(findings)] if findings else []), *_sections(run, profile))
-    return record_section(words.heading(run, profile), told, sections, title=title)
+    return Section.of_record(words.heading(run, profile), told, sections, title=title)
 
 
 def _sections(run: Run, profile: Profile) -> Iterator[Section]:
-    yield named_section(
+    yield Section.of(
         f"{words.device_word(profile)} time by phase",
         device_time(run, profile),
         phase_table(run, profile),
         words.overlap_note(run, profile),
     )
     told = [*words.matmul_sentences(run, profile), words.uncategorised_sentence(run, profile)]
-    yield named_section("Categories", category_bars(run, profile), category_table(run, profile), *told)
+    yield Section.of("Categories", category_bars(run, profile), category_table(run, profile), *told)
     if profile.kernels:
-        tops = sentences(words.top_kernel_sentences(profile), "finding")
-        bars = (named_section(phase, block) for phase, block in kernel_bars(profile))
-        yield named_section(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
+        tops = Sentences.of(words.top_kernel_sentences(profile), "finding")
+        bars = (Section.of(phase, block) for phase, block in kernel_bars(profile))
+        yield Section.of(f"Top {words.kernels_word(profile)}", tops, *bars, kernel_table(profile))
     if rows := attention_rows(run, profile):
-        notes = sentences(attention_notes(run, rows), "note")
-        yield named_section("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
-    yield named_section("Roofline", later(roofline, run, profile))
-    yield named_section("Communication", words.communication_sentence(run, profile))
-    yield named_section("Timeline of one step", later(timeline_chart, profile))
-    yield named_section("Host calls that wait or copy", host_call_table(profile))
-    yield notes_section(words.further_notes(profile))
+        notes = Sentences.of(attention_notes(run, rows), "note")
+        yield Section.of("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
+    yield Section.of("Roofline", later(roofline, run, profile))
+    yield Section.of("Communication", words.communication_sentence(run, profile))
+    yield Section.of("Timeline of one step", later(timeline_chart, profile))
+    yield Section.of("Host calls that wait or copy", host_call_table(profile))
+    yield Section.notes(words.further_notes(profile))

@@ -6,18 +6,7 @@ from steplab import units
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.document import (
-    Column,
-    Document,
-    Pairs,
-    Section,
-    Table,
-    Verdict,
-    named_section,
-    notes_section,
-    row_of,
-    sentences,
-)
+from steplab.report.kit.document import Column, Document, Pairs, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import TIME, Quantity
 from steplab.report.profile.verdict import finding_sentences, saving_words
 from steplab.report.run.verdict import run_cautions
@@ -42,8 +31,8 @@ def findings_document(run: Run, findings: Findings) -> Document:
         sections=(
             *(_finding(number, finding, findings.step_s) for number, finding in enumerate(found, start=1)),
             _trials(findings),
-            named_section("", sentences([caption] if found else [], "note")),
-            notes_section(findings.not_looked_at, "Not looked at"),
+            Section.of("", Sentences.of([caption] if found else [], "note")),
+            Section.notes(findings.not_looked_at, "Not looked at"),
         ),
         data=list(map(_row, found)),
     )
@@ -60,11 +49,11 @@ def _row(finding: Finding) -> Row:
 
 def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
     prediction = f"Prediction: {finding.prediction}"
-    return named_section(
+    return Section.of(
         f"{number}. {finding.title}",
-        sentences([_gain(finding, step_s), finding.saw, finding.why, prediction]),
-        sentences([finding.change], "code"),
-        sentences([finding.note], "note"),
+        Sentences.of([_gain(finding, step_s), finding.saw, finding.why, prediction]),
+        Sentences.of([finding.change], "code"),
+        Sentences.of([finding.note], "note"),
         Pairs(pairs=(("kind", finding.kind), *((e.what, _figure(e)) for e in finding.evidence))),
         _trial_words(finding) if finding.trial else None,
     )
@@ -117,8 +106,8 @@ def _predicted(finding: Finding) -> str | None:
 
 
 def _trials(findings: Findings) -> Section:
-    told = sentences(_changed_step(findings))
-    return named_section("Time saved per step, predicted and measured", trials_table(findings), told)
+    told = Sentences.of(_changed_step(findings))
+    return Section.of("Time saved per step, predicted and measured", trials_table(findings), told)
 
 
 def trials_table(findings: Findings) -> Table:

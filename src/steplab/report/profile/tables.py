@@ -7,7 +7,7 @@ from steplab import units
 from steplab.records.profile import KernelStats, Profile
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
-from steplab.report.kit.document import Column, Table, row_of, table_of
+from steplab.report.kit.document import Column, Table, row_of
 from steplab.report.kit.quantities import (
     DIGITS,
     FLOPS,
@@ -29,7 +29,7 @@ def phase_table(run: Run, profile: Profile) -> Table:
     waits = [("host_bound", "waits for host")] if words.has_host(profile) else []
     parts = [("busy", "busy"), *waits, ("idle", "idle")]
 
-    return table_of(
+    return Table.of(
         "phases",
         spans(run, profile),
         (
@@ -94,7 +94,7 @@ def kernel_table(profile: Profile) -> Table:
     def median(kernel: TopKernel) -> Scalar:
         return kernel.median_s if kernel.median_is_exact else f"≈ {units.format_time(kernel.median_s)}"
 
-    return table_of(
+    return Table.of(
         "kernels",
         top_kernels(profile),
         (
@@ -136,7 +136,7 @@ def host_call_table(profile: Profile) -> Table:
     """Calls of the host that wait for the device or copy, most host time first."""
     calls = sorted(profile.host_calls, key=lambda call: -call.total_s)
     steps = profile.num_steps
-    return table_of(
+    return Table.of(
         "host_calls",
         calls,
         (

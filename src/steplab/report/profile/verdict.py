@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.finding import Finding, Findings
 from steplab.records.run import Run
-from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, named_section, table_of
+from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, Table
 from steplab.report.kit.quantities import PERCENT
 from steplab.report.profile.words import largest_categories, time_sentence
 from steplab.specs.step_fields import option_name
@@ -86,7 +86,7 @@ def findings_section(findings: Findings) -> Section:
     def share(finding: Finding) -> float | None:
         return finding.saves_s / findings.step_s if finding.saves_s and findings.step_s else None
 
-    table = table_of(
+    table = Table.of(
         "findings",
         findings.findings,
         (
@@ -99,4 +99,4 @@ def findings_section(findings: Findings) -> Section:
         folded=True,
     )
     chart = Bars(bars=bars, note="Predicted saving per step.", full=findings.step_s)
-    return named_section("What would save time", chart, table)
+    return Section.of("What would save time", chart, table)

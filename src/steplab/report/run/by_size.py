@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import stats
 from steplab.records.disturbances import disturbance_words
 from steplab.records.rows import Row, Scalar
-from steplab.report.kit.document import Column, Section, Table, named_section
+from steplab.report.kit.document import Column, Section, Table
 from steplab.report.kit.quantities import LABEL, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
 from steplab.report.run.effects import Effect, Pair, effects_of
@@ -57,9 +57,9 @@ def effects_sections(cells: Sequence[RunCell]) -> Iterator[Section]:
     effects = list(effects_of(cells))
     for effect in effects:
         if len(effect.pairs) > 1:
-            yield named_section(effect.choice, _effect_table(effect, order))
+            yield Section.of(effect.choice, _effect_table(effect, order))
     if single := [effect for effect in effects if len(effect.pairs) == 1]:
-        yield named_section("Choices with one pair of runs" if len(single) > 1 else single[0].choice, _single(single))
+        yield Section.of("Choices with one pair of runs" if len(single) > 1 else single[0].choice, _single(single))
 
 
 def _effect_table(effect: Effect, order: dict[str, int]) -> Table:

@@ -9,7 +9,7 @@ from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
-from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Table, later, named_section, sentences
+from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import reason
@@ -73,18 +73,18 @@ _MANY = 4  # runs, more of which are listed apart
 
 def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section:
     """The most important figures, including those of findings and memory profiles."""
-    return named_section("", Facts(facts=tuple(facts(cells, of_others))))
+    return Section.of("", Facts(facts=tuple(facts(cells, of_others))))
 
 
 def failure_chapter(cells: Sequence[RunCell]) -> Section:
     """The circumstances of a single run's failure. Reasons of several runs are in `missing_chapter`."""
     failure = cells[0].run.failure if len(cells) == 1 else None
-    return named_section("Failure", *(failure_blocks(failure) if failure else ()), anchor="failure")
+    return Section.of("Failure", *(failure_blocks(failure) if failure else ()), anchor="failure")
 
 
 def step_time_chapter(cells: Sequence[RunCell]) -> Section:
     """Step time of every cell: as a chart, or of a single run the statistics."""
-    return named_section("Step time", *_step_time(cells), anchor="time")
+    return Section.of("Step time", *_step_time(cells), anchor="time")
 
 
 def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
@@ -94,7 +94,7 @@ def _step_time(cells: Sequence[RunCell]) -> Iterator[Block]:
         yield later(charts.step_times, cells)
     elif timing := cells[0].run.timing:
         yield step_time_pairs(cells[0].run, timing)
-        yield sentences(choices(cells[0].run), "note")
+        yield Sentences.of(choices(cells[0].run), "note")
 
 
 def phases_chapter(cells: Sequence[RunCell]) -> Section:
@@ -102,35 +102,35 @@ def phases_chapter(cells: Sequence[RunCell]) -> Section:
     tables: Iterable[Block] = [passes_table(cells)] if len(cells) > 1 else []
     if len(cells) == 1 and (timing := cells[0].run.timing) and cells[0].run.median_s is not None:
         tables = phase_blocks(cells[0].run, timing)
-    return named_section("Phases of a step", phases(cells), *tables, anchor="phases")
+    return Section.of("Phases of a step", phases(cells), *tables, anchor="phases")
 
 
 def effects_chapter(cells: Sequence[RunCell]) -> Section:
     """Each choice against its baseline, by size: fp32 and bf16, eager and compiled."""
-    return named_section("Choices by size", *(effects_sections(cells) if len(cells) > 1 else ()), anchor="choices")
+    return Section.of("Choices by size", *(effects_sections(cells) if len(cells) > 1 else ()), anchor="choices")
 
 
 def warmup_chapter(cells: Sequence[RunCell]) -> Section:
     """When the step time settles, and what fewer warm-up steps would have changed."""
     timings = [cell.run.timing for cell in cells if cell.run.timing and cell.run.median_s is not None]
-    return named_section("Warm-up", *(_warmup(cells, timings) if timings else ()), anchor="warmup")
+    return Section.of("Warm-up", *(_warmup(cells, timings) if timings else ()), anchor="warmup")
 
 
 def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Block]:
     """The same in its blocks; `timings` are those of the cells that have some."""
     alone = len(cells) == 1
     if alone:
-        yield sentences([steady_sentence(curve(timings[0]))])
+        yield Sentences.of([steady_sentence(curve(timings[0]))])
     else:
         counts = [(words, units.counted(count, "run")) for words, count in settling(cells)]
         steady = ", ".join(f"{words} in {runs}" for words, runs in counts if words.startswith("from"))
         restless = [runs for words, runs in counts if not words.startswith("from")]
         told = [f"The step time is steady {steady}."] if steady else []
-        yield sentences(told + [f"The step time did not settle in {runs}." for runs in restless])
+        yield Sentences.of(told + [f"The step time did not settle in {runs}." for runs in restless])
     yield later(warmup_curves, cells)
-    yield warmup_effects(timings[0]) if alone else named_section("Fewer warm-up steps", warmup_table(cells))
+    yield warmup_effects(timings[0]) if alone else Section.of("Fewer warm-up steps", warmup_table(cells))
     if table := first_steps_table(worth_a_curve(cells)):
-        yield named_section("The first steps", table, sentences(first_steps_reasons(cells), "finding"))
+        yield Section.of("The first steps", table, Sentences.of(first_steps_reasons(cells), "finding"))
 
 
 def warmup_table(cells: Sequence[RunCell]) -> Table:
@@ -169,9 +169,9 @@ def ranks_chapter(cells: Sequence[RunCell]) -> Section:
     """What each process of a run of several measured."""
     several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
     if len(cells) == 1 and several:
-        return named_section("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
-    named = (named_section(label(cell, fields), *rank_blocks(cell.run.ranks)) for cell in several)
-    return named_section("Ranks", *named, anchor="ranks")
+        return Section.of("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
+    named = (Section.of(label(cell, fields), *rank_blocks(cell.run.ranks)) for cell in several)
+    return Section.of("Ranks", *named, anchor="ranks")
 
 
 def utilization_chapter(cells: Sequence[RunCell]) -> Section:
@@ -181,7 +181,7 @@ def utilization_chapter(cells: Sequence[RunCell]) -> Section:
         blocks = utilization_blocks(cells[0].run)
     elif any(cell.run.utilizations for cell in cells):
         blocks = (later(charts.mfu, cells), utilization_table(cells), *_told_once(cells, doubts))
-    return named_section("Utilization", *blocks, anchor="utilization")
+    return Section.of("Utilization", *blocks, anchor="utilization")
 
 
 def utilization_table(cells: Sequence[RunCell]) -> Table:
@@ -219,7 +219,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
 def runs_chapter(cells: Sequence[RunCell]) -> Section:
     """The table of several runs with their choices."""
     blocks = (runs_table(cells), *_told_once(cells, choices)) if len(cells) > 1 else ()
-    return named_section("Runs", *blocks, anchor="runs")
+    return Section.of("Runs", *blocks, anchor="runs")
 
 
 def runs_table(cells: Sequence[RunCell]) -> Table:
@@ -249,7 +249,7 @@ def _spread(run: Run) -> Row:
 
 def missing_chapter(cells: Sequence[RunCell]) -> Section:
     """What was not measured and why."""
-    return named_section("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
+    return Section.of("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
 
 
 def _missing(run: Run) -> list[str]:
@@ -262,13 +262,11 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
     fields = varying(cells)
     found = told_once((label(cell, fields), text) for cell in cells for text in told(cell.run))
     if len(cells) == 1:
-        return [sentences(found, "finding")]
+        return [Sentences.of(found, "finding")]
     blocks: list[Block] = []
     for text, names in found.items():
-        about = sentences(["all runs" if len(names) == len(cells) else "; ".join(names)], "note")
+        about = Sentences.of(["all runs" if len(names) == len(cells) else "; ".join(names)], "note")
         folded = _MANY < len(names) < len(cells)
-        blocks.append(sentences([text], "finding"))
-        blocks.append(
-            Section(title=units.counted(len(names), "run"), blocks=(about,), folded=True) if folded else about
-        )
+        blocks.append(Sentences.of([text], "finding"))
+        blocks.append(Section.of(units.counted(len(names), "run"), about, folded=True) if folded else about)
     return blocks

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from steplab.records.rows import Row, Scalar
 from steplab.records.run_figures import RUN_FIGURES, RunFigure
-from steplab.report.kit.document import RESULT, Column, Document, Table, named_section
+from steplab.report.kit.document import RESULT, Column, Document, Section, Table
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
@@ -81,7 +81,7 @@ _MEMORY_RANKS = {
 def rows_document(rows: Sequence[Row], *, empty: str = "no runs") -> Document:
     """A table of records or of studies by itself."""
     table = rows_table(rows, empty=empty)
-    return Document(title="", sections=(named_section("", table),), data=table.rows)
+    return Document(title="", sections=(Section.of("", table),), data=table.rows)
 
 
 def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, empty: str = "") -> Table:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from steplab.records.rows import Row
-from steplab.report.kit.document import RESULT, Column, Document, named_section
+from steplab.report.kit.document import RESULT, Column, Document, Section
 from steplab.report.kit.quantities import Quantity
 from steplab.report.run.columns import COLUMNS, rows_table
 
@@ -37,7 +37,7 @@ def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
         table = rows_table(rows, [*differing, *last, replace(RESULT, wraps_from=12)], empty="no records")
         shared = [_said(column, rows) for column in (*first, *choices) if column not in differing]
         table = replace(table, caption=". ".join(filter(None, (" · ".join(filter(None, shared)), table.caption))))
-    return Document(title="", sections=(named_section("", table),), data=table.rows)
+    return Document(title="", sections=(Section.of("", table),), data=table.rows)
 
 
 def _column(key: str, rows: Sequence[Row]) -> Column:

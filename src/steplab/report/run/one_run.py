@@ -8,7 +8,7 @@ from steplab.records.failure import Failure
 from steplab.records.rows import Row
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, Timing, find_phase, lead_s, waits_for_host
-from steplab.report.kit.document import Block, Column, Pairs, Sentences, Table, named_section, sentences, table_of
+from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import achieved_flops_per_s, phase_names, warmup_study
@@ -30,7 +30,7 @@ def failure_blocks(failure: Failure) -> Iterator[Block]:
         ("signal", failure.signal),
     ]
     yield Pairs(pairs=tuple((name, value) for name, value in pairs if value))
-    yield named_section("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
+    yield Section.of("Last lines it wrote", Sentences(texts=failure.last_lines, role="code"))
 
 
 def step_time_pairs(run: Run, timing: Timing) -> Pairs:
@@ -100,7 +100,7 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
             f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
             "median of the step."
         )
-    yield sentences(told)
+    yield Sentences.of(told)
 
 
 def _median(samples: Sequence[float] | None) -> float | None:
@@ -121,7 +121,7 @@ def warmup_effects(timing: Timing) -> Table:
 def utilization_blocks(run: Run) -> Iterator[Block]:
     """MFU and HFU under each convention, with the peak that they are relative to, and what is doubtful about them."""
     yield from utilization_figures(run.utilizations)
-    yield sentences(doubts(run), "warning")
+    yield Sentences.of(doubts(run), "warning")
 
 
 def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
@@ -130,7 +130,7 @@ def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
     def name(used: Utilization) -> str:
         return f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
 
-    yield table_of(
+    yield Table.of(
         "utilization",
         utilizations,
         (
@@ -143,18 +143,18 @@ def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
             Column(key="dtype", header="type"),
         ),
     )
-    yield sentences(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations), "note")
+    yield Sentences.of(dict.fromkeys(f"Peak: {used.peak_source}." for used in utilizations), "note")
 
 
 def memory_blocks(run: Run) -> Iterator[Block]:
     """Peaks by phase that the allocator counted, the device's memory, and the host's peak."""
     if run.memory is None:
-        yield sentences(["Memory was not measured."])
+        yield Sentences.of(["Memory was not measured."])
         return
     if run.memory_profile:
         pass  # its own tables have the peaks
     elif run.memory.peaks:
-        yield table_of(
+        yield Table.of(
             "peaks",
             run.memory.peaks,
             (
@@ -164,7 +164,7 @@ def memory_blocks(run: Run) -> Iterator[Block]:
             ),
         )
     else:
-        yield sentences(["Peaks of live tensors are not known: this device's allocator does not count them."])
+        yield Sentences.of(["Peaks of live tensors are not known: this device's allocator does not count them."])
     pairs = []
     if run.memory.total_bytes is not None:
         pairs.append(("device memory", units.format_bytes(run.memory.total_bytes)))

@@ -5,7 +5,7 @@ from statistics import median
 
 from steplab import units
 from steplab.records.ranks import RankSamples
-from steplab.report.kit.document import Block, Column, sentences, table_of
+from steplab.report.kit.document import Block, Column, Sentences, Table
 from steplab.report.kit.quantities import LABEL
 from steplab.report.kit.text import ABSENT
 from steplab.units import format_share
@@ -20,7 +20,7 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
         peak = rank.peak("step")
         return peak.peak_allocated_bytes if peak else None
 
-    yield table_of(
+    yield Table.of(
         "ranks",
         ranks,
         (
@@ -35,7 +35,7 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
         "Medians.",
     )
     if told := spread_words(ranks):
-        yield sentences([f"{told}."])
+        yield Sentences.of([f"{told}."])
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:

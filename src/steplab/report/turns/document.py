@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.comparison import Ratio
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.report.kit.document import RESULT, Column, Document, Table, Verdict, named_section, notes_section, row_of
+from steplab.report.kit.document import RESULT, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import reason
 
@@ -31,7 +31,7 @@ def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: S
             sentences=tuple(_answers(runs, ratios, words)),
             cautions=(alternating_caution(alternating),) if alternating else (),
         ),
-        sections=(named_section("", table), notes_section(_notes(runs))),
+        sections=(Section.of("", table), Section.notes(_notes(runs))),
         data=table.rows,
     )
 
