@@ -54,9 +54,10 @@ from steplab.costs.rates import (
 )
 from steplab.errors import UserError
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
+from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.search import STAY, Params, search
 from steplab.plan.seen import is_fitted_kind, is_held_out
-from steplab.plan.time import on_tensor_cores, throttling
+from steplab.plan.time import throttling
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode
 from steplab.records.record import Record

@@ -174,7 +174,7 @@ def _eager_sums(runs: Sequence[Run]) -> list[KernelSum]:
         kernels: dict[tuple[str, str], Counter[tuple[str, int]]] = defaultdict(Counter)
         for each in operators_of(run.spec):
             if each.kind == "streaming":
-                kernel = Kernel(each, each.read_bytes + each.written_bytes)
+                kernel = Kernel(each, each.moved_bytes)
                 narrows = each.name == "copy" and each.written_bytes < each.read_bytes
                 key = each.phase, _told_apart(each.name, "widening" if widens(each) else "narrowing" if narrows else "")
                 kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
@@ -222,7 +222,7 @@ def _optimizer_sums(runs: Sequence[Run]) -> list[KernelSum]:
     found = []
     for key, spec in specs.items():
         operators = [op for op in operators_of(spec) if op.phase == "optimizer"]
-        counted = Counter((op.name, op.read_bytes + op.written_bytes) for op in operators if op.kind == "streaming")
+        counted = Counter((op.name, op.moved_bytes) for op in operators if op.kind == "streaming")
         if counted.total() == 1:
             found.append(KernelSum(spec.model.label, counted, median(times[key])))
     return found

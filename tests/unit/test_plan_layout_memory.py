@@ -30,10 +30,10 @@ from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.owned import owned_of
-from steplab.plan.layout.prediction import by_category
 from steplab.plan.layout.ranks import in_flight, rank_groups
 from steplab.plan.layout.weights import model_weights, weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
+from steplab.plan.terms import by_category
 from steplab.records.codec import decode
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.prediction import RankMemory

@@ -24,7 +24,7 @@ from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import fused_kernels
 from steplab.plan.kernel_time import streaming_name
 from steplab.plan.seen import is_held_out
-from steplab.plan.time import compiled_shares, kernels_of, parts_of, predict_step_time
+from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
@@ -103,7 +103,7 @@ def test_a_compiled_step_has_the_kernels_that_the_compiler_made(phase: str) -> N
         made = [op for op in run.profile.ops if op.name.startswith("triton_") and op.phase == phase]
         calls = sum(op.calls for op in made) / run.profile.num_steps
         moved = sum(op.moved_bytes or 0 for op in made) / run.profile.num_steps
-        fused = [kernel for kernel in kernels_of(run.spec) if kernel.fused and kernel.operator.phase == phase]
+        fused = [kernel for kernel in kernels_of_step(run.spec) if kernel.fused and kernel.operator.phase == phase]
         predicted_and_made.append((len(fused), calls))
         # A trace names what a kernel overwrites once, though it is read and written.
         row_by_row = sum(kernel.moved_bytes for kernel in fused if not kernel.sums_rows)
@@ -124,7 +124,7 @@ def test_blocks_that_are_compiled_one_by_one_take_as_long_as_recorded(phase: str
     for run in blocks:
         assert run.spec is not None
         assert run.profile is not None
-        fused = [kernel for kernel in kernels_of(run.spec) if kernel.fused and kernel.operator.phase == phase]
+        fused = [kernel for kernel in kernels_of_step(run.spec) if kernel.fused and kernel.operator.phase == phase]
         told = sum(streaming_s(streaming_name(kernel), kernel.moved_bytes, H200) for kernel in fused)
         made = (op for op in run.profile.ops if op.name.startswith("triton_") and op.phase == phase)
         assert told == pytest.approx(sum(op.device_s for op in made) / run.profile.num_steps, rel=0.12)
@@ -170,7 +170,7 @@ def test_two_parts_of_a_tensor_are_both_read(phase: str) -> None:
     def moved(projections: str) -> list[int]:
         spec = resolve_step({"model": "2.7b", "model.num_layers": 1, "model.projections": projections, "context": 512,
                              "precision": "bf16", "compile": "block", "attention": "sdpa"})  # fmt: skip
-        kernels = [kernel for kernel in kernels_of(spec) if kernel.operator.phase == phase and kernel.fused]
+        kernels = [kernel for kernel in kernels_of_step(spec) if kernel.operator.phase == phase and kernel.fused]
         return sorted(kernel.moved_bytes for kernel in kernels if not kernel.reduces)
 
     inner = 2 * 4 * 512 * 10240  # bytes of the gate in bf16
@@ -229,7 +229,7 @@ def test_what_is_added_for_blocks_and_micro_steps_is_what_would_be_run(
 ) -> None:
     gradients = {} if fields["pass"] == "forward" else {"accumulation": accumulation}
     spec = resolve_step(fields | gradients | {"model.num_layers": num_layers})
-    kernels = kernels_of(spec)
+    kernels = kernels_of_step(spec)
     parts = parts_of(spec, H200)
     assert sum(part.kernels for part in parts) == len(kernels)
     assert sum(part.flops for part in parts) == pytest.approx(sum(kernel.operator.flops for kernel in kernels))
@@ -252,7 +252,7 @@ def test_blocks_compiled_one_by_one_with_block_ops_cast_no_gradients_of_weights(
     fields = {"model": "small", "model.projections": "merged", "context": 512, "precision": "bf16", "device": "cuda"}
     casts = {}
     for ops in ("plain", "triton"):
-        kernels = kernels_of(resolve_step(fields | {"block_ops": ops, "compile": "block", "model.num_layers": 2}))
+        kernels = kernels_of_step(resolve_step(fields | {"block_ops": ops, "compile": "block", "model.num_layers": 2}))
         made = [kernel.operator for kernel in kernels if kernel.operator.where.startswith("block ")]
         casts[ops] = sum(
             op.name == "copy" and op.phase == "backward" and op.what.endswith(".weight, in fp32") for op in made

@@ -75,6 +75,10 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     compile_layer_s: float
     """Seconds for each block of a model that is compiled as a whole, likewise."""
 
+    def paces(self, *, compiled: bool) -> tuple[float, float]:
+        """Seconds of Python per kernel, on the quickest host and on the slowest."""
+        return (self.compiled_s, self.compiled_slow_s) if compiled else (self.eager_s, self.eager_slow_s)
+
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How kernels within a step differ from kernels by themselves."""

@@ -55,6 +55,13 @@ class Kernel:
     """Whether it adds up rows, which needs a pass of its own beside kernels that go row by row."""
 
 
+def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
+    """The kernels of operators, in order: each by itself, or as a compiler joins them."""
+    if compiled:
+        return fused_kernels(operators, blocks_alone=blocks_alone)
+    return [Kernel(op, op.moved_bytes) for op in operators]
+
+
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
     """The kernels of a step whose model is compiled, in the order in which they begin.
 
@@ -224,7 +231,7 @@ class _Fuser:
         """What the step has become."""
         for item in self._order:
             if isinstance(item, Operator):
-                yield Kernel(item, item.read_bytes + item.written_bytes)
+                yield Kernel(item, item.moved_bytes)
             elif item.operators:
                 reads: dict[Version, Spans] = {}
                 for version, spans in item.reads.items():

@@ -11,7 +11,7 @@ import msgspec
 from steplab.costs.rates import Gpu, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
-from steplab.records.timing import HARDLY_AHEAD, find_phase, lead_s
+from steplab.records.timing import find_phase, waits_for_host
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 
@@ -28,13 +28,13 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
         return gpu
-    phases, step = run.timing.back_to_back, run.timing.phase("step")
+    phases = run.timing.back_to_back
     parts = predict_step_time(run.spec, gpu).parts
     paces = []
     for name in _LAUNCHED_BY_THE_MODEL:
-        samples, lead = find_phase(phases, name), lead_s(phases, name)
+        samples = find_phase(phases, name)
         kernels = sum(part.kernels for part in parts if part.phase == name)
-        if step and samples and kernels and lead is not None and lead < HARDLY_AHEAD * median(step.best_s):
+        if samples and kernels and waits_for_host(phases, name):
             paces.append(median(samples.best_s) / kernels)
     if not paces:
         return gpu

@@ -5,6 +5,7 @@ from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.rates import Gpu
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.fusion import Kernel
+from steplab.records.step_time import TimePart
 
 _ONE_PASS = {
     "add_rms_norm": "fused reduction",
@@ -52,3 +53,8 @@ def widens(op: Operator) -> bool:
     """Whether one of its inputs is in a format of half the width of its result: torch's kernels that convert while they
     compute reach half the bandwidth of others, such as those that add bf16 to a residual stream in fp32."""
     return op.name in ("add", "copy", "mul") and any(2 * each.num_bytes == op.written_bytes for each in op.reads)
+
+
+def on_tensor_cores(work: Operator | TimePart) -> bool:
+    """Whether its power depends on the share of the tensor cores' peak."""
+    return work.kind != "streaming" and work.dtype != "fp32"

@@ -18,8 +18,8 @@ from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
-from steplab.plan.layout.prediction import by_category, predict_layout_memory
-from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.plan.layout.prediction import predict_layout_memory
+from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark
@@ -185,16 +185,9 @@ def _refuse_what_transformers_has_not(spec: StepSpec, shape: TransformerShape, w
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
-    """What is alive at the peak, tensors alike in one term, largest first within a category; rounding last."""
+    """What is alive at the peak."""
     counted = Counter((piece.category, _named(piece), piece.formula, piece.num_bytes) for piece in peak.pieces)
-    terms = [
-        Term(category=category, what=what, formula=formula, num_bytes=num_bytes, count=count)
-        for (category, what, formula, num_bytes), count in counted.items()
-    ]
-    terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
-    rounding = peak.num_bytes - sum(piece.num_bytes for piece in peak.pieces)
-    what = "up to 512 bytes, or up to 1 MiB not split off"
-    return (*terms, Term(category="rounding", what=what, formula="blocks - asked", num_bytes=rounding))
+    return terms_of(counted, peak.num_bytes - sum(piece.num_bytes for piece in peak.pieces))
 
 
 def _named(piece: Piece) -> str:

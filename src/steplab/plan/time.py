@@ -18,8 +18,8 @@ from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
-from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import kernel_in_step_s, streaming_name
+from steplab.plan.fusion import Kernel, kernels_of
+from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
@@ -100,7 +100,7 @@ def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> li
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     ran = [op for op in operators if op.name != MADE_BY_HOST]
-    return _listed(_sums(_kernels(ran, spec.compile), gpu, spec))
+    return _listed(_sums(kernels_of(ran, compiled=spec.compile != "off"), gpu, spec))
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
@@ -200,11 +200,6 @@ def throttling(reached: float, rates: StepRates) -> float:
     return 1 + rates.throttle * max(0.0, reached - rates.throttle_from)
 
 
-def on_tensor_cores(part: TimePart) -> bool:
-    """Whether its power depends on the share of the tensor cores' peak."""
-    return part.kind != "streaming" and part.dtype != "fp32"
-
-
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
     """The device's time by phase, kind and operator, the longest first within a phase, at the full clock.
 
@@ -301,14 +296,13 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
     shape = spec.model.shape
     assert shape is not None
     model = dataclasses.replace(spec.model, shape=dataclasses.replace(shape, num_layers=num_layers))
-    kernels = kernels_of(dataclasses.replace(spec, model=model))
-    return _sums(kernels, gpu, spec)
+    return _sums(kernels_of_step(dataclasses.replace(spec, model=model)), gpu, spec)
 
 
-def kernels_of(spec: StepSpec) -> list[Kernel]:
+def kernels_of_step(spec: StepSpec) -> list[Kernel]:
     """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
     operators = operators_of(spec)
-    kernels = _kernels(operators, spec.compile, blocks_alone=spec.compile == "block")
+    kernels = kernels_of(operators, compiled=spec.compile != "off", blocks_alone=spec.compile == "block")
     if spec.block_ops == "triton" and spec.compile == "block":
         read = {operand.memory for op in operators if op.phase != "optimizer" for operand in op.reads}
         return [kernel for kernel in kernels if not _casts_gradient(kernel.operator, read)]
@@ -320,12 +314,6 @@ def _casts_gradient(op: Operator, read: set[int]) -> bool:
     what the passes read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
-
-
-def _kernels(operators: Sequence[Operator], compile: str, *, blocks_alone: bool = False) -> list[Kernel]:
-    if compile != "off":
-        return fused_kernels(operators, blocks_alone=blocks_alone)
-    return [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
 
 
 def _sums(kernels: Sequence[Kernel], gpu: Gpu, spec: StepSpec) -> dict[_Key, _Sum]:
@@ -361,12 +349,9 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
 
 def _phase(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
-    host = gpu.rates.host
-    quick, slow = (host.eager_s, host.eager_slow_s)
+    quick, slow = gpu.rates.host.paces(compiled=spec.compile != "off" and name != "optimizer")
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
         quick, slow = 0.0, 0.0  # launched at once
-    elif spec.compile != "off" and name != "optimizer":
-        quick, slow = host.compiled_s, host.compiled_slow_s
     host_s, slow_host_s = quick * kernels, slow * kernels
     seconds = max(device_s, host_s)
     return PhaseTimes(

@@ -84,6 +84,11 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     recomputed: bool
     """Whether activation checkpointing runs it a second time."""
 
+    @property
+    def moved_bytes(self) -> int:
+        """What it reads and writes."""
+        return self.read_bytes + self.written_bytes
+
 
 Event = Began | Allocated | Freed | Operator
 Listener = Callable[[Event], None]

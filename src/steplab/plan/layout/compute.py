@@ -7,10 +7,9 @@ from steplab.costs.kernel_time import streaming_s
 from steplab.costs.optimizers import UPDATE_PASSES
 from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported
-from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.parts import PartName, Parts
-from steplab.plan.fusion import Kernel, fused_kernels
-from steplab.plan.kernel_time import kernel_in_step_s, streaming_name
+from steplab.plan.fusion import Kernel, kernels_of
+from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
 """Time that Python takes for each kernel of a step on split tensors, compiled or not. All layouts with tp of
@@ -66,13 +65,7 @@ class PartTimes:
         if key not in self._known:
             self._parts.append(parts)
             operators = parts.operators.get((phase, part), ())
-            joined = compiled and part == "block"
-            kernels = (
-                fused_kernels(operators)
-                if joined
-                else [Kernel(op, op.read_bytes + op.written_bytes) for op in operators]
-            )
-            self._known[key] = self._work(kernels)
+            self._known[key] = self._work(kernels_of(operators, compiled=compiled and part == "block"))
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
@@ -97,15 +90,11 @@ class PartTimes:
                 self._kernels[sizes] = kernel_in_step_s(kernel, self._gpu)
             seconds = self._kernels[sizes]
             launched = int(not kernel.sums_rows)  # a compiler's code launches both kernels of a norm at once
-            if _on_tensor_cores(op):
+            if on_tensor_cores(op):
                 total += Work(launched, seconds, 0.0, op.flops / self._gpu.peaks[op.dtype])
             else:
                 total += Work(launched, 0.0, seconds, 0.0)
         return total
-
-
-def _on_tensor_cores(op: Operator) -> bool:
-    return op.kind != "streaming" and op.dtype != "fp32"
 
 
 _NAMES = {"adamw_fused": "_fused_adamw_"} | dict.fromkeys(("adamw_foreach", "adamw_loop", "sgd"), "_foreach_add_")

@@ -23,7 +23,7 @@ from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
-from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import differs_by_block, is_recomputed
 from steplab.specs.ddp import Variant
@@ -470,19 +470,11 @@ def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -
 
 
 def _terms(holdings: Holdings) -> tuple[Term, ...]:
-    """The summands, largest first within a category; rounding last."""
-    counted: Counter[Held] = Counter()
+    counted: Counter[Alike] = Counter()
     rounding = 0
     for bundle, times in holdings:
         for held, count in bundle.holdings.items():
             rounding += held.rounding_bytes * count * times
             if held.num_bytes:
-                counted[Held(held.category, held.what, held.formula, held.num_bytes, 0)] += count * times
-    terms = [
-        Term(category=held.category, what=held.what, formula=held.formula, num_bytes=held.num_bytes, count=count)
-        for held, count in counted.items()
-        if count
-    ]
-    terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
-    what = "up to 512 bytes, or up to 1 MiB not split off"
-    return (*terms, Term(category="rounding", what=what, formula="blocks - asked", num_bytes=rounding))
+                counted[held.category, held.what, held.formula, held.num_bytes] += count * times
+    return terms_of(counted, rounding)

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 from steplab.plan.cards import fits_of, outside_bytes, safe_device_bytes
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.sharing import sharing_of
-from steplab.records.memory_profile import MEMORY_CATEGORIES
-from steplab.records.prediction import MemoryPrediction, RankMemory, Term
+from steplab.plan.terms import by_category
+from steplab.records.prediction import MemoryPrediction, RankMemory
 from steplab.specs.ddp import Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
@@ -57,15 +57,6 @@ def num_communicators(layout: Layout) -> int:
     if layout.world_size == 1:
         return 0
     return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)
-
-
-def by_category(terms: Sequence[Term]) -> dict[str, int]:
-    """Bytes by category, in their order; categories without any are left out."""
-    totals = {
-        category: sum(term.num_bytes * term.count for term in terms if term.category == category)
-        for category in MEMORY_CATEGORIES
-    }
-    return {category: total for category, total in totals.items() if total}
 
 
 def _shared_bytes(spec: StepSpec, variant: Variant | None) -> int:

@@ -156,13 +156,10 @@ class LayoutClock:
         """How long Python takes to start it."""
         if self._head_start:
             return 0.0
-        rates, eager = self.gpu.rates.host, spec.compile == "off"
+        paces = self.gpu.rates.host.paces(compiled=spec.compile != "off")
         if spec.layout.tp > 1 and self._dtensor:
-            each = DTENSOR_KERNEL_SLOW_S if slow else DTENSOR_KERNEL_S
-        elif eager:
-            each = rates.eager_slow_s if slow else rates.eager_s
-        else:
-            each = rates.compiled_slow_s if slow else rates.compiled_s
+            paces = DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S
+        each = paces[slow]
         if not sharing.gathers or not work.kernels:
             return work.kernels * each
         calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps

@@ -1,0 +1,31 @@
+"""A sum of bytes as a prediction tells it: tensors alike in one summand, with its formula, by category."""
+
+from collections.abc import Mapping, Sequence
+
+from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.records.prediction import Term
+
+Alike = tuple[str, str, str, int]
+"""Category, what they are, bytes of one in symbols, and bytes of one."""
+
+
+def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, ...]:
+    """The summands, largest first within a category, and last what the allocator adds to them; counted: how many there
+    are of each."""
+    terms = [
+        Term(category=category, what=what, formula=formula, num_bytes=num_bytes, count=count)
+        for (category, what, formula, num_bytes), count in counted.items()
+        if count
+    ]
+    terms.sort(key=lambda term: (MEMORY_CATEGORIES.index(term.category), -term.num_bytes * term.count, term.what))
+    what = "up to 512 bytes, or up to 1 MiB not split off"
+    return (*terms, Term(category="rounding", what=what, formula="blocks - asked", num_bytes=rounding_bytes))
+
+
+def by_category(terms: Sequence[Term]) -> dict[str, int]:
+    """Bytes by category, in their order; categories without any are left out."""
+    totals = {
+        category: sum(term.num_bytes * term.count for term in terms if term.category == category)
+        for category in MEMORY_CATEGORIES
+    }
+    return {category: total for category, total in totals.items() if total}
