@@ -391,8 +391,8 @@ class StepSpec:
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence."""
-        return self.microbatches or self.batch
+        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence; else 1."""
+        return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
     def tokens(self) -> int:

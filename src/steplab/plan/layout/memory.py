@@ -21,7 +21,7 @@ from steplab.plan.dry_run.optimizers import tables_of_one_kernel
 from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
-from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
+from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of, weight_bytes
 from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
@@ -80,7 +80,7 @@ def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
     if checkpointing != "selective":
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
-    batch = spec.batch // (spec.num_microbatches if spec.layout.pp > 1 else 1)
+    batch = spec.batch // spec.num_microbatches
     split = Split(spec.layout.tp, sharing.splits_tokens)
     return parts_of(spec, split=split, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
 
@@ -105,8 +105,8 @@ class _Rank:
     def __init__(self, spec: StepSpec, group: RankGroup, sharing: Sharing, workspace_bytes: int) -> None:
         assert spec.model.shape is not None
         self._spec, self._group, self._sharing = spec, group, sharing
-        shape, tp, microbatches = spec.model.shape, spec.layout.tp, spec.num_microbatches
-        self._shape, self._microbatches = shape, microbatches if spec.layout.pp > 1 else 1
+        shape, tp = spec.model.shape, spec.layout.tp
+        self._shape, self._microbatches = shape, spec.num_microbatches
         self._batch = spec.batch // self._microbatches
         self._gradients = spec.pass_name != "forward"
         self._adds_up, self._less = False, 0
@@ -349,7 +349,7 @@ class _Rank:
             held[Held("parameters", "rotary table", "4 T d / h", table, 0)] = 1
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
         if num_messages:
-            element = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+            element = weight_bytes(spec)
             size = element * self._batch * spec.context * shape.d_model
             size //= spec.layout.tp if self._sharing.splits_tokens else 1
             what = "residual stream and its gradient, from neighbours"
@@ -375,7 +375,7 @@ class _Rank:
         whole = self._of_all(elements)
         later = self._after(stage, part, block, elements) if phase == "backward" else 0
         if sharing.gathers:
-            reduced = _FP32_BYTES if sharing.gathered_bytes != sharing.weight_bytes else sharing.weight_bytes
+            reduced = sharing.reduced_bytes
             if self._adds_up:
                 return self._share("gradients", reduced * whole, "gradients, not yet sharded", f"{reduced} W")
             of_head = sharing.gathered_bytes * elements(self._head) if phase == "backward" and part != "head" else 0
@@ -417,7 +417,6 @@ class _Rank:
             return []
         unit, width = self._padded(self._block), sharing.gathered_bytes
         of_head, of_embedding = width * self._padded(self._head), sharing.weight_bytes * self._padded(self._embedding)
-        reduced = _FP32_BYTES if width != sharing.weight_bytes else width
         if not sharing.reshard:
             all_of = of_embedding + of_head + width * unit * self._num_blocks
             return self._share("communication", all_of, "gathered weights")
@@ -428,7 +427,7 @@ class _Rank:
         if part == "embedding" and phase == "backward":
             message = 0
         follows_block = part == "embedding" or (part == "block" and block != stage.blocks[-1])
-        sent = reduced * unit if phase == "backward" and follows_block and not self._adds_up else 0
+        sent = sharing.reduced_bytes * unit if phase == "backward" and follows_block and not self._adds_up else 0
         return [
             *self._share("communication", weights + of_head, "gathered weights"),
             *self._share("communication", message, _ON_THEIR_WAY),

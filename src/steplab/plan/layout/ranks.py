@@ -65,7 +65,7 @@ def rank_groups(spec: StepSpec) -> tuple[RankGroup, ...]:
     """The groups of a step's layout, in the order of the pipeline."""
     assert spec.model.shape is not None
     schedule = spec.pipeline_schedule if spec.layout.pp > 1 else "1f1b"
-    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
+    microbatches = spec.num_microbatches
     return _groups(spec.layout, schedule, microbatches, spec.model.shape.num_layers)
 
 

@@ -43,6 +43,16 @@ class Sharing:
         """Whether FSDP2 keeps the weights."""
         return self.gathering is not None
 
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of an element of a gradient as FSDP2 reduces it: of weights gathered in another format, in fp32."""
+        return self.weight_bytes if self.gathered_bytes == self.weight_bytes else _FP32_BYTES
+
+
+def weight_bytes(spec: StepSpec) -> int:
+    """Bytes of an element of a weight as it is kept, and of the residual stream."""
+    return 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+
 
 def sharing_of(
     spec: StepSpec,
@@ -56,22 +66,22 @@ def sharing_of(
     assert spec.model.shape is not None
     layout = spec.layout
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")
-    weight_bytes = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
+    width = weight_bytes(spec)
     size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
     peers = variant is not None and variant.transport == "peer_copy"
     owned, buckets = None, None
     if kind == "sharded":
-        owned = owned_of(spec.model.shape, size_mb or 0.0, weight_bytes, layout.dp, by_peer_copies=peers)
+        owned = owned_of(spec.model.shape, size_mb or 0.0, width, layout.dp, by_peer_copies=peers)
         buckets = owned.buckets
     elif kind not in ("none", "fsdp2"):
-        buckets = buckets_of(spec.model.shape, kind, size_mb or 0.0, weight_bytes, peers=layout.dp if peers else 0)
+        buckets = buckets_of(spec.model.shape, kind, size_mb or 0.0, width, peers=layout.dp if peers else 0)
     return Sharing(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
         replicas=layout.dp if kind == "fsdp2" and variant is None else 1,
         reshard=spec.reshards,
-        weight_bytes=weight_bytes,
-        gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else weight_bytes,
+        weight_bytes=width,
+        gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else width,
         splits_tokens=sequence_parallel,
         gathering=gathering if kind == "fsdp2" else None,
         buckets=buckets,

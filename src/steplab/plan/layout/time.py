@@ -138,7 +138,7 @@ class LayoutClock:
 
     def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
         """The work of all micro-steps or microbatches, by phase."""
-        calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps
+        calls = spec.num_microbatches * spec.micro_steps
         compiled = spec.compile != "off"
         found = {}
         for phase in ("forward", "backward"):
@@ -162,7 +162,7 @@ class LayoutClock:
         each = paces[slow]
         if not sharing.gathers or not work.kernels:
             return work.kernels * each
-        calls = spec.num_microbatches if spec.layout.pp > 1 else spec.micro_steps
+        calls = spec.num_microbatches * spec.micro_steps
         return work.kernels * each + len(group.blocks) * calls * (HOOKS_SLOW_S if slow else HOOKS_S)
 
     def _update(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> Work:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from steplab.costs.communication import bus_factor
 from steplab.plan.layout.links import Group
 from steplab.plan.layout.ranks import RankGroup
-from steplab.plan.layout.sharing import Sharing
+from steplab.plan.layout.sharing import Sharing, weight_bytes
 from steplab.plan.layout.weights import elements, weights_of
 from steplab.specs.checkpointing import is_recomputed
 from steplab.specs.step import StepSpec
@@ -93,7 +93,6 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
     groups, shape, tp = groups_of(spec), spec.model.shape, spec.layout.tp
     fsdp = Group(size=sharing.fsdp, stride=groups["fsdp"].stride)
     width, micro_steps = sharing.gathered_bytes, spec.micro_steps
-    reduced = _FP32_BYTES if width != sharing.weight_bytes else width
     gradients = spec.pass_name != "forward"
     units: list[tuple[int, int, int, bool]] = []  # elements, bytes of one gathered, number, whether freed between
     if rank.stages[0].first:
@@ -115,12 +114,13 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
             if gradients:
                 yield Traffic(
                     axis="fsdp", collective="reduce_scatter", carries="gradients", phase="backward",
-                    message_bytes=padded * reduced, count=number, group=fsdp, beside=True,
+                    message_bytes=padded * sharing.reduced_bytes, count=number, group=fsdp, beside=True,
                 )  # fmt: skip
         if gradients and sharing.replicas > 1:
             yield Traffic(
                 axis="dp", collective="all_reduce", carries="gradients of shards", phase="backward",
-                message_bytes=padded * reduced // fsdp.size, count=number, group=groups["dp"], beside=True,
+                message_bytes=padded * sharing.reduced_bytes // fsdp.size, count=number, group=groups["dp"],
+                beside=True,
             )  # fmt: skip
 
 
@@ -129,9 +129,8 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
         return
     assert spec.model.shape is not None
     group, tokens = groups_of(spec)["tp"], spec.tokens * spec.micro_steps
-    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
-    calls = spec.micro_steps * microbatches
-    stream = _FP32_BYTES if spec.precision != "bf16_pure" else 2
+    calls = spec.micro_steps * spec.num_microbatches
+    stream = weight_bytes(spec)
     product = 2 if spec.precision in ("bf16", "bf16_pure") else 4
     whole = tokens * spec.model.shape.d_model // calls
     blocks, ends = len(rank.blocks), (rank.stages[0].first, rank.stages[-1].last)
@@ -174,8 +173,7 @@ def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
     if spec.layout.pp == 1:
         return
     assert spec.model.shape is not None
-    element = 2 if spec.precision == "bf16_pure" else _FP32_BYTES
-    size = element * spec.tokens // spec.num_microbatches * spec.model.shape.d_model // spec.layout.tp
+    size = weight_bytes(spec) * spec.tokens // spec.num_microbatches * spec.model.shape.d_model // spec.layout.tp
     group = groups_of(spec)["pp"]
     pair = Group(size=2, stride=group.stride, in_line=group.size)
     for phase, ends in (("forward", "last"), ("backward", "first")):

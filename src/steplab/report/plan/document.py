@@ -152,7 +152,7 @@ def _summands(spec: StepSpec, prediction: MemoryPrediction) -> Table:
 
 def _symbols(spec: StepSpec) -> str:
     shape = shape_of(spec.model, "showing a formula")  # no other model is predicted
-    microbatches = spec.num_microbatches if spec.layout.pp > 1 else 1
+    microbatches = spec.num_microbatches
     sizes = {
         "B": spec.batch // microbatches,
         "T": spec.context,
