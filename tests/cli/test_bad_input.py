@@ -74,7 +74,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "a peak in TFLOP/s": (("plan", "time", "--peak", "bf16=989"), ("FLOP/s, as 989e12",)),
     "none for a shell": (("completion", "--shell", "none"), ("--shell", "bash")),
     "none for a number": (("plan", "accounting", "--flops", "null"), ("--flops", "null")),
-    "a number without an end": (("plan", "accounting", "--flops", "nan"), ("--flops must be a number with an end",)),
+    "not a number": (("plan", "accounting", "--flops", "nan"), ("--flops must be a finite number, not 'nan'",)),
     "an endless peak": (("plan", "time", "--peak", "bf16=inf"), ("positive number",)),
     "more than 64 bits": (("list", "--limit", "9" * 20), ("--limit must be below 2^63",)),
     "no ranks of a study": (("ddp", "--processes", "0"), ("--processes must be at least 1",)),

@@ -50,6 +50,8 @@ def test_a_sequence_is_queries_and_keys_and_what_is_left_out_follows() -> None:
     spec = resolve_attention({"sequence": "512", "heads": 4, "causal": "true"})
     assert (spec.queries, spec.keys, spec.kv_heads, spec.causal) == (512, 512, 4, True)
     assert spec.label == "1×4×512×64 causal bf16"
+    for fields in ({"sequence": 512, "queries": 1}, {"queries": 1, "sequence": 512}):  # in whichever order
+        assert resolve_attention(fields).sizes_label == "1×1×1/512×64"
     grouped = resolve_attention({"queries": 1, "keys": 512, "heads": 8, "kv_heads": 2, "compile": "default"})
     assert (grouped.sizes_label, grouped.column) == ("1×8/2×1/512×64", "plain, compiled")
 

@@ -76,6 +76,15 @@ def test_steps_on_layouts_have_the_times_that_the_search_gives_them() -> None:
     assert answer == "2 of 2 steps fit on A100 SXM 80GB."
 
 
+def test_of_one_layout_nothing_is_said_of_others() -> None:
+    (step,) = plan_steps([resolve_step({"model": "small", "layout": "dp=4", "precision": "bf16"})])
+    assert step.layout is not None
+    told = " ".join((*layouts_document(step.layout).verdict.sentences, *step.layout.notes))
+    assert "Steps are mostly faster with --attention sdpa --compile block." in told
+    assert "options take lists" not in told
+    assert "slower than another" not in told
+
+
 def test_a_step_that_does_not_fit_on_its_layout_says_why() -> None:
     (step,) = plan_steps([resolve_step({"model": "8b", "layout": "fsdp=2"})], gpu="A100 SXM 40GB")
     assert step.layout is not None

@@ -226,7 +226,9 @@ def test_an_unknown_choice_is_answered_with_the_valid_ones(field: str) -> None:
 @pytest.mark.parametrize("field", ["model", "precision", "device"])
 @pytest.mark.parametrize("value", ["", 3, None, True])
 def test_what_is_no_name_is_refused_by_field(field: str, value: object) -> None:
-    assert refusal(**{field: value}).startswith(f"{field} must be a name, not {value!r}")
+    message = refusal(**{field: value})
+    assert message.startswith(f"{field} must be a name, not {value!r}")
+    assert all(choice in message for choice in FIELDS[field].choices)
 
 
 @pytest.mark.parametrize("device", ["gpu", "cuda:", "cuda:x", "cuda:-1", "cpu:0", "auto:1", "mps:0", "CUDA", "cuda:²"])

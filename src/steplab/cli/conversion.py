@@ -22,8 +22,8 @@ def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) 
     number is asked for. An option that is not given has its default, and no word stands for that. No shell replaces the
     ~ of `--store=~/runs.db`.
 
-    Raises UserError for a fraction, a number without end and one of more than 64 bits, from the command line and from a
-    file of defaults alike.
+    Raises UserError for a fraction, an infinite number or NaN, and a whole number of more than 64 bits, from the
+    command line and from a file of defaults alike.
     """
     for argument in arguments:
         argument.hint = _without_none(argument.hint)
@@ -48,7 +48,7 @@ def _asked_instead(hint: Any, text: str) -> str | None:
         if hint is int:
             return "a whole number" if "." in text else None if abs(int(text)) <= _MOST else "below 2^63"
         if hint is float:
-            return None if math.isfinite(float(text)) else "a number with an end"
+            return None if math.isfinite(float(text)) else "a finite number"
     except ValueError:
         pass
     return None

@@ -50,12 +50,14 @@ def predict_memory(
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it, for which attention `auto` is chosen; None: a Hopper, such as the
-    H200. Raises Unsupported for a step that
-    does not run on CUDA, and for a model whose parts are not known: a factory's, and most configurations of
-    transformers. Of a configuration that is known, eager, of a size for planning only, and with CUDA graphs, it is a
-    lower bound: `kind` says so. On a layout the prediction is of the ranks that need most, with all others beside it;
-    `variant` says how the ranks of a layout of dp alone share their state, where that is none of `spec.data_parallel`.
-    Without `sequence_parallel` ranks of tp have all tokens between the products, as steplab does not run it.
+    H200.
+
+    Raises Unsupported for a step that does not run on CUDA, and for a model whose parts are not known: a factory's, and
+    most configurations of transformers. Of a configuration that is known, eager, of a size for planning only, and with
+    CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction is of the ranks that need most, with
+    all others beside it; `variant` says how the ranks of a layout of dp alone share their state, where that is none of
+    `spec.data_parallel`. Without `sequence_parallel` ranks of tp have all tokens between the products, as steplab does
+    not run it.
     `open_step` runs the step of any model by other means than the dry run (fake_step).
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"

@@ -392,7 +392,8 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     if spec.layout.world_size > 1:
         why = "the prediction is of a step that one process takes by itself"
-        raise Unsupported(f"{what} on layout {spec.layout}", why, "`steplab plan layout` predicts the layouts of a job")
+        instead = "`steplab plan time` and steplab.plan_steps predict it there, and `steplab plan layout` all layouts"
+        raise Unsupported(f"{what} on layout {spec.layout}", why, instead)
     dtype = DTYPE_OF_MATMULS[spec.precision]
     if dtype not in gpu.peaks:
         why = f"no peak of {gpu.name} is stated in {dtype}"

@@ -18,12 +18,16 @@ from steplab.specs.presets import GRIDS, content_of
 from steplab.specs.step_fields import Declared
 
 Grid = Mapping[str, Sequence[object]]
-_QUERIES = next(field for field in CELL_FIELDS if field.key == "queries")
+_PLACE = next(place for place, field in enumerate(CELL_FIELDS) if field.key == "queries")
 _SEQUENCE = replace(
-    _QUERIES, key="sequence", attribute="sequence", about=Declared(help="Sequence length of both queries and keys")
+    CELL_FIELDS[_PLACE],
+    key="sequence",
+    attribute="sequence",
+    about=Declared(help="Sequence length of both queries and keys"),
 )
-FIELDS = {field.key: field for field in (_SEQUENCE, *CELL_FIELDS)}
-"""The fields that a grid may set, by their names; `sequence` sets queries and keys alike."""
+FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
+"""The fields that a grid may set, by their names, in the order of options, of which the first varies slowest;
+`sequence` sets those of queries and keys that are not given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -120,5 +124,5 @@ def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")
     found = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     if "sequence" in found:
-        found["queries"] = found["keys"] = found.pop("sequence")
+        found = dict.fromkeys(("queries", "keys"), found.pop("sequence")) | found
     return AttentionSpec(**found)  # type: ignore[arg-type]

@@ -173,7 +173,8 @@ class StepField:
         if self.about.parse and isinstance(given, self.type):
             return given
         if not isinstance(given, str) or not given:
-            raise UserError(f"{self.key} must be a name, not {given!r}")
+            instead = f"; choose one of {', '.join(self.choices)}" if self.choices else ""
+            raise UserError(f"{self.key} must be a name, not {given!r}{instead}")
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:

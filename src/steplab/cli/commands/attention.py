@@ -16,7 +16,9 @@ from steplab.cli.options import GivenFields, OutputOptions, field_options
 from steplab.specs.attention_study import FIELDS
 from steplab.specs.device import DEVICES_TOLD
 
-_CELLS = Group.create_ordered("What is measured (every combination of the listed values, which replace the grid's)")
+_CELLS = Group.create_ordered(
+    "What is measured: every combination of the listed values, which replace the grid's; a default holds without both"
+)
 
 
 @Parameter(name="*")

@@ -70,7 +70,8 @@ def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
     """Every layout of the job, those that fit first, the fastest first."""
     spec, said = with_attention_chosen(job.spec, job.spec.model.shape, job.gpu.device_names)
     search = _Search(dataclasses.replace(job, spec=spec))
-    return _plan(job, said, search, [search.candidate(layout) for layout in layouts_of(job.gpus)])
+    notes = [*said, "whether a layout is slower than another is decided without the errors that both predictions share"]
+    return _plan(job, notes, search, [search.candidate(layout) for layout in layouts_of(job.gpus)])
 
 
 def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
@@ -81,22 +82,24 @@ def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
 
 
 def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
+    """The plan of these layouts; `said` are the notes on them all."""
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
-    notes = [*said, "whether a layout is slower than another is decided without the errors that both predictions share"]
+    notes = [*said]
     if job.update == OVERLAPPED:
         notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
     if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
         notes.append(
             f"no network of {job.gpu.name} is known, so layouts whose messages leave a node have no time; "
-            "give its bandwidth in GB/s of one GPU, as --link network=45"
+            "give its bandwidth in GB/s of one GPU, as `steplab plan layout --link network=45`"
         )
     elif job.gpus > job.machine.gpus_per_node and job.machine.network_stated_bytes_per_s:
         notes.append(
-            "between nodes adapters are taken to reach as much of their stated bandwidth as NVLink does; --link "
-            "network=200Gb/s states another, and --link network=45 gives what is reached, in GB/s of one GPU"
+            "between nodes adapters are taken to reach as much of their stated bandwidth as NVLink does; `steplab plan "
+            "layout` takes another stated one as --link network=200Gb/s, and one that is reached as --link network=45, "
+            "in GB/s of one GPU"
         )
     return LayoutPlan(
         spec=job.spec,

@@ -77,10 +77,8 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     if _may_recompute(plan):
         yield "--checkpointing auto also tries what recomputation lets fit."
     if slow := [option for field, value, option in _SLOW if getattr(plan.spec, field) == value]:
-        yield (
-            f"Steps are mostly faster with {' '.join(slow)}; options take lists, as --attention plain,sdpa, and then "
-            "the best layouts stand side by side."
-        )
+        lists = "; options take lists, as --attention plain,sdpa, and then the best layouts stand side by side"
+        yield f"Steps are mostly faster with {' '.join(slow)}{lists if number > 1 else ''}."
 
 
 _SLOW = (
