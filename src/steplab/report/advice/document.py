@@ -11,7 +11,7 @@ from steplab.report.advice.waterfall import waterfall
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, Verdict, later, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
-from steplab.report.kit.text import dotted, made, reason
+from steplab.report.kit.text import dotted, made, why_failed
 from steplab.report.turns.document import alternating_caution, ratio_words
 from steplab.specs.command import command
 from steplab.specs.step import describe
@@ -57,7 +57,7 @@ def advice_verdict(advice: Advice) -> Verdict:
 
 def _answer(advice: Advice) -> Iterator[str]:
     if advice.failure or advice.best_s is None:
-        why = reason(advice.failure.kind, advice.failure.message) if advice.failure else "no step was measured"
+        why = why_failed(advice.failure) if advice.failure else "no step was measured"
         yield f"No step ran: {why}."
         return
     best, kept = units.format_time(advice.best_s), ", ".join(tried.words for tried in advice.kept)

@@ -16,7 +16,7 @@ from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 from steplab.specs.hardware import Peak, find_hardware
 
 if TYPE_CHECKING:
@@ -143,7 +143,7 @@ def _paint(
             word = kit.mark_failure(
                 axes, x, kit.failure_word(cell.failure.kind), top=plot.limit is None and plot.scale.log
             )
-            picture.tip(word, f"{name}: {reason(cell.failure.kind, cell.failure.message)}")
+            picture.tip(word, f"{name}: {why_failed(cell.failure)}")
     if panel.ordered:
         put_line(axes, points, index)
 

@@ -26,7 +26,7 @@ from steplab.report.kit.document import (
     later,
     records_in_full,
 )
-from steplab.report.kit.text import dotted, made, quoted_name, reason
+from steplab.report.kit.text import dotted, made, quoted_name, why_failed
 from steplab.specs.attention import PASSES
 
 _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes per element"
@@ -75,7 +75,7 @@ def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answere
 def attention_cell_line(cell: AttentionCell) -> str:
     """The result of one cell, for a line of progress."""
     times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
-    failed = [reason(cell.failure.kind, cell.failure.message)] if cell.failure else []
+    failed = [why_failed(cell.failure)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 
 

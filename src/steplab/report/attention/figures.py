@@ -8,6 +8,7 @@ from steplab.records.attention import AttentionCell
 from steplab.records.rows import Row
 from steplab.report.kit.document import row_of
 from steplab.report.kit.grouping import told_once
+from steplab.report.kit.quantities import quotient
 from steplab.specs.attention import PASSES, AttentionSpec
 
 TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
@@ -81,7 +82,7 @@ def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, At
         row |= {
             f"{tensor}_error": error.relative if error else None,
             f"{tensor}_plain_error": error.plain_relative if error else None,
-            f"{tensor}_error_ratio": _over(error.relative, error.plain_relative) if error else None,
+            f"{tensor}_error_ratio": quotient(error.relative, error.plain_relative) if error else None,
             f"{tensor}_max_abs": error.max_abs if error else None,
             f"{tensor}_plain_max_abs": error.plain_max_abs if error else None,
         }
@@ -95,10 +96,6 @@ def failure_words(cell: AttentionCell) -> str | None:
     if failure and failure.kind == "out_of_memory" and failure.requested_bytes:
         return f"{units.format_bytes(failure.requested_bytes)} more for {failure.phase}"
     return failure.message if failure else None
-
-
-def _over(over: float | None, under: float | None) -> float | None:
-    return over / under if over is not None and under else None
 
 
 def telling_pass(cells: Sequence[AttentionCell]) -> str | None:

@@ -16,7 +16,7 @@ from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, p
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -199,7 +199,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
         if cell.slowest is None or y is None:
             if cell.failure:
                 word = ax.mark_failure(axes, plot.x(cell), ax.failure_word(cell.failure.kind), top=True)
-                picture.tip(word, f"{cell.spec.label}: {reason(cell.failure.kind, cell.failure.message)}")
+                picture.tip(word, f"{cell.spec.label}: {why_failed(cell.failure)}")
             continue
         x = plot.x(cell)
         picture.tip(

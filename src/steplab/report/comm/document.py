@@ -12,7 +12,7 @@ from steplab.report.environments import environment_section
 from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
-from steplab.report.kit.text import dotted, made, reason
+from steplab.report.kit.text import dotted, made, why_failed
 from steplab.specs.comm import COLLECTIVES
 
 TERMS = (
@@ -75,7 +75,7 @@ def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section:
 def comm_cell_line(cell: CommCell) -> str:
     """The result of one cell, for a line of progress."""
     if cell.failure or cell.slowest is None:
-        failed = reason(cell.failure.kind, cell.failure.message) if cell.failure else "not measured"
+        failed = why_failed(cell.failure) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
     return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s"
 

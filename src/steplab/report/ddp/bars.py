@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory
 from steplab.report.ddp import figures
 from steplab.report.kit.document import Bar, Bars, Segment
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 
 EXPOSED_COLOR = 2
 _WORDS = {"optimizer": "optimizer state"}
@@ -21,9 +21,7 @@ def exposed_bars(run: DdpRun) -> Bars | None:
     theirs = figures.best([cell for _, cell in timed], "torch_ddp")
     bars = [_exposed_bar(cell, added_s, winner, theirs) for added_s, cell in sorted(timed, key=lambda pair: pair[0])]
     bars += [
-        Bar(label=cell.contender.label, figure=reason(cell.failure.kind, cell.failure.message), bad=True)
-        for cell in run.cells
-        if cell.failure
+        Bar(label=cell.contender.label, figure=why_failed(cell.failure), bad=True) for cell in run.cells if cell.failure
     ]
     note = (
         "Exposed communication: the median step of the slowest rank minus the same step without communication, "

@@ -16,7 +16,7 @@ from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, no
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
 from steplab.report.kit.quantities import LABEL, SHARE, TIMES
-from steplab.report.kit.text import dotted, made, quoted_name, reason
+from steplab.report.kit.text import dotted, made, quoted_name, why_failed
 
 TERMS = (
     (
@@ -78,7 +78,7 @@ def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section:
 def ddp_cell_line(cell: DdpCell) -> str:
     """The result of one variant, for a line of progress."""
     if cell.failure:
-        return f"{cell.contender.label}: {reason(cell.failure.kind, cell.failure.message)}"
+        return f"{cell.contender.label}: {why_failed(cell.failure)}"
     step_s, added_s = figures.step_s(cell), figures.exposed_s(cell)
     told = [f"{units.format_time(step_s)} per step"] if step_s is not None else []
     told += [f"{units.format_time(added_s)} of it exposed"] if added_s is not None and added_s > 0 else []

@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report.ddp import figures
 from steplab.report.kit.document import Verdict
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 
 _STEADY = 1.05
 """Largest ratio between turns of the same step on an undisturbed machine."""
@@ -127,4 +127,4 @@ def _cautions(run: DdpRun) -> Iterator[str]:
         )
     for cell in run.cells:
         if cell.failure:
-            yield f"{cell.contender.label} failed: {reason(cell.failure.kind, cell.failure.message)}."
+            yield f"{cell.contender.label} failed: {why_failed(cell.failure)}."

@@ -46,19 +46,21 @@ def escape_latex(text: str) -> str:
 def to_markdown(document: Document) -> str:
     """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
     head = [_markdown_heading(document.title, 1), MARK] if document.title else []
-    head.append(escape_markdown(document.subtitle))
-    head += [_markdown(block) for block in document.verdict.blocks()]
-    parts = [part for section in document.sections for part in _sections(section, 2, _markdown_heading, _markdown)]
-    return "\n\n".join(part for part in [*head, *parts] if part)
+    return _document(document, [*head, escape_markdown(document.subtitle)], _markdown_heading, _markdown)
 
 
 def to_latex(document: Document) -> str:
     """The document as LaTeX to include in another document, without a newline at the end. Tables need booktabs."""
     head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1) if document.title else ""]
-    head.append(escape_latex(document.subtitle))
-    head += [_latex(block) for block in document.verdict.blocks()]
-    parts = [part for section in document.sections for part in _sections(section, 2, _latex_heading, _latex)]
-    return "\n\n".join(part for part in [*head, *parts] if part)
+    return _document(document, [*head, escape_latex(document.subtitle)], _latex_heading, _latex)
+
+
+def _document(
+    document: Document, head: Sequence[str], heading: Callable[[str, int], str], write: Callable[[Block], str]
+) -> str:
+    answer = map(write, document.verdict.blocks())
+    parts = (part for section in document.sections for part in _sections(section, 2, heading, write))
+    return "\n\n".join(part for part in (*head, *answer, *parts) if part)
 
 
 def _sections(

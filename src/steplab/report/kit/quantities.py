@@ -78,6 +78,11 @@ _BY_UNIT = (
 )
 
 
+def quotient(over: Scalar, under: Scalar) -> float | None:
+    """One number over another; None where one of them is absent, or the second is zero."""
+    return over / under if isinstance(over, (int, float)) and isinstance(under, (int, float)) and under else None
+
+
 def quantity_of(name: str) -> Quantity:
     """How the values of a field are written whose name ends in its unit; words where it ends in none."""
     return next((quantity for unit, quantity in _BY_UNIT if name.endswith(unit)), TEXT)

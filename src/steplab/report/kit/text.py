@@ -5,6 +5,7 @@ import re
 import unicodedata
 from collections.abc import Iterable
 
+from steplab.records.failure import Failure
 from steplab.records.record import Record
 
 ABSENT = "–"
@@ -23,6 +24,11 @@ def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
     text = " ".join(message.split())
     text = text if text.lower().startswith(words) else f"{words}: {text}" if text else words
     return text if most is None or len(text) <= most else text[:most].rpartition(" ")[0] + " …"
+
+
+def why_failed(failure: Failure, most: int | None = _REASON_LENGTH) -> str:
+    """The `reason` of a failure."""
+    return reason(failure.kind, failure.message, most)
 
 
 def dotted(*parts: str | None) -> str:

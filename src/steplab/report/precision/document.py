@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab.records.numerics import Accumulation, Audit, Numerics
 from steplab.records.run import Run
 from steplab.report.kit.document import Document, Section, Sentences, Verdict
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 from steplab.report.precision import words
 from steplab.report.precision.sums import title_of_sums
 from steplab.report.precision.tables import (
@@ -70,7 +70,7 @@ def _part(numerics: Numerics, answered: bool = False) -> Section:
 
 def _sections(numerics: Numerics) -> Iterator[Section]:
     if numerics.failure:
-        message = reason(numerics.failure.kind, numerics.failure.message, most=None)
+        message = why_failed(numerics.failure, most=None)
         yield Section.of("", Sentences.of([message], "warning"))
     if numerics.audit:
         yield from _of_audit(numerics, numerics.audit)

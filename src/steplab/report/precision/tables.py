@@ -9,7 +9,7 @@ from steplab.records.numerics import Accumulation, Audit, Elements, LossScaling,
 from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
-from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity
+from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity, quotient
 from steplab.report.precision import sums
 from steplab.report.precision.figures import (
     KINDS,
@@ -210,15 +210,11 @@ def timing_rows(runs: Sequence[Run]) -> list[Row]:
     return [
         row
         | {
-            "speed_up": _ratio(base.get("step_time_s"), row["step_time_s"]),
-            "memory_ratio": _ratio(row["peak_allocated_bytes"], base.get("peak_allocated_bytes")),
+            "speed_up": quotient(base.get("step_time_s"), row["step_time_s"]),
+            "memory_ratio": quotient(row["peak_allocated_bytes"], base.get("peak_allocated_bytes")),
         }
         for row in map(run_row, runs)
     ]
-
-
-def _ratio(over: Scalar, under: Scalar) -> float | None:
-    return over / under if isinstance(over, (int, float)) and isinstance(under, (int, float)) and under else None
 
 
 # --- what programs read -----------------------------------------------------------------------------------

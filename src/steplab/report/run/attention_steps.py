@@ -3,11 +3,11 @@
 import dataclasses
 from collections.abc import Sequence
 
-from steplab.records.rows import Row, Scalar, run_row
+from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.quantities import TIMES
+from steplab.report.kit.quantities import TIMES, quotient
 from steplab.report.run.columns import COLUMNS, rows_table
 from steplab.specs.step import STEP_FIELDS
 
@@ -36,13 +36,9 @@ def _rows(group: Sequence[Run]) -> list[Row]:
     found = [run_row(run) for run in group]
     plain = {(row["attention"], row["compile"]): row["step_time_s"] for row in found}
     return [
-        row | {f"{name}_speed": _over(plain.get(baseline), row["step_time_s"]) for name, baseline in _BASELINES.items()}
+        row | {f"{name}_speed": quotient(plain.get(base), row["step_time_s"]) for name, base in _BASELINES.items()}
         for row in found
     ]
-
-
-def _over(before: Scalar, after: Scalar) -> float | None:
-    return before / after if isinstance(before, (int, float)) and isinstance(after, (int, float)) else None
 
 
 def attention_steps(runs: Sequence[Run]) -> Table:

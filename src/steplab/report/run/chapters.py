@@ -12,7 +12,7 @@ from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
 from steplab.report.run.by_size import MOST_ROWS, effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
@@ -254,7 +254,7 @@ def missing_chapter(cells: Sequence[RunCell]) -> Section:
 
 def _missing(run: Run) -> list[str]:
     """What was not measured and why, the reason of a failure included."""
-    return gaps(run) + ([reason(run.failure.kind, run.failure.message)] if run.failure else [])
+    return gaps(run) + ([why_failed(run.failure)] if run.failure else [])
 
 
 def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> list[Block]:

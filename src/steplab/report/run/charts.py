@@ -27,7 +27,7 @@ from steplab.report.kit.charts import (
     series_legend,
 )
 from steplab.report.kit.document import Chart, Legend
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
 from steplab.report.run.words import interval_words
 
@@ -206,4 +206,4 @@ def _failed(
     if failure is None:
         return  # measured, but not this figure: the page says why
     word = kit.mark_failure(axes, x, kit.failure_word(failure.kind), top=top)
-    picture.tip(word, f"{label(cell, fields)}: {reason(failure.kind, failure.message)}")
+    picture.tip(word, f"{label(cell, fields)}: {why_failed(failure)}")

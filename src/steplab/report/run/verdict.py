@@ -8,7 +8,7 @@ from steplab.records.disturbances import disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Verdict
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
 from steplab.report.run.effects import Effect, certainly_differ, effect_words, effects_of, times_words
 from steplab.report.run.figures import achieved_flops_per_s
@@ -37,7 +37,7 @@ def runs_verdict(cells: Sequence[RunCell]) -> Verdict:
 
 def _one(run: Run) -> Iterator[str]:
     if run.failure:
-        yield f"{reason(run.failure.kind, run.failure.message, most=None)}."
+        yield f"{why_failed(run.failure, most=None)}."
     samples = run.samples_s
     if not samples:
         untimed = (note.removeprefix(_UNTIMED) for note in run.notes if note.startswith(_UNTIMED))

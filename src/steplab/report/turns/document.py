@@ -8,7 +8,7 @@ from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import LABEL, Quantity
-from steplab.report.kit.text import reason
+from steplab.report.kit.text import why_failed
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
 
@@ -48,7 +48,7 @@ def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequenc
     first = runs[0]
     for run, ratio, said in zip(runs, (None, *ratios), words, strict=True):
         if run.failure:
-            yield f"{_label(run)} ({said}) has no step time: {reason(run.failure.kind, run.failure.message, None)}."
+            yield f"{_label(run)} ({said}) has no step time: {why_failed(run.failure, most=None)}."
         elif ratio:
             yield _answer(_label(first), f"{_label(run)} ({said})", ratio)
     if first.failure is None and not any(ratios):
