@@ -172,17 +172,9 @@ def _memory(rows: Sequence[Row]) -> Table:
         name="memory",
         columns=(
             *_HEAD,
-            Column(
-                key="saved_bytes",
-                header="saved for backward",
-                note="Saved for backward includes the output.",
-            ),
+            Column(key="saved_bytes", header="saved for backward", note="Saved for backward includes the output."),
             Column(key="forward_peak_bytes", header="peak, forward", rank=1),
-            Column(
-                key="both_peak_bytes",
-                header="peak, both",
-                note="The peaks include the output and the gradients.",
-            ),
+            Column(key="both_peak_bytes", header="peak, both", note="The peaks include the output and the gradients."),
             RESULT,
         ),
         rows=tuple(rows),

@@ -125,10 +125,7 @@ _TIME_COLUMNS = (
         note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
     ),
     Column(
-        key="alone_s",
-        header="alone",
-        rank=1,
-        note="Alone is the time of the same messages with nothing beside them.",
+        key="alone_s", header="alone", rank=1, note="Alone is the time of the same messages with nothing beside them."
     ),
     Column(
         key="hidden",

@@ -181,11 +181,7 @@ def _kinds(scored: Sequence[TimeCheck]) -> Table:
         (
             Column(key="kind", value=str),
             Column(key="number", header="profiles", quantity=LABEL, value=lambda kind: len(found[kind])),
-            Column(
-                key="median_error",
-                quantity=PERCENT,
-                value=lambda kind: median(map(abs, found[kind])),
-            ),
+            Column(key="median_error", quantity=PERCENT, value=lambda kind: median(map(abs, found[kind]))),
             Column(key="worst_error", header="worst", quantity=PERCENT, value=lambda kind: max(map(abs, found[kind]))),
             Column(key="bias", quantity=PERCENT, value=lambda kind: median(found[kind])),
         ),

@@ -295,11 +295,7 @@ def _failing(others: list[LayoutCandidate]) -> Table:
         others,
         (
             Column(key="layout"),
-            Column(
-                key="peak_bytes",
-                header="allocated",
-                note="Allocated is of the smallest micro-batch.",
-            ),
+            Column(key="peak_bytes", header="allocated", note="Allocated is of the smallest micro-batch."),
             Column(key="reason", wraps_from=30),
         ),
         f"Of {units.counted(len(others), 'layout')} {said}." if len(counted) > 1 else "",
