@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.runs import make_run, out_of_memory, recorder_run
@@ -108,19 +109,41 @@ def part_of(path: Path) -> str:
     return path.relative_to(SOURCE).parts[0].removesuffix(".py")
 
 
-def parsed(path: Path) -> ast.Module:
-    return ast.parse(path.read_text(encoding="utf-8"))
+class Facts(NamedTuple):
+    """What the tests ask of a file."""
+
+    imports: list[tuple[int, str]]
+    """Line and full dotted name of everything of steplab's that it imports, wherever in the file."""
+    functions: list[tuple[str, int]]
+    """Name and number of lines of each function."""
+    begins_early: bool
+    """Whether it runs as a program before its end."""
 
 
 @cache
+def facts_of(path: Path) -> Facts:
+    """Parsed once: to parse all files takes two seconds."""
+    module = ast.parse(path.read_text(encoding="utf-8"))
+    nodes = list(ast.walk(module))
+    functions = [node for node in nodes if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return Facts(
+        imports=list(_imports(path, nodes)),
+        functions=[(node.name, (node.end_lineno or node.lineno) - node.lineno + 1) for node in functions],
+        begins_early=any(
+            isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
+            for statement in module.body[:-1]
+        ),
+    )
+
+
 def imports(path: Path) -> list[tuple[int, str]]:
     """Line and full dotted name of everything of steplab's that a file imports, wherever in the file."""
-    return list(_imports(path))
+    return facts_of(path).imports
 
 
-def _imports(path: Path) -> Iterator[tuple[int, str]]:
+def _imports(path: Path, nodes: list[ast.AST]) -> Iterator[tuple[int, str]]:
     package = ["steplab", *path.relative_to(SOURCE).parts[:-1]]
-    for node in ast.walk(parsed(path)):
+    for node in nodes:
         names: list[str] = []
         line = getattr(node, "lineno", 0)
         if isinstance(node, ast.Import):
@@ -357,10 +380,7 @@ def test_a_name_that_is_not_public_is_no_attribute() -> None:
 
 
 def test_a_program_begins_when_all_of_its_file_is_defined() -> None:
-    def begins(statement: ast.stmt) -> bool:
-        return isinstance(statement, ast.If) and "__name__" in ast.unparse(statement.test)
-
-    assert [path for path in FILES if any(begins(each) for each in parsed(path).body[:-1])] == []
+    assert [path for path in FILES if facts_of(path).begins_early] == []
 
 
 # --- length -----------------------------------------------------------------------------------------------
@@ -372,10 +392,5 @@ def test_files_can_be_read_in_one_sitting() -> None:
 
 
 def test_functions_can_be_read_in_one_sitting() -> None:
-    lengths = {
-        (path, node.name): (node.end_lineno or node.lineno) - node.lineno + 1
-        for path in FILES
-        for node in ast.walk(parsed(path))
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))
-    }
-    assert {function: lines for function, lines in lengths.items() if lines > LONGEST_FUNCTION} == {}
+    functions = [(path, name, lines) for path in FILES for name, lines in facts_of(path).functions]
+    assert [function for function in functions if function[2] > LONGEST_FUNCTION] == []
