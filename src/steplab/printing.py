@@ -6,7 +6,9 @@ command line's output (`cli.output`) and Python's views (`views.view`), whatever
 remarks are printed, and where texts are fitted into columns.
 """
 
+import os
 import re
+import sys
 
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
 """Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
@@ -35,6 +37,19 @@ def remark(text: str) -> str:
     """The text of an error or a remark as it is printed: plain, and its middle left out where it is very long."""
     text = plain(text)
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
+
+
+def say(text: str) -> None:
+    """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal.
+
+    No work ends because its remarks cannot be written: their reader may be gone (`2>&1 | head -1`), the disk of their
+    file full.
+    """
+    try:
+        print(remark(text), file=sys.stderr, flush=True)
+    except OSError:
+        # What is left in the buffer would fail once more when Python ends, with an exit code of its own.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stderr.fileno())
 
 
 def plain(text: str) -> str:

@@ -20,6 +20,8 @@ from tests.profiles import imported_run
 from tests.runs import make_run
 
 from steplab.cli.app import main
+from steplab.cli.progress import ProgressLine
+from steplab.measurement.progress import Progress
 from steplab.report.kit.text import flowed
 from steplab.store.database import Store
 
@@ -74,6 +76,20 @@ def test_a_home_folder_that_the_shell_left_written_is_found(
     monkeypatch.setenv("STEPLAB_STORE", "")
     (tmp_path / "steplab.toml").write_text(f'store = "~/{store.name}"', encoding="utf-8")
     assert run("show", ID).code == 0
+
+
+@pytest.mark.parametrize("full", [True, False], ids=["a full disk", "a closed pipe"])
+def test_remarks_that_cannot_be_written_end_no_work(full: bool, store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with open("/dev/full", "w") if full else open(writing, "w") as errors:
+        monkeypatch.setattr(sys, "stderr", errors)
+        with ProgressLine() as line:
+            line.within(Progress(stage="measure", done=0, total=3))
+            line.done(1, 1, "measured")
+        assert main(["tag", ID, "seen", "--store", str(store)]) == 0
+        assert main(["nothing"]) == 2
+        monkeypatch.undo()
 
 
 def test_a_folder_that_is_gone_is_no_internal_error(

@@ -1,7 +1,6 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
 import codecs
-import contextlib
 import errno
 import io
 import os
@@ -24,7 +23,7 @@ from steplab.cli.conversion import as_meant
 from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
-from steplab.printing import approximated, remark
+from steplab.printing import approximated, say
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _NARROWEST = 20
@@ -103,8 +102,7 @@ def main(arguments: Sequence[str] | None = None, ending: Ending | None = None) -
         ending = ending or Ending()
         # The error's text says what the user should know, such as what has been stored.
         if not _is_told_elsewhere():
-            with contextlib.suppress(OSError):  # after a hang-up
-                print(_in_one_line(ending.words + (f"; {error}" if str(error) else "")), file=sys.stderr)
+            say(_in_one_line(ending.words + (f"; {error}" if str(error) else "")))
         return ending.exit_code
     except BrokenPipeError:
         # The reader (`| head`) has closed the pipe; without this Python would report the error again at exit.
@@ -167,7 +165,7 @@ def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
                 told.add(str(message))
                 if isinstance(message, LeftOut) and "--debug" in arguments:
                     traceback.print_exception(message.error)
-                print(_in_one_line(str(message)), file=sys.stderr)
+                say(_in_one_line(str(message)))
             else:
                 usual(message, category, *where, **more)  # type: ignore[arg-type]
 
@@ -210,10 +208,10 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
 def _fail(message: str, code: int, arguments: list[str]) -> int:
     if "--debug" in arguments:
         traceback.print_exc()
-    print(_in_one_line(message), file=sys.stderr)
+    say(_in_one_line(message))
     return code
 
 
 def _in_one_line(message: str) -> str:
-    """What an error or a warning prints; it may quote a file, which must not steer the terminal."""
-    return f"steplab: {remark(' '.join(message.split()))}"
+    """What an error or a warning prints."""
+    return f"steplab: {' '.join(message.split())}"

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING
 from steplab.cli.options import FileOptions, PageOptions
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import Destination, format_of, packed, refuse_the_same
-from steplab.printing import leaving, remark
+from steplab.printing import leaving
+from steplab.printing import say as say
 from steplab.report.kit.rendering import FORMATS, PAGE, render
 
 if TYPE_CHECKING:
@@ -86,11 +87,6 @@ def at(path: Path, out: FileOptions) -> FileOptions:
 
 def _destination(path: Path, out: FileOptions, kind: str) -> Destination:
     return Destination(path=path, kind=kind, store=out.store, force=out.force)
-
-
-def say(text: str) -> None:
-    """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal."""
-    print(remark(text), file=sys.stderr, flush=True)
 
 
 def say_stored(what: str, record_id: str) -> None:
