@@ -14,6 +14,7 @@ from tests.documents import chapter_says
 from steplab.costs.rates import gpu_named
 from steplab.explain.api import DIAGNOSES, explain
 from steplab.explain.fusing import FUSABLE, MOST_LEFT
+from steplab.explain.shapes import product_of, shapes_of
 from steplab.plan.time import compiled_shares
 from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial
@@ -55,6 +56,23 @@ def cell_of(run: Run) -> str:
 
 def found_in(run: Run) -> dict[str, Finding]:
     return {finding.kind: finding for finding in explain(run)}
+
+
+def test_sizes_of_products_give_the_flops_that_were_counted(runs: dict[str, Run]) -> None:
+    profiles = [run.profile for run in runs.values() if run.profile]
+    ops = [op for profile in profiles for op in profile.ops if op.category == "matmul" and op.flops]
+    assert {len(shapes_of(op)) for op in ops if op.name == "aten::mm"} == {2, 3}  # compiled code names the output too
+    for op in ops:
+        product = product_of(op)
+        assert product is not None, op
+        assert product.flops * op.calls == op.flops, op
+
+
+def test_what_fused_attention_saves_is_predicted_of_a_compiled_step_too(runs: dict[str, Run]) -> None:
+    eager, compiled = (found_in(runs[f"small-256-fp32-{how}"])["scores_materialised"] for how in ("off", "default"))
+    assert eager.saves_s
+    assert compiled.saves_s
+    assert compiled.saves_s < eager.saves_s  # the same fused kernel, in place of fewer kernels
 
 
 def test_the_most_that_compiling_left_is_of_the_steps_that_were_recorded_both_ways(runs: dict[str, Run]) -> None:

@@ -103,10 +103,8 @@ def _by_shape(profile: Profile) -> _Seen | None:
         shapes = [shape.sizes for shape in shapes_of(op)]
         if any(len(s) > 2 and s[-2:] == (context, context) and _rows(s) == heads for s in shapes):
             return True
-        if len(shapes) < 2 or op.category != "matmul" or len(shapes[-1]) != 3 or len(shapes[-2]) != 3:
-            return False
-        (m, n), batch = (shapes[-2][1], shapes[-1][2]), shapes[-1][0]
-        return (m, n) == (context, context) and batch == heads
+        product = product_of(op)
+        return product is not None and (product.m, product.n, product.batch) == (context, context, heads)
 
     ops = tuple(op for op in profile.ops if handles_scores(op))
     where = f"by their shape, {heads} x {context} x {context}"

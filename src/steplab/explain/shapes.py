@@ -41,12 +41,18 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
 
 
 def product_of(op: OpStats) -> Product | None:
-    """Sizes of a matrix product by its last two inputs, [..., m, k] and [..., k, n]; None where they are not that."""
-    shapes = [shape.sizes for shape in shapes_of(op)]
-    if op.category != "matmul" or len(shapes) < 2 or min(map(len, shapes[-2:])) < 2:
+    """Sizes of a matrix product by its two factors, [..., m, k] and [..., k, n]; None where it is no such operator, or
+    the record does not have them."""
+    first = _FIRST_FACTOR.get(op.name.removeprefix("aten::"))
+    factors = [] if first is None else [shape.sizes for shape in shapes_of(op)][first : first + 2]
+    if len(factors) < 2 or min(map(len, factors)) < 2:
         return None
-    (*batch, m, k), (*_, rows, n) = shapes[-2:]
+    (*batch, m, k), (*_, rows, n) = factors
     return Product(m=m, n=n, k=k, batch=math.prod(batch)) if rows == k else None
+
+
+_FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
+"""Place of the first factor among the inputs of an operator; in compiled code its output is one more, the last."""
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:

@@ -39,9 +39,8 @@ def report(
         steplab.report()  # what was measured last, with its study
         steplab.report([before, after]).save("page.html")
 
-    `records` are records, ids, beginnings of ids, or names that belong to a single record; without them the records of
-    a `study` or of a `name` are reported, or of what was measured last. Raises UserError where there is nothing to
-    report.
+    `records` are records, ids, names, tags, studies or git revisions; without them the records of a `study` or of a
+    `name` are reported, or of what was measured last. Raises UserError where there is nothing to report.
     """
     given = (records,) if isinstance(records, (Record, str)) else tuple(records)
     found = records_to_report(given, study=study, name=name, store=store)
