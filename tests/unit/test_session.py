@@ -598,6 +598,17 @@ def of_this_file(factory: Callable[[], object], **fields: object) -> Run:
     return measure_here(resolve_step({"model": name, "device": "cpu", "warmup": 2, "steps": 3} | fields), Observer())
 
 
+def exiting() -> None:
+    raise SystemExit("no --data was given")
+
+
+def test_code_of_the_model_that_exits_is_a_failure_that_says_where_and_why() -> None:
+    failure = of_this_file(exiting).failure
+    assert failure is not None
+    line = exiting.__code__.co_firstlineno + 1
+    assert failure.message == f"SystemExit: no --data was given (test_session.py:{line})"
+
+
 @pytest.mark.parametrize(
     ("factory", "stage"),
     [(exploding_in_the_factory, "build"), (exploding_at_once, "warmup"), (exploding_later, "measure")],

@@ -196,7 +196,7 @@ def _work(
     except SteplabError as error:
         hub.send("refused", [error.exit_code, str(error)])
         failed = True
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         hub.send("failed", failure_from(error, stage, None, world.device if world else None))
         failed = True
     return not failed

@@ -20,7 +20,7 @@ from steplab.units import format_bytes
 _LAST_LINES = 12
 
 
-def failure_from(error: Exception, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
+def failure_from(error: BaseException, stage: str, spec: StepSpec | None, device: Device | None) -> Failure:
     """The exception as a Failure: out of memory with its sizes, or the first line of the error."""
     refused = refused_memory(error, stage, device)
     if refused:
@@ -58,7 +58,7 @@ def _is_underneath(filename: str) -> bool:
     return pythons or generated or filename.startswith(tuple(f"{folder}{os.sep}" for folder in own))
 
 
-def refused_memory(error: Exception, stage: str, device: Device | None) -> Failure | None:
+def refused_memory(error: BaseException, stage: str, device: Device | None) -> Failure | None:
     """The exception as an out-of-memory Failure with its sizes; None if it is another error."""
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
@@ -83,7 +83,7 @@ def lack_of_host_memory(state_bytes: int) -> Failure | None:
     return Failure(kind="out_of_memory", message=message, phase="build")
 
 
-def has_no_kernel(error: Exception) -> bool:
+def has_no_kernel(error: BaseException) -> bool:
     """Whether torch reports that none of the permitted attention kernels supports these inputs."""
     return "No available kernel" in str(error) or "No viable backend" in str(error)
 

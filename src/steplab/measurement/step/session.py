@@ -71,7 +71,7 @@ def measure_here(
             raise
         # An operator that refuses its inputs only when the step runs is a result, like any other failure.
         return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # the model's code may call sys.exit, as argparse does
         failure = failure_from(error, cell.stage, spec, device)
         return cell.record(failure=failure)
 
