@@ -260,6 +260,20 @@ def test_an_update_that_parts_would_change_is_refused(counts: Callable[[dict[str
     assert list(model.first.parameters()) == update._optimizer.param_groups[0]["params"]
 
 
+def test_a_rate_that_was_changed_holds_for_an_update_of_other_parameters_than_the_last() -> None:
+    one, two, three = (nn.Parameter(torch.zeros(1)) for _ in range(3))
+    optimizer = torch.optim.SGD([one, two, three], lr=0.1)
+    update = UpdateByParts(optimizer)
+    for parameter in (one, two, three):
+        parameter.grad = torch.ones(1)
+    update.of([one])
+    optimizer.param_groups[0]["lr"] = 0.5
+    for parameter in (two, three):
+        update.of([parameter])
+    assert [float(parameter) for parameter in (two, three)] == [-0.5, -0.5]
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
 def test_what_needs_all_gradients_first_is_refused_by_name() -> None:
     with pytest.raises(Unsupported, match=r"LBFGS is not supported: .*; use another optimizer"):
         UpdateByParts(torch.optim.LBFGS(Layers().parameters()))

@@ -21,8 +21,9 @@ from steplab.errors import Unsupported, UserError
 class UpdateByParts:
     """Steps of an optimizer that update some of its parameters each, and together what one step of all of them does.
 
-    A parameter that comes again begins the next update. Some optimizers count steps in their parameter groups or their
-    attributes: every part of an update finds the numbers from before it, which so change once in each.
+    A parameter that comes again begins the next update, and so does a number that is changed between two parts, as by a
+    scheduler of the learning rate. Some optimizers count steps in their parameter groups or their attributes: every
+    part of an update finds the numbers from before it, which so change once in each.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -43,6 +44,8 @@ class UpdateByParts:
         """The numbers in each group, and in the attributes, as they were before the update."""
         self._counted: list[dict[str, float | None]] = []
         """Those that the update has changed."""
+        self._left: list[dict[str, float | None]] = []
+        """All of them after the last part."""
 
     def of(self, parameters: Sequence[Tensor]) -> None:
         """Update these that have gradients; any that are not the optimizer's stay as they are.
@@ -73,11 +76,13 @@ class UpdateByParts:
         return [*self._optimizer.param_groups, vars(self._optimizer)]
 
     def _begin_part(self, parameters: Sequence[Tensor]) -> None:
-        """Put back the numbers from before the update, which begins here if one of the parameters comes again."""
+        """Put back the numbers from before the update, which begins here if one of the parameters comes again, or if
+        something other than a step has changed a number."""
         places = self._places()
-        if not self._before or not self._updated.isdisjoint(parameters):
+        now = [_numbers(place) for place in places]
+        if now != self._left or not self._updated.isdisjoint(parameters):
             self._updated.clear()
-            self._before, self._counted = [_numbers(place) for place in places], [{} for _ in places]
+            self._before, self._counted = now, [{} for _ in places]
         self._updated.update(parameters)
         for place, before, counted in zip(places, self._before, self._counted, strict=True):
             for name in counted:
@@ -94,6 +99,7 @@ class UpdateByParts:
                 if has_changed and counted.setdefault(name, value) != value:
                     raise self._unsupported(f"its {name} depends on the parameters that a step updates")
             place.update(counted)
+        self._left = [_numbers(place) for place in self._places()]
 
     def _unsupported(self, why: str) -> Unsupported:
         what = f"updating some parameters by {type(self._optimizer).__name__}"
