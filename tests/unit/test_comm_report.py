@@ -26,10 +26,10 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.report.attention.document import attention_document
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
-from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_document
+from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_chapter, comm_document
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import ddp_document
-from steplab.report.kit.document import Document
+from steplab.report.kit.document import Document, Section
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
 from steplab.report.run.columns import rows_document
@@ -335,8 +335,9 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
     assert titles == [["nccl", "gloo"]] * 2
     assert backends_side_by_side(gpus.cells) is None
     cpu = make_comm({"backend": ["gloo"]}, ranks=4)
-    assert "Backends side by side" in render_page([gpus, cpu], title="Both")
-    assert "Backends side by side" not in render_page([gpus, gpus], title="Both")
+    for other, comes in ((cpu, True), (gpus, False)):
+        headings = [part.title for part in comm_chapter([gpus, other]).blocks if isinstance(part, Section)]
+        assert ("Backends side by side" in headings) == comes
 
 
 def test_failures_are_marked_in_pictures_and_tables() -> None:
