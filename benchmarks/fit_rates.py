@@ -2,13 +2,15 @@
 
     python -m benchmarks.fit_rates > rates.toml                        (from the root of the checkout)
     python -m benchmarks.fit_rates --until 2026-12-01 > rates.toml
+    python -m benchmarks.fit_rates --leave-one-out                     (a quarter of an hour)
 
 The first prints the committed table again, from the records in tests/golden and benchmarks/results that were made until
 the moment that the table states; the second fits to newer ones, too. It takes profiles of eager and compiled steps in
 fp32 and bf16, benchmarks of attention, and steps. `--store` names a store in place of the committed files, `--gpu` one
 of the catalogue, and `--hold-out` steps that are not fitted, so that `steplab plan check` can check predictions against
 them: fields and values, as in "model=xl,medium context=128"; by default those that the table states. Printed is the
-whole table, with that GPU's figures fitted anew.
+whole table, with that GPU's figures fitted anew; with `--leave-one-out` how far off the phases of each step are whose
+records were left out of the fit.
 
 The rates of kernels come first (rates_of_kernels). What steps add is fitted to whole forward and backward passes in
 which the host was ahead, and the interval to what such a fit gets wrong of sizes that it has not seen.
@@ -338,6 +340,28 @@ def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpe
     return {how: percentile(found, _INTERVAL) for how, found in errors.items()}
 
 
+def leave_one_out(records: Sequence[Record], hardware: HardwareSpec) -> list[float]:
+    """Errors, as shares of the measured time, of the phases of each step by a fit without any record of that step; the
+    rates of attention stay, which are fitted to no step."""
+    times, runs = kernel_times(records, hardware), _runs(records)
+    whole = fit_kernels(times, hardware, "")
+    cells = phase_cells(runs, whole)
+    ahead, errors = never_waited(cells, host_paces(cells)), list[float]()
+    profiled = {run.spec for run in runs if run.profile}
+    for spec in dict.fromkeys(cell.run.spec for cell in ahead):
+        gpu, seen = whole, ahead
+        if spec in profiled:  # its kernels were fitted too
+            others = [run for run in runs if run.spec != spec]
+            gpu = fit_kernels(KernelTimes(product_times(others), streaming_sums(others), times.attention), hardware, "")
+            known = {(cell.run.id, cell.phase) for cell in ahead}
+            seen = [cell for cell in phase_cells(runs, gpu) if (cell.run.id, cell.phase) in known]
+        each = loaded(seen, gpu)
+        rates = fit_step([one for one in each if one.cell.run.spec != spec])
+        own = [one for one in each if one.cell.run.spec == spec]
+        errors += [abs(one.in_step_s(rates) / one.cell.measured_s - 1) for one in own]
+    return errors
+
+
 def _size(record: Record) -> str | None:
     """The size of the model of a step; None for other records."""
     return record.spec.model.label if isinstance(record, Run) and record.spec else None
@@ -442,6 +466,7 @@ def main(words: Sequence[str] | None = None) -> None:
     parser.add_argument("--store", type=Path, help="store of the records (default: the files of the repository)")
     parser.add_argument("--hold-out", help="steps that are not fitted (default: those that the table states)")
     parser.add_argument("--until", help="UTC of the newest record (default: what the table states)")
+    parser.add_argument("--leave-one-out", action="store_true", help="tell errors of steps that a fit has not seen")
     given = parser.parse_args(words)
     hardware = hardware_named(given.gpu)
     known = next((rates for rates in fitted_rates() if rates.name == hardware.name), None)
@@ -452,6 +477,11 @@ def main(words: Sequence[str] | None = None) -> None:
             records = records_to_fit(opened.iterate(), hardware, held_out, until_utc)
     else:
         records = records_to_fit(committed_records(), hardware, held_out, until_utc)
+    if given.leave_one_out:
+        errors = leave_one_out(records, hardware)
+        middle, worst = percentile(errors, 50), max(errors)
+        print(f"{len(errors)} phases: median {middle:.1%}, p90 {percentile(errors, 90):.1%}, worst {worst:.1%}")
+        return
     sys.stdout.write(as_toml(fit_rates(records, given.gpu, held_out)))
 
 
