@@ -94,6 +94,7 @@ SOURCES = {
     "MosaicML, all": "mosaicml",
     "InternEvo, 8 to 1024 A100s": "internevo",
     "NeuSight, fp32, one GPU": "neusight",
+    "torchtitan, 64 A100s": "torchtitan",
     "vTrain, 64 A100s, 26 layouts (no fit)": "vtrain",
     "Megatron-LM 2020, 1 to 8 A100s (no fit)": "megatron-lm",
     "nanotron, 8 and 64 H100s (no fit)": "nanotron",
@@ -121,6 +122,11 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
         chapter_says("plan_time", f"| {' | '.join(map(str, cells))} |")
     lone = groups["torchao"]
     chapter_says("plan_time", f"| torchao, 8 H100s (no fit) | 1 | {100 * float(lone['worst_error'] or 0):.1f} % | | |")
+    by_id = {check.id: check for check in checked()}
+    for size, row_id in {"8B": "torchtitan-0909", "70B": "torchtitan-0910"}.items():
+        check = by_id[row_id]
+        measured, predicted = check.measured_step_time_s or 0, check.predicted_step_time_s or 0
+        chapter_says("plan_time", f"{8192 / measured:,.0f} tokens/s of {size} for {8192 / predicted:,.0f} predicted")
     pairs = {row["source"]: (int(row["number"] or 0), float(row["right"] or 0)) for row in tables["ranking"]}
     (count, right), (of_vtrain, right_of_vtrain), (few, right_of_few) = (
         pairs[source] for source in ("all", "vtrain", "bigscience")
@@ -159,7 +165,7 @@ def test_layouts_of_one_job_are_ranked_as_measured() -> None:
 
 
 def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
-    assert len(checked()) == sum(map(counts, published())) == 212
+    assert len(checked()) == sum(map(counts, published())) == 218
     for check in checked():
         assert (check.unsupported is None) == (check.predicted_step_time_s is not None)
         assert check.measured_step_time_s

@@ -196,7 +196,7 @@ def test_a_stated_network_is_reached_as_that_of_the_catalogue() -> None:
     reached = known.network_bytes_per_s / 2
     assert half.network_bytes_per_s == reached
     assert half.candidates == planned(spec=small, links=[f"network={reached / 1e9!r}"]).candidates
-    assert "17.3 GB/s (0.691 of the 200 Gb/s of InfiniBand NDR)" in render(layouts_document(half), "md")
+    assert "23.5 GB/s (0.940 of the 200 Gb/s of InfiniBand NDR)" in render(layouts_document(half), "md")
     with pytest.raises(UserError, match="given twice"):
         planned(links=["network=200Gb/s", "network=45"])
 
@@ -238,7 +238,7 @@ def test_alternatives_stand_side_by_side_with_their_best_layouts() -> None:
     assert "between nodes" not in answer  # there is one
     spanning = plan_layouts({"model": ["small"]}, gpus=[16], global_batches=[16], gpu_names=given["gpu_names"])
     sentences = compared_layouts_document(spanning).verdict.sentences
-    assert any("34.5 GB/s (0.691 of the 400 Gb/s" in each and "of the 200 Gb/s" in each for each in sentences)
+    assert any("47.0 GB/s (0.940 of the 400 Gb/s" in each and "(0.960 of the 200 Gb/s" in each for each in sentences)
 
 
 def test_checkpointing_auto_is_the_best_of_three_on_each_layout() -> None:
@@ -283,7 +283,7 @@ def test_every_format_tells_of_it(format: str) -> None:
     text = render(layouts_document(planned()), format)
     assert "fsdp=16" in text
     # 16 GPUs are two nodes, of whose network there is no measurement.
-    assert ("between_nodes" if format == "csv" else "No measurement stands behind the times") in text
+    assert ("between_nodes" if format == "csv" else "No record stands behind the times") in text
 
 
 def test_a_page_shows_memory_and_time_of_the_best() -> None:

@@ -34,6 +34,7 @@ from steplab.report.ddp import figures
 from steplab.specs.ddp import variants_of
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
+from steplab.specs.network import networks
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -233,6 +234,17 @@ def test_a_group_uses_the_adapters_that_it_has_in_each_node() -> None:
     assert bandwidth(machine, "all_reduce", Group(size=16, stride=8)) == 45e9
     assert bandwidth(machine, "all_reduce", Group(size=8, stride=4)) == 90e9
     assert bandwidth(machine, "all_reduce", Group(size=64, stride=1)) == min(within or 0, 8 * 45e9)
+
+
+def test_between_nodes_adapters_reach_what_is_published_of_nccl() -> None:
+    """192 GB/s of bus bandwidth between DGX A100s, and 46 to 48 GB/s of one NDR adapter."""
+    a100s = machine_of(hardware_named("A100 SXM 80GB"), None)
+    assert bandwidth(a100s, "all_reduce", Group(size=16, stride=1)) == pytest.approx(192e9)
+    alone = bandwidth(machine_of(H200, None), "all_gather", Group(size=4, stride=8))
+    assert alone is not None
+    assert 46e9 <= alone <= 48e9
+    other = machine_of(hardware_named("MI300X"), 8, network_stated_bytes_per_s=12.5e9)
+    assert other.network_bytes_per_s == min(each.reached for each in networks()) * 12.5e9
 
 
 def test_a_network_that_is_not_known_is_not_made_up() -> None:

@@ -38,8 +38,8 @@ _NETWORKS = {
     "HDR InfiniBand": 25e9,
     "EFA (AWS p5)": 50e9,
 }
-"""Parts of a source's words for the network between nodes -> bytes per second of each of eight GPUs: its share of the
-stated bits, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
+"""Parts of a source's words for the network between nodes -> stated bytes per second of each of eight GPUs: its share
+of the node's, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
 _BY_DTENSOR = ("KempnerForge", "torchtitan")
 """Programs that split tensors by torch's DTensor, which costs Python time; Megatron's and nanotron's layers do not."""
 _PADDED_VOCABULARY = 128
@@ -218,8 +218,7 @@ def split_step(row: PublicRow, gpu: Gpu) -> LayoutTime:
     spec = step_of(row)
     refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE, microbatches=None, reshard_after_forward="auto"), gpu)
     known = next((speed for words, speed in _NETWORKS.items() if words in str(row.network)), None)
-    links = {} if known is None else {"network": known}
-    machine = machine_of(hardware_named(gpu.name), row.gpus_per_node or _ONE_NODE, links)
+    machine = machine_of(hardware_named(gpu.name), row.gpus_per_node or _ONE_NODE, network_stated_bytes_per_s=known)
     found = LayoutClock(gpu, machine, dtensor=row.framework.startswith(_BY_DTENSOR)).time(spec)
     if found is None:
         raise Unsupported(f"predicting {row.id}", f"the network between its machines is not known: {row.network}", "")

@@ -13,12 +13,16 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Such as InfiniBand NDR."""
     bytes_per_s: float
     """Stated bandwidth of one GPU's adapter in one direction, GB = 1e9."""
+    reached: float
+    """Share of it that NCCL's large messages reach."""
+    reached_source: str
+    """Citation of that share."""
     gpus: tuple[str, ...]
     """GPUs by their names in the hardware catalogue."""
     gpus_per_node: int
     """GPUs of a node, each with an adapter of its own."""
     source: str
-    """Citation of the figures, and how they were converted."""
+    """Citation of the stated figures, and how they were converted."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -35,3 +39,9 @@ def networks() -> tuple[NetworkSpec, ...]:
 def network_of(gpu: str) -> NetworkSpec | None:
     """The network of a vendor's cluster of these GPUs; None: none is known."""
     return next((network for network in networks() if gpu in network.gpus), None)
+
+
+def network_alike(gpu: str) -> NetworkSpec:
+    """The network whose share is reached of any adapter that is stated for these GPUs: their own; where none is known,
+    the one with the least share."""
+    return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -1,8 +1,9 @@
 """How long a collective takes between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node w is what NCCL reaches of the GPU's stated link, and between nodes of the adapters that the group has
-there: a ring enters and leaves each node once, through as many adapters as the group has ranks in it. alpha grows with
-the number of ranks as in NCCL's own tuning model (nccl, src/graph/tuning.cc: the latency of a hop, protocol Simple).
+Within a node w is what NCCL reaches of the GPU's stated link. Between nodes it is what NCCL reaches of the stated
+adapters that the group has there (specs/networks.toml): a ring enters and leaves each node once, through as many
+adapters as the group has ranks in it. alpha grows with the number of ranks as in NCCL's own tuning model (nccl,
+src/graph/tuning.cc: the latency of a hop, protocol Simple).
 """
 
 import dataclasses
@@ -14,11 +15,11 @@ from steplab.costs.communication import bus_factor
 from steplab.errors import UserError
 from steplab.records.comm import CommFit
 from steplab.specs.hardware import HardwareSpec
-from steplab.specs.network import network_of
+from steplab.specs.network import network_alike, network_of
 
 REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
 """Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks: 1 / beta of the
-communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s. Between nodes it is assumed."""
+communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s."""
 CALL_S = 10.8e-6
 """alpha of two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter of two ranks."""
 NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
@@ -71,7 +72,7 @@ def machine_of(
 ) -> Cluster:
     """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that are reached, in
     place of a share of stated ones; network_stated_bytes_per_s: an adapter's, in place of the catalogue's, of which
-    that share is reached. Raises UserError for another name of a link."""
+    as large a share is reached. Raises UserError for another name of a link."""
     given = dict(links or {})
     if unknown := set(given) - {"node", "network"}:
         raise UserError(f"there is no link '{unknown.pop()}'; choose node or network, as in --link network=45")
@@ -81,11 +82,15 @@ def machine_of(
     node = {name: given.get("node", share * one_way) for name, share in REACHED.items()}
     stated = network_stated_bytes_per_s or (network.bytes_per_s if network else None)
     stated = None if "network" in given else stated
-    between = REACHED["all_reduce"] * stated if stated else given.get("network")
-    if network and stated == network.bytes_per_s:
-        sources.append(network.source)
-    elif stated:
-        sources.append(f"given: network {8 * stated / 1e9:g} Gb/s, stated")
+    between = given.get("network")
+    if stated:
+        alike = network_alike(hardware.name)
+        between = alike.reached * stated
+        known = network is not None and stated == network.bytes_per_s
+        sources += [
+            alike.source if known else f"given: network {8 * stated / 1e9:g} Gb/s, stated",
+            alike.reached_source,
+        ]
     sources += [f"given: {name} {value / 1e9:g} GB/s" for name, value in given.items()]
     return Cluster(
         gpus_per_node=gpus_per_node or (network.gpus_per_node if network else 8),

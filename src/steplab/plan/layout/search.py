@@ -90,16 +90,18 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
     notes = [*said]
     if job.update == OVERLAPPED:
         notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
-    if job.machine.network_bytes_per_s is None and job.gpus > job.machine.gpus_per_node:
+    reached, stated = job.machine.network_bytes_per_s, job.machine.network_stated_bytes_per_s
+    between_nodes = job.gpus > job.machine.gpus_per_node
+    if between_nodes and reached is None:
         notes.append(
             f"no network of {job.gpu.name} is known, so layouts whose messages leave a node have no time; "
             "give its bandwidth in GB/s of one GPU, as `steplab plan layout --link network=45`"
         )
-    elif job.gpus > job.machine.gpus_per_node and job.machine.network_stated_bytes_per_s:
+    elif between_nodes and reached and stated:
         notes.append(
-            "between nodes adapters are taken to reach as much of their stated bandwidth as NVLink does; `steplab plan "
-            "layout` takes another stated one as --link network=200Gb/s, and one that is reached as --link network=45, "
-            "in GB/s of one GPU"
+            f"between nodes adapters are taken to reach {reached / stated:.3g} of their stated bandwidth, as is "
+            "published of NCCL's large messages and was not measured here; `steplab plan layout` takes another stated "
+            "one as --link network=200Gb/s, and one that is reached as --link network=45, in GB/s of one GPU"
         )
     return LayoutPlan(
         spec=job.spec,

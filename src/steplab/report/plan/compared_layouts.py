@@ -82,7 +82,7 @@ def _verdict(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Iterator[str]
             yield f"Most for each GPU: {who}, {units.three_digits(each)} tokens/s."
     if assumed := dict.fromkeys(network_words(plan) for _, plan, _ in found if plan.between_nodes):
         yield (
-            "No measurement stands behind the times of messages between nodes, of which each GPU is taken to send "
+            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
             f"{units.listed(list(assumed))}."
         )
     if without := [name for name, plan in zip(names, plans, strict=True) if not _best(plan)]:

@@ -71,7 +71,7 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         yield f"{units.format_count(plan.tokens)} tokens {_training(plan, plan.tokens, time)}."
     if plan.between_nodes:
         yield (
-            "No measurement stands behind the times of messages between nodes, of which each GPU is taken to send "
+            "No record stands behind the times of messages between nodes, of which each GPU is taken to send "
             f"{network_words(plan)}."
         )
     if _may_recompute(plan):
