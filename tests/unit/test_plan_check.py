@@ -32,6 +32,7 @@ from steplab.plan.check import check_rows, check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
+from steplab.plan.layout.time import layout_step_s
 from steplab.plan.public import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
 from steplab.plan.search import search
 from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
@@ -43,6 +44,7 @@ from steplab.report.kit.document import Row, Table
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
+from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
 from steplab.stats import percentile
 from steplab.store.database import Store
@@ -144,6 +146,15 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
         f"ranks {100 * right:.0f} % of {count} pairs",
         f"account for {of_vtrain} of them, and one job on 384 for {few}, of which {right_of_few * few:.0f} are right",
     )
+
+
+def test_the_chapter_tells_how_far_off_published_sharded_steps_are_as_layouts() -> None:
+    own = [row for row in published() if row.group == "torchtitan" and row.card == "A100 SXM 80GB" and counts(row)]
+    specs = [dataclasses.replace(step_of(row), layout=Layout(fsdp=64)) for row in own]
+    times = [layout_step_s(spec, gpu_named("A100 SXM 80GB")) or math.nan for spec in specs]
+    off = [100 * (time / (row.measured_s or math.nan) - 1) for row, time in zip(own, times, strict=True)]
+    assert len(off) == 6
+    chapter_says("plan_layout", f"no factor, {min(off):.0f} to {max(off):.0f} % too long (median {median(off):.0f} %)")
 
 
 def test_more_gpus_of_one_job_take_longer_as_measured() -> None:
