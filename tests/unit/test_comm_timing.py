@@ -8,7 +8,6 @@ import torch
 from tests.unit.test_loop import FakeDevice
 from torch import Tensor
 
-from steplab.measurement.comm import back_to_back as comm_back_to_back
 from steplab.measurement.comm import timing as comm_timing
 from steplab.measurement.comm.back_to_back import Together, back_to_back
 from steplab.measurement.comm.timing import time_calls
@@ -44,7 +43,7 @@ class Alone:
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
-    for module in (loop, comm_timing, comm_back_to_back):
+    for module in (loop, comm_timing):
         monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
 
 
