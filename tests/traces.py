@@ -6,8 +6,8 @@ import numpy as np
 
 from steplab.traces.trace import NONE, Column, DeviceWork, HostCalls, Inputs, Ops, Ranges, Trace
 
-MAIN, AUTOGRAD = 0, 1
-"""Threads."""
+MAIN, AUTOGRAD, OTHER_PROCESS = 0, 1, 2
+"""Threads, the last of a second process."""
 
 
 class HandTrace:
@@ -35,10 +35,11 @@ class HandTrace:
         thread: int = MAIN,
         stream: int = 7,
         call: str = "cudaLaunchKernel",
+        device: int = 0,
     ) -> None:
         """A kernel, and the call that launched it (None: the trace lost it)."""
         correlation = len(self.work) + 1
-        self.work.append((self.name(name), ns(start), ns(end) - ns(start), 0, stream, correlation, NONE))
+        self.work.append((self.name(name), ns(start), ns(end) - ns(start), device, stream, correlation, NONE))
         if launch:
             begin, returned = launch
             self.calls.append((self.name(call), ns(begin), ns(returned) - ns(begin), thread, correlation))
@@ -71,6 +72,7 @@ class HandTrace:
             calls=HostCalls(**table(HostCalls, self.calls)),
             ops=Ops(**table(Ops, self.ops)),
             ranges=Ranges(**table(Ranges, self.ranges)),
+            processes=(0, 0, 1),
             names=tuple(self.names),
             inputs=tuple(self.inputs),
         )

@@ -106,6 +106,7 @@ def test_an_export(tmp_path: Path) -> None:
     ]
     assert len(trace.ops.name) == 0
     assert (trace.source, trace.device_name, trace.notes) == ("nsys", "NVIDIA H200", ())
+    assert trace.processes == (0, 0)
 
 
 def test_newer_versions_of_tables(tmp_path: Path) -> None:
@@ -173,6 +174,7 @@ def test_every_process_counts_its_own_correlations(tmp_path: Path) -> None:
     work = zip(trace.work.correlation.tolist(), trace.work.start_ns.tolist(), strict=True)
     assert [(launched[c], start) for c, start in work if c in launched] == [(150, 200), (650, 700)]
     assert trace.notes == ()
+    assert trace.processes == (0, 1, 1)
 
 
 def test_graphs_traced_as_wholes(tmp_path: Path) -> None:

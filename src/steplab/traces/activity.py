@@ -11,6 +11,7 @@ import numpy as np
 
 from steplab.records.profile import CATEGORIES
 from steplab.traces.categories import kernel_category, op_category
+from steplab.traces.devices import launching_calls
 from steplab.traces.host import Host
 from steplab.traces.nesting import Nesting
 from steplab.traces.trace import NONE, Column, Trace
@@ -59,11 +60,8 @@ def device_activity(trace: Trace, host: Host) -> Activity:
     """Every kernel, copy and fill, attributed by its launch. A piece without a launch is attributed as the piece
     before it."""
     work, calls = trace.work, trace.calls
-    by_correlation = np.argsort(calls.correlation, kind="stable")
-    known = calls.correlation[by_correlation]
-    at = np.minimum(np.searchsorted(known, work.correlation), max(len(known) - 1, 0))
-    found = (known[at] == work.correlation) & (work.correlation != NONE) if len(known) else np.zeros(len(at), bool)
-    call = np.where(found, by_correlation[at], NONE) if len(known) else np.full(len(at), NONE)
+    call = launching_calls(trace)
+    found = call != NONE
 
     def of_call(column: Column) -> Column:
         return np.where(found, column[call], NONE) if len(column) else call

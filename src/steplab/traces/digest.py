@@ -10,6 +10,7 @@ from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
 from steplab.traces.activity import Activity, cpu_activity, device_activity
 from steplab.traces.communication import messages_of_host
+from steplab.traces.devices import launching_calls, one_device
 from steplab.traces.host import Host
 from steplab.traces.intervals import length, overlap
 from steplab.traces.op_costs import OpCosts, computed_in, describe
@@ -33,7 +34,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
 
     Raises SteplabError for a trace in which nothing ran.
     """
-    trace = last_steps(trace, MOST_STEPS)
+    trace = last_steps(one_device(trace), MOST_STEPS)
     host = Host(trace)
     on_host = not len(trace.work.name)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
@@ -160,11 +161,12 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
     calls = trace.calls
     waiting = [number for number, name in enumerate(trace.names) if _WAITS.search(name)]
     chosen = np.flatnonzero(np.isin(calls.name, waiting) & (host.step_at(calls.start_ns) != NONE))
-    work_of = dict(zip(trace.work.correlation.tolist(), trace.work.name.tolist(), strict=True))
-    copies = [work_of.get(correlation, NONE) for correlation in calls.correlation[chosen].tolist()]
+    launched, launching = np.full(len(calls.name) + 1, NONE), launching_calls(trace)
+    launched[launching] = trace.work.name
+    copies = launched[chosen]
     phase = host.phase_at(calls.start_ns[chosen], calls.thread[chosen])
     path = host.path_at(calls.start_ns[chosen], calls.thread[chosen])
-    for group in _groups(calls.name[chosen], np.array(copies, dtype=np.int64), phase, path):
+    for group in _groups(calls.name[chosen], copies, phase, path):
         first = group[0]
         copy = trace.names[copies[first]] if copies[first] != NONE else ""
         name = trace.names[calls.name[chosen[first]]]

@@ -173,7 +173,7 @@ class _Export:
                 name=[self._builder.names[_CALL_VERSION.sub("", self._text(value))] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
-                thread=[self._builder.threads[tid] for tid in thread],
+                thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in thread],
                 correlation=self._correlation(correlation, thread),
             )
 
@@ -185,7 +185,7 @@ class _Export:
                 name=[self._builder.names[self._text(value)] for value in name],
                 start_ns=start_ns,
                 duration_ns=duration_ns,
-                thread=[self._builder.threads[tid] for tid in thread],
+                thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in thread],
             )
 
     def _rows(

@@ -2,17 +2,13 @@
 
 import dataclasses
 import re
-from typing import TypeVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from steplab.traces.trace import NONE, Column, DeviceWork, HostCalls, Ops, Ranges, Trace
+from steplab.traces.trace import NONE, Column, Trace
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
 """The names of the ranges that are steps."""
-
-_Table = TypeVar("_Table", DeviceWork, HostCalls, Ops, Ranges)
 
 
 def step_ranges(trace: Trace) -> Column:
@@ -32,19 +28,14 @@ def last_steps(trace: Trace, most: int) -> Trace:
     start_ns = int(trace.ranges.start_ns[steps[-most]])
     # Work whose launch is not in the trace is judged by when it ran.
     without_call = ~np.isin(trace.work.correlation, trace.calls.correlation) | (trace.work.correlation == NONE)
-    calls = _rows(trace.calls, trace.calls.start_ns >= start_ns)
+    calls = trace.calls.where(trace.calls.start_ns >= start_ns)
     launched = np.isin(trace.work.correlation, calls.correlation) & ~without_call
     note = f"the last {most} of {len(steps)} steps are used"
     return dataclasses.replace(
         trace,
         calls=calls,
-        work=_rows(trace.work, launched | (without_call & (trace.work.start_ns >= start_ns))),
-        ops=_rows(trace.ops, trace.ops.start_ns >= start_ns),
-        ranges=_rows(trace.ranges, trace.ranges.start_ns >= start_ns),
+        work=trace.work.where(launched | (without_call & (trace.work.start_ns >= start_ns))),
+        ops=trace.ops.where(trace.ops.start_ns >= start_ns),
+        ranges=trace.ranges.where(trace.ranges.start_ns >= start_ns),
         notes=(*trace.notes, note),
     )
-
-
-def _rows(table: _Table, chosen: NDArray[np.bool_]) -> _Table:
-    columns = {field.name: getattr(table, field.name)[chosen] for field in dataclasses.fields(table)}
-    return type(table)(**columns)

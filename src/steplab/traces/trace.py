@@ -8,7 +8,7 @@ narrow as their values allow, int16, int32 or int64: widen them before arithmeti
 from array import array
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,6 +34,10 @@ class Events:
     name: Column
     start_ns: Column
     duration_ns: Column
+
+    def where(self, chosen: NDArray[np.bool_]) -> Self:
+        """The events that a mask chooses."""
+        return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -106,6 +110,8 @@ class Trace:
     calls: HostCalls
     ops: Ops
     ranges: Ranges
+    processes: tuple[int, ...]
+    """The number of each thread's process."""
     device_name: str | None = None
     """The GPU's name, if the file contains it."""
     notes: tuple[str, ...] = field(default=())
@@ -143,8 +149,8 @@ class TraceBuilder:
         self.lists_gpu = False
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
-        self.threads = Numbering[Hashable]()
-        """The numbers of threads, by whatever the file tells them apart by."""
+        self.threads = Numbering[tuple[Hashable, Hashable]]()
+        """The numbers of threads, by process and thread, each as the file names it."""
         kinds: tuple[type[Events], ...] = (DeviceWork, HostCalls, Ops, Ranges)
         self._tables = {kind: _Table(kind) for kind in kinds}
 
@@ -163,6 +169,7 @@ class TraceBuilder:
                 f"{repeated} correlation ids belong to more than one host call, so it is uncertain which of them "
                 "launched the work"
             )
+        processes = Numbering[Hashable]()
         return Trace(
             source=self.source,
             names=tuple(self.names),
@@ -171,6 +178,7 @@ class TraceBuilder:
             calls=calls,
             ops=Ops(**self._tables[Ops].build()),
             ranges=Ranges(**self._tables[Ranges].build()),
+            processes=tuple(processes[process] for process, _ in self.threads),
             device_name=self.device_name,
             notes=tuple(self.notes),
             damage=tuple(self.damage),
