@@ -8,6 +8,7 @@ import pytest
 import torch
 from tests.cross_entropy_errors import Case, Results, assert_within, exact_and_bounds, make_case
 from torch import Tensor
+from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -204,6 +205,25 @@ def test_a_constant_added_to_the_logits_changes_no_bit(implementation: str, labe
     for name in ("loss", "weight"):
         assert torch.equal(found[1][name], found[0][name])
         assert torch.equal(found[2][name], found[0][name])
+
+
+@pytest.mark.usefixtures("short_blocks")
+@pytest.mark.parametrize("implementation", ALL)
+@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
+def test_an_entry_that_a_bias_excludes_has_the_losses_of_torch(implementation: str, label_smoothing: float) -> None:
+    """Its logit is -inf: the loss is inf where it is the target, and with smoothing everywhere."""
+    case = make_case(3, 8, 1300, dtype=torch.float32, reduction="none", bias=True, label_smoothing=label_smoothing)
+    assert case.bias is not None
+    case.bias[case.targets[1]] = -torch.inf
+    logits = case.hidden @ case.weight.T + case.bias
+    expected = cross_entropy(logits, case.targets, reduction="none", label_smoothing=label_smoothing)
+    with torch.no_grad():
+        found = linear_cross_entropy(
+            case.hidden, case.weight, case.targets, case.bias,
+            reduction="none", label_smoothing=label_smoothing, implementation=implementation,
+        )  # fmt: skip
+    assert found[1] == torch.inf
+    torch.testing.assert_close(found, expected)
 
 
 # --- targets that are none ------------------------------------------------------------------------------------------

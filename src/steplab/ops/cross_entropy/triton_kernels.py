@@ -64,7 +64,9 @@ def cross_entropy_softmax_kernel(
     else:
         is_entry = (target >= 0) & (target < num_entries)
         at_target = tl.load(row_ptr + target, mask=is_entry, other=float("nan")).to(tl.float32)
-        base = tl.maximum(at_target, LOWEST)  # which any finite logit may be for the mean of the row
+        # The row is summed as differences from `base`, which may be any finite number. Where the target's own logit is
+        # -inf that is 0: a number as low as LOWEST would overflow the sum, and make of a loss of +inf one that is NaN.
+        base = tl.where(at_target > LOWEST, at_target, 0.0)
         largest = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
         plain_total = tl.zeros([BLOCK], tl.float32)
