@@ -157,10 +157,11 @@ def case_what_is_added_to_a_module_later_has_arrived_after_the_step() -> None:
 
 
 def case_a_group_that_is_refused_leaves_no_trace() -> None:
-    """By the sharding, or by the optimizer inside."""
-    for refused, options in ((nn.Parameter(torch.ones(4, 8)[:, ::2]), {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0})):
+    """By the sharding, or by the optimizer inside: on all ranks, or on the one that owns the parameter."""
+    with_gaps, half = nn.Parameter(torch.ones(4, 8)[:, ::2]), nn.Parameter(torch.ones(4).half())
+    for refused, options in ((with_gaps, {}), (nn.Parameter(torch.ones(4)), {"lr": -1.0}), (half, {})):
         model, reference = tiny(), tiny()
-        sharded = ShardedOptimizer(model.parameters(), Positive, lr=0.1)
+        sharded = ShardedOptimizer(model.parameters(), Picky, lr=0.1)
         shares, flats = sharded.shares, len(sharded._flats)
         assert raised(lambda: sharded.add_param_group({"params": [refused], **options}))  # noqa: B023
         assert (sharded.shares, len(sharded._flats), len(sharded.param_groups)) == (shares, flats, 1)
@@ -169,12 +170,14 @@ def case_a_group_that_is_refused_leaves_no_trace() -> None:
         assert_same(model, reference)
 
 
-class Positive(torch.optim.SGD):
-    """Looks at the options of each group that is added."""
+class Picky(torch.optim.SGD):
+    """Looks at the options and the parameters of each group that is added."""
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if param_group.get("lr", 1.0) < 0:
             raise ValueError("a negative learning rate")
+        if any(param.dtype == torch.half for param in param_group["params"]):
+            raise ValueError("no half precision")
         super().add_param_group(param_group)
 
 

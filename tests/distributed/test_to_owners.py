@@ -263,19 +263,21 @@ def owners_that_one_rank_alone_misses_are_refused_on_all() -> None:
 
 @cases.in_a_small_world
 def a_layer_that_is_frozen_between_steps_is_exchanged_still() -> None:
-    """Its zeroed gradients are on their owners alone, so that ranks would not agree on whether it is in use."""
-    module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
-    model = DataParallel(module, to_owners=True)
-    sharded = ShardedOptimizer(
-        model.parameters(), torch.optim.SGD, owners=model.owners, bucket_size_mb=1e-6, lr=0.1, weight_decay=0.1
-    )
-    for _ in range(3):
-        mean_square(model, torch.ones(3, 8), 0).backward()
-        model.finish_gradient_synchronization()
-        sharded.step()
-        sharded.zero_grad(set_to_none=False)
-        module[0].requires_grad_(False)
-    assert_equal_over_ranks(model.parameters())
+    """Its gradients are on their owners alone, so that ranks would not agree on whether it is in use: not before the
+    first step either."""
+    for first_frozen in (0, 1):
+        module = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        model = DataParallel(module, to_owners=True)
+        sharded = ShardedOptimizer(
+            model.parameters(), torch.optim.SGD, owners=model.owners, bucket_size_mb=1e-6, lr=0.1, weight_decay=0.1
+        )
+        for step in range(3):
+            mean_square(model, torch.ones(3, 8), 0).backward()
+            model.finish_gradient_synchronization()
+            module[0].requires_grad_(step < first_frozen)
+            sharded.step()
+            sharded.zero_grad(set_to_none=False)
+        assert_equal_over_ranks(model.parameters())
 
 
 def _swapped(owners: Any) -> dict[Tensor, int]:

@@ -50,7 +50,7 @@ class FlatParameters:
         self._slots = owner_slots(self._elements, width, owners, ranks.size, even=self._gathers)
         self._copies: ParameterCopies | None = None
         self._place = 0
-        self._used = False
+        self._used = any(param.requires_grad for param in params)
         self._under_way: list[Pending] = []
 
     @property

@@ -122,7 +122,10 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as for any optimizer, on every rank; parameters that the ranks own already stay with them."""
+        """Add a group as for any optimizer, on every rank; parameters that the ranks own already stay with them.
+
+        Raises what the local optimizer does where it refuses its part of the group, and UserError on the other ranks.
+        """
         if self._local is None:  # the base class is adding the groups it was built with
             super().add_param_group(param_group)
             return
@@ -133,13 +136,30 @@ class ShardedOptimizer(torch.optim.Optimizer):
         before = dict(self._owner), dict(self._flat_of), list(self._loads), list(self._frozen_loads)
         try:
             self._take_in(added["params"])
-            self._local.add_param_group(self._owned_part(added))
+            self._add_to_local(added)
         except Exception:  # the optimizer goes on without the group
             self.param_groups.pop()
+            del self._local.param_groups[len(self.param_groups) :]
             self._flats = flats
             self._owner, self._flat_of, self._loads, self._frozen_loads = before
             raise
         self._take_from_local()
+
+    def _add_to_local(self, added: dict[str, Any]) -> None:
+        """Add each rank's part of a group, if all ranks can: each optimizer sees its own parameters alone, and a rank
+        that went on with a group that another refused would wait for it in the next exchange."""
+        assert self._local is not None
+        refused: Exception | None = None
+        try:
+            self._local.add_param_group(self._owned_part(added))
+        except Exception as error:
+            refused = error
+        told = self._ranks.host_gather(None if refused is None else str(refused))
+        if refused is not None:
+            raise refused
+        for rank, why in enumerate(told):
+            if why is not None:
+                raise UserError(f"the optimizer on rank {rank} refuses its part of the group: {why}")
 
     def _all_params(self) -> list[nn.Parameter]:
         return [param for group in self.param_groups for param in group["params"]]
