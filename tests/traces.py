@@ -39,7 +39,7 @@ class HandTrace:
     ) -> None:
         """A kernel, and the call that launched it (None: the trace lost it)."""
         correlation = len(self.work) + 1
-        self.work.append((self.name(name), ns(start), ns(end) - ns(start), device, stream, correlation, NONE))
+        self.work.append((self.name(name), ns(start), ns(end) - ns(start), device, stream, correlation))
         if launch:
             begin, returned = launch
             self.calls.append((self.name(call), ns(begin), ns(returned) - ns(begin), thread, correlation))

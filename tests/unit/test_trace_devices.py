@@ -50,7 +50,7 @@ def test_steps_of_another_process_are_not_counted(device: int) -> None:
 def test_a_call_without_a_correlation_launched_nothing() -> None:
     trace = HandTrace()
     step_of(trace, 0, thread=MAIN, device=0)
-    trace.work.append((trace.name("lost"), ns(70), ns(5), 0, 7, NONE, NONE))
+    trace.work.append((trace.name("lost"), ns(70), ns(5), 0, 7, NONE))
     trace.calls.append((trace.name("cudaDeviceSynchronize"), ns(80), ns(10), MAIN, NONE))
     [waited] = digest(trace.build()).host_calls
     assert waited.name == "cudaDeviceSynchronize"

@@ -86,8 +86,8 @@ def count(trace: Trace) -> tuple[int, int, int, int]:
 def test_each_kind_goes_into_its_table(tmp_path: Path) -> None:
     properties = [{"id": 1, "name": "other"}, {"id": 0, "name": "NVIDIA H200", "totalGlobalMem": 1}]
     trace = read_trace(write(tmp_path / "t.json", STEP, deviceProperties=properties, schemaVersion=1))
-    work = ("name", "start_ns", "duration_ns", "device", "stream", "correlation", "size_bytes")
-    assert rows(trace, "work", *work) == [("gemm<float>", 4458676522690655, 3500, 0, 7, 11, NONE)]
+    work = ("name", "start_ns", "duration_ns", "device", "stream", "correlation")
+    assert rows(trace, "work", *work) == [("gemm<float>", 4458676522690655, 3500, 0, 7, 11)]
     calls = ("name", "start_ns", "duration_ns", "thread", "correlation")
     assert rows(trace, "calls", *calls) == [("cudaLaunchKernel", 4458676522680001, 2000, 0, 11)]
     inputs = Inputs(shapes=((2, 3), (3, 4), ()), dtypes=("float", "float", ""))
@@ -132,7 +132,6 @@ def random_event(chance: random.Random, number: int) -> dict[str, Any]:
         "device": chance.randrange(3),
         "stream": chance.randint(-1, 40),
         "correlation": chance.randrange(2 ** chance.choice([3, 20, 33])),
-        "bytes": chance.randrange(2 ** chance.choice([3, 20, 40])),
         "Sequence number": chance.randrange(5),
         "Input Dims": dims,
         "Input type": [chance.choice(["float", "Scalar", "", "TensorList", "c10::BFloat16"]) for _ in dims],
@@ -184,7 +183,7 @@ def reference(events: list[dict[str, Any]]) -> dict[str, dict[str, tuple[Any, ..
         times, thread = (event["ts"], event["dur"]), (event["pid"], event.get("tid"))
         match event["cat"]:
             case "kernel" | "gpu_memcpy":
-                ids = (args.get(key, NONE) for key in ("device", "stream", "correlation", "bytes"))
+                ids = (args.get(key, NONE) for key in ("device", "stream", "correlation"))
                 tables["work"][event["name"]] = (*times, *ids)
             case "cuda_runtime":
                 tables["calls"][event["name"]] = (*times, thread, args.get("correlation", NONE))
@@ -220,7 +219,7 @@ def test_tables_hold_what_a_plain_reader_finds(tmp_path: Path, seed: int, num_ev
     expected = reference(events)
     common, threads = ("name", "start_ns", "duration_ns"), set()
     for table, columns in {
-        "work": ("device", "stream", "correlation", "size_bytes"),
+        "work": ("device", "stream", "correlation"),
         "calls": ("thread", "correlation"),
         "ops": ("thread", "sequence", "inputs"),
         "ranges": ("thread",),
@@ -331,19 +330,18 @@ def test_columns_are_as_narrow_as_they_can_be() -> None:
     builder = TraceBuilder("kineto")
     columns = [field.name for field in fields(DeviceWork)]
     rows: tuple[tuple[Any, ...], ...] = (
-        ([0, 0], [1, 2], [1, 1], [0, -1], [7, 7], [1, 2**15 - 1], [5, 5]),
-        (0, 3, 2**15, 0, [2**15], np.array([2**31 - 1]), -(2**31)),
-        ([0], 4, 1, 0, 7, np.array([2**31]), [2**63 - 1]),
+        ([0, 0], [1, 2], [1, 1], [0, -1], [7, 7], [1, 2**15 - 1]),
+        (0, 3, 2**15, 0, [2**15], np.array([2**31 - 1])),
+        ([0], 4, 1, 0, 7, [2**63 - 1]),
     )
     for values in rows:
         builder.add(DeviceWork, **dict(zip(columns, values, strict=True)))
     work = builder.build().work
-    assert work.correlation.tolist() == [1, 2**15 - 1, 2**31 - 1, 2**31]
-    assert work.size_bytes.tolist() == [5, 5, -(2**31), 2**63 - 1]
+    assert work.correlation.tolist() == [1, 2**15 - 1, 2**31 - 1, 2**63 - 1]
     assert work.stream.tolist() == [7, 7, 2**15, 7]
     types = {name: str(getattr(work, name).dtype) for name in ("start_ns", "duration_ns", "device", "stream")}
     assert types == {"start_ns": "int64", "duration_ns": "int32", "device": "int16", "stream": "int32"}
-    assert str(work.correlation.dtype) == str(work.size_bytes.dtype) == "int64"
+    assert str(work.correlation.dtype) == "int64"
 
 
 @pytest.mark.parametrize("num_rows", [0, 1, 10, 5000, 100_000])

@@ -24,7 +24,6 @@ class Args(Struct, frozen=True, gc=False):
     device: Number = NONE
     stream: Number = NONE
     correlation: Number = NONE
-    size_bytes: Number = field(default=NONE, name="bytes")
     sequence: Number = field(default=NONE, name="Sequence number")
     dims: Raw = field(default=NO_DIMS, name="Input Dims")
     """The text as it is written: one operator is called a thousand times with the same."""

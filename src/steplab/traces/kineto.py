@@ -4,7 +4,6 @@ It keeps kernels, copies and fills of the device, calls into its runtime and dri
 Python frames, arrows between events, counters and metadata are skipped.
 """
 
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import compress
 
@@ -81,7 +80,7 @@ def read_kineto(source: Unpacked, *, limits: Limits | None = None, chunk_bytes: 
     builder = collector.builder
     listed = _listed_devices(document.members.get("deviceProperties"))
     builder.lists_gpu = bool(listed)
-    builder.device_name = next((listed[n] for n, _ in collector.devices.most_common() if n in listed), None)
+    builder.device_names = listed
     if document.damage:
         cause = f"{source.damage}, and " if source.damage else ""
         read = format_bytes(document.num_bytes)
@@ -113,8 +112,6 @@ class Collector:
 
     def __init__(self, limits: Limits) -> None:
         self.builder = TraceBuilder("kineto", limits)
-        self.devices = Counter[int]()
-        """The number of pieces of work on each device."""
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
@@ -194,15 +191,12 @@ class Collector:
 
     def _add_work(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
-        device = _integers([a.device for a in args])
-        self.devices.update(device.tolist())
         self.builder.add(
             DeviceWork,
             **common,
-            device=device,
+            device=_integers([a.device for a in args]),
             stream=_integers([a.stream for a in args]),
             correlation=_integers([a.correlation for a in args]),
-            size_bytes=_integers([a.size_bytes for a in args]),
         )
 
     def _add_calls(self, events: Sequence[Event], common: Columns) -> None:

@@ -88,7 +88,6 @@ class _Export:
         self._builder = TraceBuilder("nsys", limits)
         self._texts = dict[int, str]()
         self._processes = Numbering[int]()
-        self._devices = Counter[int]()
         self._num_rows = Counter[str]()
         """The number of rows read of each table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
@@ -115,7 +114,7 @@ class _Export:
                     self._builder.notes.append(self._builder.damage[-1])
             on_done(number / len(readers))
         self._note_absence()
-        self._builder.device_name = self._device_name()
+        self._builder.device_names = self._device_names()
         return self._builder.build()
 
     def _note_absence(self) -> None:
@@ -150,9 +149,8 @@ class _Export:
         self._read_work(_FILLS, (), lambda value: "Memset")
 
     def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> None:
-        columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid", "bytes")
-        for start_ns, duration_ns, name, device, stream, correlation, process, size in self._rows(base, columns):
-            self._devices.update(device)
+        columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid")
+        for start_ns, duration_ns, name, device, stream, correlation, process in self._rows(base, columns):
             self._builder.add(
                 DeviceWork,
                 name=[self._builder.names[text(value)] for value in name],
@@ -161,7 +159,6 @@ class _Export:
                 device=device,
                 stream=stream,
                 correlation=self._correlation(correlation, process),
-                size_bytes=size,
             )
 
     def _read_calls(self) -> None:
@@ -244,15 +241,14 @@ class _Export:
             self._texts[value] = found[0] if found and isinstance(found[0], str) else "(unnamed)"
         return self._texts[value]
 
-    def _device_name(self) -> str | None:
-        """The name of the GPU with the most work; None if the export does not have it."""
+    def _device_names(self) -> dict[int, str]:
+        """The names of the GPUs, as far as the export has them."""
         if _GPUS not in self._tables:
-            return None
+            return {}
         try:
             cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}" LIMIT {_MOST_GPUS}')
             rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
         except _UNREADABLE:
-            return None
-        names = {row.get("cuDevice", row.get("id")): row.get("name") for row in rows}
-        found = (names.get(device) for device, _ in self._devices.most_common())
-        return next((name for name in found if name and isinstance(name, str)), None)
+            return {}
+        names = ((row.get("cuDevice", row.get("id")), row.get("name")) for row in rows)
+        return {device: name for device, name in names if isinstance(device, int) and isinstance(name, str) and name}

@@ -48,8 +48,6 @@ class DeviceWork(Events):
     stream: Column
     correlation: Column
     """The number shared with the host call that launched it; one call can launch several pieces (a CUDA graph)."""
-    size_bytes: Column
-    """The number of bytes of a copy or fill."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -113,7 +111,7 @@ class Trace:
     processes: tuple[int, ...]
     """The number of each thread's process."""
     device_name: str | None = None
-    """The GPU's name, if the file contains it."""
+    """The name of the GPU with the most work, if the file contains it."""
     notes: tuple[str, ...] = field(default=())
     """What the file lacks or what could not be read, in words; () for a complete one."""
     damage: tuple[str, ...] = field(default=())
@@ -142,7 +140,8 @@ class TraceBuilder:
         """`limits` None: the usual ones. What adds an event raises LimitReached beyond them."""
         self._num_left = self._most = (limits or Limits()).num_events
         self.source = source
-        self.device_name: str | None = None
+        self.device_names: Mapping[int, str] = {}
+        """The names of GPUs by the numbers that work has for its device."""
         self.notes: list[str] = []
         self.damage: list[str] = []
         """The notes that say that the file ends early or is broken."""
@@ -170,16 +169,19 @@ class TraceBuilder:
                 "launched the work"
             )
         processes = Numbering[Hashable]()
+        work = DeviceWork(**self._tables[DeviceWork].build())
+        devices, counts = np.unique(work.device, return_counts=True)
+        most_first = devices[np.argsort(-counts, kind="stable")].tolist()
         return Trace(
             source=self.source,
             names=tuple(self.names),
             inputs=tuple(self.inputs),
-            work=DeviceWork(**self._tables[DeviceWork].build()),
+            work=work,
             calls=calls,
             ops=Ops(**self._tables[Ops].build()),
             ranges=Ranges(**self._tables[Ranges].build()),
             processes=tuple(processes[process] for process, _ in self.threads),
-            device_name=self.device_name,
+            device_name=next((self.device_names[n] for n in most_first if n in self.device_names), None),
             notes=tuple(self.notes),
             damage=tuple(self.damage),
             lists_gpu=self.lists_gpu,
