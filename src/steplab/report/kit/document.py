@@ -44,7 +44,7 @@ class Column:
     """Whether a terminal without room for all such columns puts their values, in the words of `shared`, below their
     row, so that none of them is left out."""
     value: Callable[[Any], Scalar] | None = None
-    """What it shows of an item in a table by `table_of`; None: the item's attribute that `key` names."""
+    """What it shows of an item in a table by `Table.of`; None: the item's attribute that `key` names."""
 
     def __post_init__(self) -> None:
         """Find the quantity in the field's name."""
