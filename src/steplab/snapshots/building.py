@@ -116,14 +116,14 @@ class _Builder:
             address = start = _int(segment, "address", NONE)
             size = _int(segment, "total_size", NONE)
             for block in blocks:
-                row = self._block(_dict(block, "a block"), len(segment_rows), address)
+                row = self._block(_dict(block, "a block"), address)
                 block_rows.append(row)
-                address = row[1] + row[2]  # older snapshots have no addresses of blocks
+                address = row[0] + row[1]  # older snapshots have no addresses of blocks
                 expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
             segment_rows.append((start, size, bool(segment.get("is_expandable"))))
         return {index: self.columns(*rows) for index, rows in of_device.items()}
 
-    def _block(self, block: _Dict, segment: int, address: int) -> tuple[int, ...]:
+    def _block(self, block: _Dict, address: int) -> tuple[int, ...]:
         state = block.get("state")
         expect(isinstance(state, str), "a block of its segments has no state")
         size = _int(block, "size", NONE)
@@ -133,7 +133,6 @@ class _Builder:
             requested = _int(history[0], "real_size", size)  # the form of torch 1.12 to 2.0
             block = {**history[0], **block}
         return (
-            segment,
             _int(block, "address", address),
             size,
             size if requested == NONE else requested,
@@ -144,16 +143,15 @@ class _Builder:
     def columns(self, segments: list[tuple[int, ...]], blocks: list[tuple[int, ...]]) -> tuple[Segments, Blocks]:
         """The rows as columns."""
         address, size_bytes, is_expandable = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-        columns = np.array(blocks, dtype=np.int64).reshape(-1, 6).T
+        columns = np.array(blocks, dtype=np.int64).reshape(-1, 5).T
         return (
             Segments(address=address, size_bytes=size_bytes, is_expandable=is_expandable.astype(bool)),
             Blocks(
-                segment=columns[0],
-                address=columns[1],
-                size_bytes=columns[2],
-                requested_bytes=columns[3],
-                state=columns[4].astype(np.int8),
-                stack=columns[5].astype(np.int32),
+                address=columns[0],
+                size_bytes=columns[1],
+                requested_bytes=columns[2],
+                state=columns[3].astype(np.int8),
+                stack=columns[4].astype(np.int32),
             ),
         )
 

@@ -74,8 +74,6 @@ class Segments:
 class Blocks:
     """The pieces of the segments at the end, free ones included."""
 
-    segment: Integers
-    """The number of its segment."""
     address: Integers
     size_bytes: Integers
     """The size that the allocator set aside."""

@@ -86,8 +86,7 @@ def device_activity(trace: Trace, host: Host) -> Activity:
 def cpu_activity(trace: Trace, host: Host) -> Activity:
     """The stretches of each operator's own time."""
     ops = trace.ops
-    views = [number for number, name in enumerate(trace.names) if _BOOKKEEPING.match(name)]
-    kept = np.flatnonzero(~np.isin(ops.name, views))
+    kept = np.flatnonzero(~trace.named(ops.name, _BOOKKEEPING.match))
     start_ns, end_ns, owner = Nesting(ops.start_ns[kept], ops.duration_ns[kept], ops.thread[kept]).segments
     order = np.argsort(start_ns, kind="stable")
     start_ns, end_ns, op = start_ns[order], end_ns[order], kept[owner[order]]

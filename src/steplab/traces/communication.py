@@ -20,7 +20,8 @@ from steplab.traces.trace import NONE, Column, Trace
 from steplab.traces.windows import cut
 
 _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
-_TRANSFERS = ("Memcpy", "Memset")
+TRANSFERS = re.compile(r"^Mem(cpy|set)")
+"""The names of copies and fills of the device."""
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
 """Copies, and the kernel of parallel.mean_kernel."""
 _COMMUNICATION = CATEGORIES.index("communication")
@@ -93,9 +94,9 @@ def _lasts_ns(activity: Activity, step: int) -> int:
 
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
     """Starts and ends of the messages on a CPU within steps, as recorded by the threads that send them."""
-    names = [number for number, name in enumerate(trace.names) if _MESSAGE_RANGES.match(name)]
     ranges = trace.ranges
-    chosen = np.flatnonzero(np.isin(ranges.name, names) & (host.step_at(ranges.start_ns) != NONE))
+    is_message = trace.named(ranges.name, _MESSAGE_RANGES.match)
+    chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
     return ranges.start_ns[chosen], ranges.start_ns[chosen] + ranges.duration_ns[chosen]
 
 
@@ -103,16 +104,14 @@ def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces,
     """The messages, the computation, and the pieces drawn as computation, which include copies and fills."""
     sends = activity.category == _COMMUNICATION
     sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
-    transfers = [number for number, name in enumerate(trace.names) if name.startswith(_TRANSFERS)]
-    return _of(activity, sends), _of(activity, ~sends & ~np.isin(activity.name, transfers)), _of(activity, ~sends)
+    computes = ~sends & ~trace.named(activity.name, TRANSFERS.match)
+    return _of(activity, sends), _of(activity, computes), _of(activity, ~sends)
 
 
 def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
     """The streams that carry messages, or nothing but the work of peer copies; never the stream that computes most."""
     streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
-    of_copies = np.isin(
-        activity.name, [number for number, name in enumerate(trace.names) if _OF_PEER_COPIES.match(name)]
-    )
+    of_copies = trace.named(activity.name, _OF_PEER_COPIES.match)
     computed_ns: dict[int, int] = {}
     carriers = []
     for stream in np.unique(streams).tolist():

@@ -9,10 +9,10 @@ from numpy.typing import NDArray
 from steplab.errors import SteplabError
 from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
 from steplab.traces.activity import Activity, cpu_activity, device_activity
-from steplab.traces.communication import messages_of_host
+from steplab.traces.communication import TRANSFERS, messages_of_host
 from steplab.traces.devices import launching_calls, one_device
 from steplab.traces.host import Host
-from steplab.traces.intervals import length, overlap
+from steplab.traces.intervals import length, overlap, stretches
 from steplab.traces.op_costs import OpCosts, computed_in, describe
 from steplab.traces.steps import last_steps
 from steplab.traces.trace import NONE, Column, Trace
@@ -79,8 +79,7 @@ def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
 
     Raises SteplabError for the trace of a GPU's work: the step's times on the host would be taken for the device's.
     """
-    launches = any(_LAUNCHES.match(trace.names[number]) for number in np.unique(trace.calls.name))
-    if launches or (trace.lists_gpu and trace.damage):
+    if trace.named(trace.calls.name, _LAUNCHES.match).any() or (trace.lists_gpu and trace.damage):
         why = "; ".join(trace.damage) or "record with the activities CPU and CUDA, and let the profiler see the GPU"
         raise SteplabError(f"the trace is of a GPU's work and holds no kernel: nothing to profile ({why})")
     if trace.lists_gpu and not is_own:
@@ -102,7 +101,7 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
         yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
     elif (trace.ops.inputs == NONE).all():
         yield "the trace was made without record_shapes: no FLOPs and no bytes"
-    if on_host and any(_GENERATED.match(trace.names[number]) for number in np.unique(activity.name)):
+    if on_host and trace.named(activity.name, _GENERATED.match).any():
         yield (
             "code that torch.compile generated is uncategorised: on a CPU torch.profiler sees only its call, "
             "unless TORCHINDUCTOR_CPP_ENABLE_KERNEL_PROFILE=1 is set before compiling"
@@ -159,8 +158,7 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
 def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
     """Host calls within the steps that wait for the device, copy to or from it, or allocate on it."""
     calls = trace.calls
-    waiting = [number for number, name in enumerate(trace.names) if _WAITS.search(name)]
-    chosen = np.flatnonzero(np.isin(calls.name, waiting) & (host.step_at(calls.start_ns) != NONE))
+    chosen = np.flatnonzero(trace.named(calls.name, _WAITS.search) & (host.step_at(calls.start_ns) != NONE))
     launched, launching = np.full(len(calls.name) + 1, NONE), launching_calls(trace)
     launched[launching] = trace.work.name
     copies = launched[chosen]
@@ -195,8 +193,7 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
         )
     if not collective.any():
         return None
-    transfers = [number for number, name in enumerate(trace.names) if name.startswith(("Memcpy", "Memset"))]
-    computing = ~collective & ~np.isin(activity.name, transfers)
+    computing = ~collective & ~trace.named(activity.name, TRANSFERS.match)
     inside, outside = ((activity.start_ns[chosen], activity.end_ns[chosen]) for chosen in (collective, computing))
     return Communication(total_s=length(*inside) / 1e9, overlapped_s=overlap(inside, outside) / 1e9)
 
@@ -223,9 +220,7 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
 
 def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str, int, int, int]]:
     """Stretches of consecutive kernels that one range launched, by phase."""
-    label = np.stack((shown.path, shown.phase))
-    begins = np.flatnonzero(np.concatenate(([True], (label[:, 1:] != label[:, :-1]).any(axis=0))))
-    for first, stop in zip(begins, [*begins[1:], len(shown)], strict=True):
+    for first, stop in stretches(shown.path, shown.phase):
         path = host.paths[shown.path[first]]
         if path:
             start, end = int(shown.start_ns[first]) - zero, int(shown.end_ns[first:stop].max()) - zero
@@ -234,9 +229,6 @@ def _module_spans(shown: Activity, host: Host, zero: int) -> Iterator[tuple[str,
 
 def _groups(*keys: Column) -> Iterator[Column]:
     """Indices of the rows that agree in all keys, one group at a time, each in its own order."""
-    if not len(keys[0]):
-        return
     order = np.lexsort(keys[::-1])
-    stacked = np.stack([key[order] for key in keys])
-    begins = np.flatnonzero(np.concatenate(([True], (stacked[:, 1:] != stacked[:, :-1]).any(axis=0))))
-    yield from np.split(order, begins[1:])
+    for first, stop in stretches(*(key[order] for key in keys)):
+        yield order[first:stop]

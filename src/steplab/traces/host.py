@@ -47,9 +47,7 @@ class Host:
         starts, ends = self.steps
         if not len(starts):
             return np.zeros(len(time_ns), dtype=np.int64)
-        at = np.searchsorted(starts, time_ns, side="right") - 1
-        inside = (at >= 0) & (time_ns < ends[np.maximum(at, 0)])
-        return np.where(inside, at, NONE)
+        return _last_begun(starts, ends, time_ns)
 
     def phase_at(self, time_ns: Column, thread: Column) -> Column:
         """The number of the phase in `phase_names` at each instant.
@@ -71,8 +69,7 @@ class Host:
     def path_at(self, time_ns: Column, thread: Column) -> Column:
         """The number in `paths` of the innermost range at each instant; for a backward node, that of its forward
         operator."""
-        innermost = self._range_nesting.innermost(time_ns, thread)
-        path = np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+        path = self._path_of_range_at(time_ns, thread)
         node = self._node_at(time_ns, thread)
         for index in np.flatnonzero((path == 0) & (node != NONE)):
             sequence = int(self._trace.ops.sequence[node[index]])
@@ -119,9 +116,8 @@ class Host:
         if not len(marks):
             return np.full(len(time_ns), NONE)
         starts, ends = ranges.start_ns[marks], (ranges.start_ns + ranges.duration_ns)[marks]
-        at = np.searchsorted(starts, time_ns, side="right") - 1
-        inside = (at >= 0) & (time_ns < ends[np.maximum(at, 0)])
-        return np.where(inside, self._range_phase[marks[np.maximum(at, 0)]], NONE)
+        at = _last_begun(starts, ends, time_ns)
+        return np.where(at == NONE, NONE, self._range_phase[marks[at]])
 
     def _name_paths(self) -> Column:
         """Each range's path: its own dotted name if that continues its parent's, else appended to it.
@@ -149,7 +145,7 @@ class Host:
         """For each operator the autograd node that it runs under (or itself, if it is one); NONE outside the
         backward pass."""
         ops = self._trace.ops
-        is_node = np.isin(ops.name, [n for n, name in enumerate(self._trace.names) if name.startswith(_BACKWARD_NODE)])
+        is_node = self._trace.named(ops.name, lambda name: name.startswith(_BACKWARD_NODE))
         found: list[int] = []
         for index, above in enumerate(self.op_nesting.parent.tolist()):
             found.append(index if is_node[index] else found[above] if above != NONE else NONE)
@@ -159,6 +155,10 @@ class Host:
         op = self.op_at(time_ns, thread)
         return np.where(op == NONE, NONE, self._backward_node[op]) if len(self._backward_node) else op
 
+    def _path_of_range_at(self, time_ns: Column, thread: Column) -> Column:
+        innermost = self._range_nesting.innermost(time_ns, thread)
+        return np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+
     def _paths_of_sequences(self) -> dict[int, int]:
         """The path of the forward operator that carries each sequence number.
 
@@ -167,6 +167,14 @@ class Host:
         """
         ops = self._trace.ops
         forward = np.flatnonzero((ops.sequence != NONE) & (self._backward_node == NONE))
-        innermost = self._range_nesting.innermost(ops.start_ns[forward], ops.thread[forward])
-        paths = np.where(innermost == NONE, 0, self._range_path[innermost]) if len(self._range_path) else innermost * 0
+        paths = self._path_of_range_at(ops.start_ns[forward], ops.thread[forward])
         return dict(zip(ops.sequence[forward].tolist(), paths.tolist(), strict=True))
+
+
+def _last_begun(starts: Column, ends: Column, time_ns: Column) -> Column:
+    """The number of the interval that began last before each instant; NONE if it has ended, or none has begun.
+
+    `starts` ascend, and there is at least one.
+    """
+    at = np.searchsorted(starts, time_ns, side="right") - 1
+    return np.where((at >= 0) & (time_ns < ends[at]), at, NONE)

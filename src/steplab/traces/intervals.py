@@ -3,6 +3,9 @@
 Intervals are half-open, [start, end), in int64 nanoseconds and any order.
 """
 
+from collections.abc import Iterator
+from itertools import pairwise
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -22,6 +25,13 @@ def union(start_ns: Column, end_ns: Column) -> tuple[Column, Column]:
     begins = np.concatenate(([True], start_ns[1:] > reach_ns[:-1]))
     ends = np.concatenate((begins[1:], [True]))
     return start_ns[begins], reach_ns[ends]
+
+
+def stretches(*columns: Column) -> Iterator[tuple[int, int]]:
+    """The first row of each stretch of equal rows, and the one behind its last."""
+    if len(columns[0]):
+        changes = np.any([column[1:] != column[:-1] for column in columns], axis=0)
+        yield from pairwise((0, *(np.flatnonzero(changes) + 1).tolist(), len(columns[0])))
 
 
 def length(start_ns: Column, end_ns: Column) -> int:

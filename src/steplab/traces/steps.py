@@ -13,8 +13,7 @@ STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
 
 def step_ranges(trace: Trace) -> Column:
     """The numbers of the ranges that are steps, in the order in which they began."""
-    named = [number for number, name in enumerate(trace.names) if STEP.match(name)]
-    return np.flatnonzero(np.isin(trace.ranges.name, named))
+    return np.flatnonzero(trace.named(trace.ranges.name, STEP.match))
 
 
 def last_steps(trace: Trace, most: int) -> Trace:

@@ -6,7 +6,7 @@ narrow as their values allow, int16, int32 or int64: widen them before arithmeti
 """
 
 from array import array
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
 
@@ -118,6 +118,10 @@ class Trace:
     """The notes that say that the file ends early or is broken."""
     lists_gpu: bool = False
     """Whether the file lists a GPU of the machine, whether or not anything ran on it."""
+
+    def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
+        """Which entries of a column of names are of a name that is meant."""
+        return np.isin(column, [number for number, name in enumerate(self.names) if is_meant(name)])
 
 
 Key = TypeVar("Key", bound=Hashable)

@@ -6,14 +6,14 @@ that phase.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steplab.records.profile import CATEGORIES, PHASES, PhaseTime
 from steplab.traces.activity import Activity
-from steplab.traces.intervals import clip, shares, union
+from steplab.traces.intervals import clip, shares, stretches, union
 from steplab.traces.trace import NONE
 
 Sums = NDArray[np.float64]
@@ -39,25 +39,19 @@ def cut(activity: Activity) -> list[PhaseSpan]:
     if not len(activity):
         return []
     order = np.argsort(np.where(activity.launch_ns == NONE, activity.start_ns, activity.launch_ns), kind="stable")
-    label = np.stack((activity.step[order], activity.phase[order]))
-    begins = np.flatnonzero(np.concatenate(([True], (label[:, 1:] != label[:, :-1]).any(axis=0))))
+    step, phase = activity.step[order], activity.phase[order]
     end_ns, waits = activity.end_ns[order], activity.category[order] == _COMMUNICATION
     border = int(activity.start_ns.min())
     windows = []
-    for first, stop in zip(begins, [*begins[1:], len(order)], strict=True):
+    for first, stop in stretches(step, phase):
         ends, computing = end_ns[first:stop], ~waits[first:stop]
         last = int(ends[computing].max() if computing.any() else ends.max())
-        window = PhaseSpan(
-            phase=int(label[1, first]), step=int(label[0, first]), start_ns=border, end_ns=max(border, last)
-        )
+        window = PhaseSpan(phase=int(phase[first]), step=int(step[first]), start_ns=border, end_ns=max(border, last))
         windows.append(window)
         border = window.end_ns
     final = int(activity.end_ns.max())
     if final > border:  # a collective outlasts everything
-        last_window = windows.pop()
-        windows.append(
-            PhaseSpan(phase=last_window.phase, step=last_window.step, start_ns=last_window.start_ns, end_ns=final)
-        )
+        windows[-1] = replace(windows[-1], end_ns=final)
     return windows
 
 
