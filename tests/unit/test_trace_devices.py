@@ -1,4 +1,4 @@
-"""Traces of several devices and of several processes: the figures are those of one."""
+"""What a trace may hold twice: devices, processes, steps within steps, calls and work without a number."""
 
 import pytest
 from tests.traces import MAIN, OTHER_PROCESS, HandTrace, ns
@@ -45,6 +45,23 @@ def test_steps_of_another_process_are_not_counted(device: int) -> None:
         *(["devices"] if device else []),
         "processes",
     ]
+
+
+def test_a_step_within_a_step_is_part_of_it() -> None:
+    """A loop that names its steps, under a profiler that is told of each."""
+    alone, trace = HandTrace(), HandTrace()
+    for made in (alone, trace):
+        for begin in (0, 200):
+            step_of(made, begin + 20, thread=MAIN, device=0)
+            made.kernel("Memcpy HtoD", begin + 6, begin + 8, (begin + 1, begin + 5))
+            made.kernel("fill", begin + 150, begin + 160, (begin + 130, begin + 135))
+    alone.ranges = [(alone.name("other"), *row[1:]) if alone.names[row[0]] == "step" else row for row in alone.ranges]
+    for made in (alone, trace):
+        made.range("ProfilerStep#3", 0, 180)
+        made.range("ProfilerStep#4", 200, 380)
+    profile, expected = digest(trace.build()), digest(alone.build())
+    assert profile.num_steps == expected.num_steps == 2
+    assert (profile.phases, profile.num_launches) == (expected.phases, 8)
 
 
 def test_a_call_without_a_correlation_launched_nothing() -> None:

@@ -12,8 +12,13 @@ STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
 
 
 def step_ranges(trace: Trace) -> Column:
-    """The numbers of the ranges that are steps, in the order in which they began."""
-    return np.flatnonzero(trace.named(trace.ranges.name, STEP.match))
+    """The numbers of the ranges that are steps, in the order in which they began.
+
+    A step within another is part of it: a loop may name its steps under a profiler that is told of each.
+    """
+    steps = np.flatnonzero(trace.named(trace.ranges.name, STEP.match))
+    ends = (trace.ranges.start_ns + trace.ranges.duration_ns)[steps]
+    return steps[np.append(True, ends[1:] > np.maximum.accumulate(ends)[:-1])[: len(steps)]]
 
 
 def last_steps(trace: Trace, most: int) -> Trace:
