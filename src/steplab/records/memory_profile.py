@@ -238,16 +238,14 @@ class MemoryProfile:
 
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""
+        categories = {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES}
         for category in self.at_peak:
-            yield from known(".at_peak", category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
+            yield from known(".at_peak", category, categories)
         if (total := sum(self.at_peak.values())) != self.peak_bytes:
             yield ".at_peak", f"sums to {total} bytes, but the peak is {self.peak_bytes}"
-        for index, made in enumerate(self.largest):
-            yield from known(f".largest[{index}].category", made.category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
-        for index, kept in enumerate(self.saved):
-            yield from known(f".saved[{index}].category", kept.category, {*MEMORY_CATEGORIES, *UNNAMED_CATEGORIES})
         for name in ("largest", "saved"):
             for index, group in enumerate(getattr(self, name)):
+                yield from known(f".{name}[{index}].category", group.category, categories)
                 if group.count < 1:
                     yield f".{name}[{index}].count", "must be at least 1, not 0"
         for index, phase in enumerate(self.phases):

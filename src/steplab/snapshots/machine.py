@@ -88,11 +88,11 @@ class PickleMachine:
         except (IndexError, struct.error, UnicodeDecodeError) as error:
             raise Refused(_DAMAGED) from error
 
-    def _table(self) -> list[Callable[[], None]]:
-        """The method for each opcode."""
-        known: dict[bytes, Callable[[], None]] = {
+    def _table(self) -> list[Callable[[], object]]:
+        """The method for each opcode; what one returns is not used."""
+        known: dict[bytes, Callable[[], object]] = {
             b"\x80": self._proto,
-            b"\x95": lambda: self._skip(8),  # FRAME: the number of bytes to read ahead
+            b"\x95": lambda: self._take(8),  # FRAME: the number of bytes to read ahead
             b"N": lambda: self._push(None, _ITEM_BYTES),
             b"\x88": lambda: self._push(True, _ITEM_BYTES),
             b"\x89": lambda: self._push(False, _ITEM_BYTES),
@@ -120,7 +120,7 @@ class PickleMachine:
             b"e": lambda: self._extend(self._pop_mark()),
             b"s": lambda: self._update([self._stack.pop(-2), self._stack.pop()]),
             b"u": lambda: self._update(self._pop_mark()),
-            b"0": self._pop,
+            b"0": lambda: self._stack.pop(),
             b"1": lambda: self._pop_mark().clear(),
             b"\x94": lambda: self._memoize(self._num_memoized),
             b"q": lambda: self._memoize_at(self._number(1)),
@@ -152,9 +152,6 @@ class PickleMachine:
         taken = self._bytes[self._position : end]
         self._position = end
         return taken
-
-    def _skip(self, size: int) -> None:
-        self._take(size)
 
     def _number(self, size: int, *, signed: bool = False) -> int:
         return int.from_bytes(self._take(size), "little", signed=signed)
@@ -208,9 +205,6 @@ class PickleMachine:
         self._stack = self._marked.pop()
         self._num_below -= len(self._stack)
         return items
-
-    def _pop(self) -> None:
-        self._stack.pop()
 
     def _tuple_of(self, size: int) -> None:
         items = tuple(self._stack.pop() for _ in range(size))
