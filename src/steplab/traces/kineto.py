@@ -12,7 +12,7 @@ import numpy as np
 
 from steplab.costs.attention_operators import FUSED_ATTENTION
 from steplab.limits import LimitReached, Limits
-from steplab.traces.document import CHUNK_BYTES, Document, NotATrace
+from steplab.traces.document import Document, NotATrace
 from steplab.traces.events import (
     CATEGORIES,
     EVENT,
@@ -61,13 +61,12 @@ Columns = Mapping[str, Values]
 """The columns that events of every kind have."""
 
 
-def read_kineto(source: Unpacked, *, limits: Limits | None = None, chunk_bytes: int = CHUNK_BYTES) -> Trace | None:
+def read_kineto(source: Unpacked, *, limits: Limits, chunk_bytes: int) -> Trace | None:
     """The trace in a JSON document; None if it contains no list of events.
 
     Raises NotATrace if it is not such a document, or if nothing in its list is an event, and LimitReached if it has
-    more events than the limits allow, None being the usual ones.
+    more events than the limits allow.
     """
-    limits = limits or Limits()
     document = Document(source, limits, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
     collector = Collector(limits)
     document.read(collector)

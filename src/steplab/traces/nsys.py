@@ -60,9 +60,9 @@ _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 Integers = NDArray[np.int64]
 
 
-def read_nsys(path: Path, on_progress: OnProgress, limits: Limits | None = None) -> Trace:
+def read_nsys(path: Path, on_progress: OnProgress, limits: Limits) -> Trace:
     """The trace in an export, which is only read. Raises UserError if the file is not an export, and LimitReached if it
-    has more rows than the limits allow, None being the usual ones."""
+    has more rows than the limits allow."""
     size_bytes = path.stat().st_size
     # Immutable, so that SQLite does not put files of its own beside it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
@@ -83,7 +83,7 @@ def read_nsys(path: Path, on_progress: OnProgress, limits: Limits | None = None)
 class _Export:
     """An open export, and the trace made of it."""
 
-    def __init__(self, connection: sqlite3.Connection, limits: Limits | None) -> None:
+    def __init__(self, connection: sqlite3.Connection, limits: Limits) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys", limits)
         self._texts = dict[int, str]()
