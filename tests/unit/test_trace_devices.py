@@ -64,10 +64,13 @@ def test_a_step_within_a_step_is_part_of_it() -> None:
     assert (profile.phases, profile.num_launches) == (expected.phases, 8)
 
 
-def test_a_call_without_a_correlation_launched_nothing() -> None:
+@pytest.mark.parametrize("correlation", [NONE, 0])
+def test_a_call_without_a_correlation_launched_nothing(correlation: int) -> None:
     trace = HandTrace()
     step_of(trace, 0, thread=MAIN, device=0)
-    trace.work.append((trace.name("lost"), ns(70), ns(5), 0, 7, NONE))
-    trace.calls.append((trace.name("cudaDeviceSynchronize"), ns(80), ns(10), MAIN, NONE))
-    [waited] = digest(trace.build()).host_calls
+    trace.work.append((trace.name("lost"), ns(70), ns(5), 0, 7, correlation))
+    trace.calls.append((trace.name("cudaDeviceSynchronize"), ns(80), ns(10), MAIN, correlation))
+    profile = digest(trace.build())
+    [waited] = profile.host_calls
     assert waited.name == "cudaDeviceSynchronize"
+    assert profile.num_launches == 2

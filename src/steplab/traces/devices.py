@@ -13,13 +13,16 @@ from steplab.traces.trace import NONE, Column, Trace
 
 
 def launching_calls(trace: Trace) -> Column:
-    """The number of the host call that launched each piece of work; NONE where the trace has none."""
+    """The number of the host call that launched each piece of work; NONE where the trace has none.
+
+    CUDA counts correlation ids from 1; 0 stands for none.
+    """
     known, wanted = trace.calls.correlation, trace.work.correlation
     if not len(known):
         return np.full(len(wanted), NONE)
     order = np.argsort(known, kind="stable")
     call = order[np.minimum(np.searchsorted(known, wanted, sorter=order), len(known) - 1)]
-    return np.where((known[call] == wanted) & (wanted != NONE), call, NONE)
+    return np.where((known[call] == wanted) & (wanted > 0), call, NONE)
 
 
 def one_device(trace: Trace) -> Trace:

@@ -5,6 +5,7 @@ import re
 
 import numpy as np
 
+from steplab.traces.devices import launching_calls
 from steplab.traces.trace import NONE, Column, Trace
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
@@ -31,14 +32,13 @@ def last_steps(trace: Trace, most: int) -> Trace:
         return trace
     start_ns = int(trace.ranges.start_ns[steps[-most]])
     # Work whose launch is not in the trace is judged by when it ran.
-    without_call = ~np.isin(trace.work.correlation, trace.calls.correlation) | (trace.work.correlation == NONE)
-    calls = trace.calls.where(trace.calls.start_ns >= start_ns)
-    launched = np.isin(trace.work.correlation, calls.correlation) & ~without_call
+    calls = launching_calls(trace)
+    began_ns = np.where(calls == NONE, trace.work.start_ns, np.append(trace.calls.start_ns, 0)[calls])
     note = f"the last {most} of {len(steps)} steps are used"
     return dataclasses.replace(
         trace,
-        calls=calls,
-        work=trace.work.where(launched | (without_call & (trace.work.start_ns >= start_ns))),
+        calls=trace.calls.where(trace.calls.start_ns >= start_ns),
+        work=trace.work.where(began_ns >= start_ns),
         ops=trace.ops.where(trace.ops.start_ns >= start_ns),
         ranges=trace.ranges.where(trace.ranges.start_ns >= start_ns),
         notes=(*trace.notes, note),
