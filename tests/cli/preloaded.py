@@ -227,6 +227,7 @@ def _command(
 ) -> None:
     _take(streams)
     signal.signal(signal.SIGINT, signal.default_int_handler)  # pytest may be a background job, which ignores it
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # or under nohup, which ignores this
     os.chdir(cwd)
     os.environ.clear()
     os.environ.update(environment)
