@@ -311,7 +311,7 @@ def write_export(path: Path) -> None:
             for name in ("step", "forward"):
                 file.execute("INSERT INTO NVTX_EVENTS VALUES (?, ?, 59, ?, NULL, 7)", (zero, zero + 50_000, name))
             for kernel in range(2):
-                launch, number = zero + 1_000 + kernel * 10_000, 10 * step + kernel
+                launch, number = zero + 1_000 + kernel * 10_000, 10 * step + kernel + 1
                 file.execute(
                     "INSERT INTO CUPTI_ACTIVITY_KIND_RUNTIME VALUES (?, ?, 7, ?, 2)", (launch, launch + 500, number)
                 )

@@ -15,7 +15,7 @@ from steplab.traces.trace import NONE, Column, Trace
 def launching_calls(trace: Trace) -> Column:
     """The number of the host call that launched each piece of work; NONE where the trace has none.
 
-    CUDA counts correlation ids from 1; 0 stands for none.
+    Correlation id 0 is none (CUPTI_CORRELATION_ID_UNKNOWN in cupti_activity.h).
     """
     known, wanted = trace.calls.correlation, trace.work.correlation
     if not len(known):
