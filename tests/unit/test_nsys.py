@@ -177,6 +177,16 @@ def test_every_process_counts_its_own_correlations(tmp_path: Path) -> None:
     assert trace.processes == (0, 1, 1)
 
 
+def test_a_correlation_of_zero_is_none_in_every_process(tmp_path: Path) -> None:
+    rows = dict(ROWS)
+    kernel, call = ROWS["CUPTI_ACTIVITY_KIND_KERNEL"][1], ROWS["CUPTI_ACTIVITY_KIND_RUNTIME"][0]
+    rows["CUPTI_ACTIVITY_KIND_KERNEL"] = [kernel, (700, 750, *kernel[2:6], 0, OTHER_PID, *kernel[8:])]
+    rows["CUPTI_ACTIVITY_KIND_RUNTIME"] = [call, (800, 810, 0, OTHER_PID | 4343, 0, *call[5:])]
+    trace = read_trace(export(tmp_path / "t.sqlite", rows))
+    assert [c for name, c in rows_of(trace, "work", "correlation") if c != NONE and name == "gemm"] == [11]
+    assert trace.calls.correlation.tolist() == [11, NONE]
+
+
 def test_graphs_traced_as_wholes(tmp_path: Path) -> None:
     rows = ROWS | {
         "CUPTI_ACTIVITY_KIND_KERNEL": [],

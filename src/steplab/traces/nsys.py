@@ -224,10 +224,11 @@ class _Export:
                 self._builder.notes.append(f"rows of {table} {what}: {count}")
 
     def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
-        """Correlation ids that are unique in the file, although every process counts its own."""
+        """Correlation ids that are unique in the file, although every process counts its own; NONE where CUPTI gave
+        none, which it writes as 0."""
         ids = np.array(correlation, dtype=np.int64)
         process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
-        return np.where(ids == NONE, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
+        return np.where(ids <= 0, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
 
     def _text(self, value: int | str) -> str:
         """The text, or the text of that number in StringIds."""
