@@ -12,7 +12,7 @@ from cyclopts import App, ArgumentCollection
 from steplab.errors import UserError
 
 _MOST = 2**63 - 1
-"""What a store, a device and a generator of random numbers take of whole numbers."""
+"""The largest whole number that the store, torch and generators of random numbers all take."""
 
 
 def as_meant(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:

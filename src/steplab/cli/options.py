@@ -76,8 +76,8 @@ def step_options(without: Collection[str] = (), changed: Mapping[str, str] = _NO
 
 
 class GivenFields:
-    """The options of a step that were given; specs.resolve decides the rest. Or those of a benchmark's cells, of which
-    every combination is one."""
+    """The options that were given of a step, whose other fields specs.resolve decides, or of a benchmark's cells, which
+    are all their combinations."""
 
     declared: ClassVar[tuple[StepField, ...]] = ()
     """The fields that have options."""

@@ -67,7 +67,7 @@ class _Pair:
     """A cell of A, and the one of B that is like it."""
 
     label: str
-    """What tells it from other pairs; empty for the only one."""
+    """The words that distinguish it from other pairs; empty for the only one."""
     a: _Cell
     b: _Cell
 

@@ -32,7 +32,7 @@ class Case:
 
     run: Run
     gpu: Gpu | None
-    """By the device's figures, stated or measured by `steplab doctor`; None where neither is known."""
+    """Rates on the device, from its figures, stated or measured by `steplab doctor`; None where neither is known."""
 
     @property
     def spec(self) -> StepSpec | None:

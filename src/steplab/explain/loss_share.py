@@ -16,7 +16,7 @@ CONSIDERABLE = 0.15
 PASSES = 2
 """Number of times that a fused loss moves the logits: it reads them once and writes their gradient in their place."""
 _LIKE = "fused reduction"
-"""The kernels of a compiler's whose rate it has."""
+"""The kind of compiled kernel whose rate is assumed for it."""
 
 
 def loss_share(case: Case) -> Finding | None:

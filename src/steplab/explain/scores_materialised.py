@@ -152,6 +152,6 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
 
 
 def _scores(products: Sequence[OpStats]) -> Product | None:
-    """Sizes of queries times keys: the product of the forward pass whose result is square."""
+    """The sizes of the product of queries and keys: that of the forward pass whose result is square."""
     found = (product_of(op) for op in sorted(products, key=lambda op: op.phase == "backward"))
     return next((product for product in found if product and product.m == product.n), None)

@@ -92,7 +92,7 @@ def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
 
 
 def _at_once(opened: Store, text: str) -> list[Record]:
-    """The record of an id, without reading what else there is; else all that the text stands for."""
+    """The record with this id, found without reading others; where there is none, all records that the text names."""
     try:
         return [opened.get(text)]
     except UserError:

@@ -32,7 +32,7 @@ class Promise:
     share: float
     """Share of the step that it saves; negative if it costs time."""
     source: str
-    """What predicts it."""
+    """What predicts it: the kind of a finding, `plan time` or `plan layout`."""
 
 
 class Outlook:

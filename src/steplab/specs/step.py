@@ -45,7 +45,7 @@ _REFUSALS = (
     *(refuse_unserved_layout, refuse_uneven_split, refuse_uneven_pipeline, refuse_unrecorded_step),
     *(refuse_unserved_triton_optimizer, refuse_unserved_update, refuse_unserved_block_ops, refuse_unserved_masters),
 )
-"""What is asked of fields that have to fit each other: each raises UserError, or Unsupported."""
+"""Checks that fields fit each other; each raises UserError or Unsupported."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -44,7 +44,7 @@ class _Found:
 def measure_comm(
     task: CellsTask[CommStudy], observer: Observer, world: World | None, make: MakeCall = make_call
 ) -> None:
-    """The job: measure the task's cells on this rank; every rank of the world calls this, and its observer is told of
+    """The job: measure the task's cells on this rank; every rank of the world calls this, and its observer hears of
     all cells.
 
     Raises Unsupported for a request that this machine cannot serve at all.

@@ -47,7 +47,7 @@ class Column:
     """What it shows of an item in a table by `Table.of`; None: the item's attribute that `key` names."""
 
     def __post_init__(self) -> None:
-        """Find the quantity in the field's name."""
+        """Take the quantity from the unit at the end of the field's name, unless one was given."""
         if self.quantity is BY_NAME:
             object.__setattr__(self, "quantity", quantity_of(self.key))
 
@@ -102,13 +102,13 @@ class Sentences:
     """Whole sentences, one under the other."""
 
     texts: tuple[str, ...]
-    """Each without what would steer a terminal being looked for: renderers take that out."""
+    """The texts as they are; renderers remove control characters."""
     role: Role = "text"
     """How they are set."""
 
     @classmethod
     def of(cls, texts: Iterable[str | None], role: Role = "text") -> "Sentences":
-        """Those of the texts that there are."""
+        """Sentences of these texts, without those that are None or empty."""
         return cls(texts=tuple(text for text in texts if text), role=role)
 
 
@@ -215,7 +215,7 @@ class Bars:
     bars: tuple[Bar, ...]
     """From top to bottom."""
     legend: Legend = ()
-    """Of each kind of segment that is drawn."""
+    """The label of each kind of segment that is drawn."""
     note: str = ""
     """Quantity, statistic and meaning of the mark, in whole sentences."""
     full: float | None = None
