@@ -18,7 +18,7 @@ _WANTED = {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing
 
 
 def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
-    """The step of each model by who computes its attention; of one measured twice, the later. Earlier ones are marked:
+    """The step of each model by who computes its attention, replayed as CUDA graphs or not; of one measured twice, the later. Earlier ones are marked:
     they were not measured beside the others; and so are those that are the host's more than the device's."""
     found: dict[tuple[str, str], dict[str, Run]] = {}
     for run in (*earlier, *runs):
@@ -27,7 +27,8 @@ def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
             continue
         if all(getattr(spec, name) == value for name, value in _WANTED.items()):
             column = f"{spec.attention}, {'eager' if spec.compile == 'off' else 'compiled'}"
-            found.setdefault((spec.model.name, str(spec.context)), {})[column] = run
+            launched = "" if spec.cuda_graph == "off" else ", CUDA graphs"
+            found.setdefault((spec.model.name + launched, str(spec.context)), {})[column] = run
     compared = {key: own for key, own in found.items() if any(column.startswith(OURS) for column in own)}
     if not compared:
         return None

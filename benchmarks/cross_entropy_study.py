@@ -5,8 +5,8 @@
     python benchmarks/cross_entropy_study.py --kernel      # softmax, loss and gradient alone, in several tile sizes
 
 Hidden states, weight and targets are random. A time is from CUDA events around forward and backward, gradients freed
-between turns and the L2 cache overwritten before each; the median over repeats is given, with the smallest and the
-largest. Memory is the peak of torch's allocator beyond the inputs and the gradients of both. Errors are those of a
+between turns, whose order is drawn anew each time, and the L2 cache overwritten before each; the median over repeats is
+given, with the smallest and the largest. Memory is the peak of torch's allocator beyond the inputs and the gradients of both. Errors are those of a
 smaller batch against float64: the largest, over the largest exact gradient.
 
 liger-kernel and cut-cross-entropy are measured where they are installed.
@@ -16,6 +16,7 @@ import argparse
 import gc
 import importlib.metadata
 import json
+import random
 import statistics
 import sys
 from collections.abc import Callable
@@ -163,9 +164,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         torch.cuda.empty_cache()
         print(f"ready: {name} {rows[name].get('left_out', '')}", file=sys.stderr)
     samples: dict[str, list[float]] = {name: [] for name in losses}
+    order, shuffled = list(losses), random.Random(0)
     for _ in range(options.repeats):
-        for name, loss in losses.items():
-            samples[name].append(timed_ms(lambda loss=loss: inputs.step(loss), flush))  # type: ignore[misc]
+        shuffled.shuffle(order)  # at the limit of power a candidate's clock depends on who ran before it
+        for name in order:
+            samples[name].append(timed_ms(lambda loss=losses[name]: inputs.step(loss), flush))  # type: ignore[misc]
             inputs.forget()
     for name, found in samples.items():
         rows[name] |= {"samples_ms": found, "median_ms": statistics.median(found)}
