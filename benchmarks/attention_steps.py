@@ -18,8 +18,9 @@ _WANTED = {"precision": "bf16", "pass_name": "train", "batch": 4, "checkpointing
 
 
 def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
-    """The step of each model by who computes its attention, replayed as CUDA graphs or not; of one measured twice, the later. Earlier ones are marked:
-    they were not measured beside the others; and so are those that are the host's more than the device's."""
+    """The step of each model by who computes its attention, replayed as CUDA graphs or not; of one measured twice, the
+    later. Earlier ones are marked: they were not measured beside the others; and so are those that are the host's more
+    than the device's."""
     found: dict[tuple[str, str], dict[str, Run]] = {}
     for run in (*earlier, *runs):
         spec = run.spec
@@ -37,7 +38,7 @@ def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
     old = {run.id for run in earlier}
 
     def text(run: Run | None) -> str:
-        return milliseconds(_step_s(run)) + "*" * (run.id in old) + "†" * _waited(run) if run else "–"
+        return milliseconds(_step_s(run)) + "*" * (run.id in old) + "†" * waited(run) if run else "–"
 
     rows = [(*key, *(text(own.get(column)) for column in columns)) for key, own in compared.items()]
     ids = ", ".join(run.id for own in compared.values() for run in own.values())
@@ -52,7 +53,7 @@ def steps(earlier: Sequence[Run], runs: Sequence[Run]) -> Table | None:
     )
 
 
-def _waited(run: Run) -> bool:
+def waited(run: Run) -> bool:
     """Whether Python was hardly ahead of the device in its steps; where that is not recorded, it is not known to be."""
     return run.timing is not None and waits_for_host(run.timing.back_to_back)
 

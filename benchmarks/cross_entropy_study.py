@@ -6,8 +6,8 @@
 
 Hidden states, weight and targets are random. A time is from CUDA events around forward and backward, gradients freed
 between turns, whose order is drawn anew each time, and the L2 cache overwritten before each; the median over repeats is
-given, with the smallest and the largest. Memory is the peak of torch's allocator beyond the inputs and the gradients of both. Errors are those of a
-smaller batch against float64: the largest, over the largest exact gradient.
+given, with the smallest and the largest. Memory is the peak of torch's allocator beyond the inputs and the gradients of
+both. Errors are those of a smaller batch against float64: the largest, over the largest exact gradient.
 
 liger-kernel and cut-cross-entropy are measured where they are installed.
 """

@@ -16,6 +16,7 @@ from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 
+from attention_steps import waited
 from page_tables import table_of_texts, write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
@@ -159,7 +160,8 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         rows.append(
             (
                 *(size[0], str(size[1]), _ms(recipe.median_s), _ms(walked.best_s if walked else None)),
-                *(_ms(peer.median_s if peer else None), f"{recipe.median_s / peer.median_s:.3f}" if peer else "–"),
+                _ms(peer.median_s if peer else None) + "†" * (peer is not None and waited(peer)),
+                f"{recipe.median_s / peer.median_s:.3f}" if peer else "–",
                 _ms(autocast.median_s if autocast else None),
                 ", ".join(record.id for record in (recipe, walked, peer, autocast) if record),
             )
@@ -169,9 +171,10 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
     caption = (
         "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`, whose weights "
         "are bf16 with fp32 masters (`--precision bf16_master`). By advise: the walk from the plain step. "
-        "Transformers: its Llama of the same sizes, bf16 autocast, compiled, cuDNN's attention, torch's fused AdamW, "
-        "on the GPU of the recipe's step and within ten minutes of it; the faster of compiled layer by layer and as a "
-        "whole, where both were measured. With fp32 weights: the recipe with `--precision bf16`, which is autocast "
+        "Transformers: its Llama of the same sizes, bf16 autocast, compiled, cuDNN's attention or torch's choice, "
+        "torch's fused AdamW, on the GPU of the recipe's step and within ten minutes of it; the fastest where it was "
+        "compiled in several ways, as layer by layer and as a whole in CUDA graphs; †: the device waited for Python. "
+        "With fp32 weights: the recipe with `--precision bf16`, which is autocast "
         "over fp32 weights."
     )
     return table_of_texts(
