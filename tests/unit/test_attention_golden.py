@@ -2,7 +2,7 @@
 
 import gzip
 from pathlib import Path
-from statistics import geometric_mean, median
+from statistics import median
 
 import pytest
 
@@ -10,8 +10,8 @@ from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
 
-PEERS = "09afbe05a098"
-"""Record of seven shapes beside flash-attn-4."""
+PEERS = ("bd0ee843eb9d", "09afbe05a098")
+"""Records of seven shapes beside flash-attn-4, the newest first, which has FlexAttention as well."""
 RECORDS = Path(__file__).parents[2] / "benchmarks/results/attention_h200_202611.jsonl.gz"
 
 
@@ -28,67 +28,58 @@ def times(run: AttentionRun | Run, implementation: str, name: str) -> list[float
     return [median(cell.samples(name)) for cell in sorted(cells, key=lambda cell: repr(cell.spec.shape))]
 
 
-def test_flash_triton_is_faster_than_flex_attention_in_every_cell(records: dict[str, AttentionRun | Run]) -> None:
-    peers = records["dc2337899c21"]
-    for name, mean, least in (("forward", 1.64, 1.41), ("backward", 1.43, 1.28), ("both", 1.47, 1.33)):
-        pairs = zip(times(peers, "flex", name), times(peers, "flash_triton", name), strict=True)
-        ratios = [theirs / ours for theirs, ours in pairs]
-        assert len(ratios) == 7
-        assert geometric_mean(ratios) == pytest.approx(mean, abs=0.01)
-        assert min(ratios) == pytest.approx(least, abs=0.01)
+def ratios(run: AttentionRun | Run, peer: str, name: str) -> list[float]:
+    """What a peer takes over what flash_triton takes, shape by shape."""
+    pairs = zip(times(run, peer, name), times(run, "flash_triton", name), strict=True)
+    return [theirs / ours for theirs, ours in pairs]
 
 
 @pytest.mark.parametrize(
     ("peer", "name", "least", "most"),
     [
+        ("flex", "forward", 1.542, 2.027),
+        ("flex", "backward", 1.417, 2.144),
+        ("flex", "both", 1.489, 2.003),
         ("sdpa_flash", "both", 1.947, 2.411),
-        ("sdpa_cudnn", "forward", 1.105, 1.317),
-        ("sdpa_cudnn", "backward", 1.122, 1.401),
+        ("sdpa_cudnn", "forward", 1.078, 1.317),
+        ("sdpa_cudnn", "backward", 1.074, 1.401),
         ("sdpa_cudnn", "both", 1.083, 1.376),
-        ("flash_attn_4", "forward", 1.036, 1.182),
-        ("flash_attn_4", "backward", 0.979, 1.068),
+        ("flash_attn_4", "forward", 1.030, 1.182),
+        ("flash_attn_4", "backward", 0.964, 1.068),
         ("flash_attn_4", "both", 0.972, 1.075),
     ],
 )
 def test_flash_triton_beside_its_peers_in_seven_shapes(
     records: dict[str, AttentionRun | Run], peer: str, name: str, least: float, most: float
 ) -> None:
-    peers = records[PEERS]
-    pairs = zip(times(peers, peer, name), times(peers, "flash_triton", name), strict=True)
-    ratios = [theirs / ours for theirs, ours in pairs]
-    assert len(ratios) == 7
-    assert min(ratios) == pytest.approx(least, abs=0.001)
-    assert max(ratios) == pytest.approx(most, abs=0.001)
+    found = [ratios(records[record], peer, name) for record in (PEERS[:1] if peer == "flex" else PEERS)]
+    assert all(len(of_record) == 7 for of_record in found)
+    assert min(map(min, found)) == pytest.approx(least, abs=0.001)
+    assert max(map(max, found)) == pytest.approx(most, abs=0.001)
 
 
-def test_forward_is_faster_than_flash_attn_4_in_every_shape(records: dict[str, AttentionRun | Run]) -> None:
-    peers = records[PEERS]
-    pairs = zip(times(peers, "flash_attn_4", "forward"), times(peers, "flash_triton", "forward"), strict=True)
-    assert all(theirs > ours for theirs, ours in pairs)
-
-
-def test_before_turns_backward_cudnn_was_faster_at_32768_positions(records: dict[str, AttentionRun | Run]) -> None:
-    peers = records["dc2337899c21"]
-    pairs = zip(times(peers, "sdpa_cudnn", "both"), times(peers, "flash_triton", "both"), strict=True)
-    ratios = sorted(theirs / ours for theirs, ours in pairs)
-    assert ratios == pytest.approx([0.967, 0.971, 1.008, 1.024, 1.049, 1.124, 1.126], abs=0.001)
+@pytest.mark.parametrize("record", PEERS)
+def test_forward_is_faster_than_flash_attn_4_in_every_shape(
+    records: dict[str, AttentionRun | Run], record: str
+) -> None:
+    assert min(ratios(records[record], "flash_attn_4", "forward")) > 1
 
 
 def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
     records: dict[str, AttentionRun | Run],
 ) -> None:
-    peers = records[PEERS]
+    peers = records[PEERS[0]]
     assert isinstance(peers, AttentionRun)
     (first,) = (
         cell
         for cell in peers.cells
         if cell.spec.implementation == "flash_triton" and (cell.spec.queries, cell.spec.dim) == (16384, 64)
     )
-    assert median(first.samples("both")) == pytest.approx(3.181e-3, rel=0.001)
+    assert median(first.samples("both")) == pytest.approx(3.221e-3, rel=0.001)
 
 
 def test_first_calls_with_an_empty_cache_take_some_seconds(records: dict[str, AttentionRun | Run]) -> None:
-    for record, longest_s in (("9cc59883e6d4", 4.94), ("bd8c52b20e45", 4.72), ("dc2337899c21", 6.4)):
+    for record, longest_s in (("f23afa05cbf7", 5.39), ("65cff02a1f04", 7.40), ("0c7b03e7b9b4", 10.19)):
         run = records[record]
         assert isinstance(run, AttentionRun)
         first_s = [cell.first_call_s or 0.0 for cell in run.cells if cell.spec.implementation == "flash_triton"]
