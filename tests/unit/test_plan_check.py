@@ -79,6 +79,25 @@ def errors(checks: Iterable[TimeCheck]) -> list[float]:
 # --- published steps ----------------------------------------------------------------------------------------------
 
 
+def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> None:
+    """On an H100, whose records no rate was fitted to."""
+    lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
+    checks = check_runs([run for run in map(decode, lines) if isinstance(run, Run)])
+    assert not any(check.fitted for check in checks)
+    for name, waited in {"host always ahead": False, "the device may have waited": True}.items():
+        errors = [abs(check.error or 0) for check in checks if check.device_waited is waited]
+        inside = sum(bool(check.inside) for check in checks if check.device_waited is waited)
+        figures = len(errors), f"{median(errors):.1%}", f"{max(errors):.1%}", inside
+        chapter_says("plan_time", f"| {' | '.join([name, *map(str, figures)])} |".replace("%", " %"))
+    peaks = [
+        abs(check.predicted_peak_bytes / check.measured_peak_bytes - 1)
+        for check in checks
+        if check.predicted_peak_bytes and check.measured_peak_bytes
+    ]
+    told = f"{median(peaks):.2%} off in the median of {len(peaks)} steps, {max(peaks):.1%} at worst"
+    chapter_says("plan_time", told.replace("%", " %"))
+
+
 def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_peak() -> None:
     """Each row by a fit that has seen no model of its size; the constant is fitted to all rows."""
     own = [check for check in checked() if check.source == "mosaicml"]
