@@ -84,9 +84,9 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
     lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
     checks = check_runs([run for run in map(decode, lines) if isinstance(run, Run)])
     assert not any(check.fitted for check in checks)
-    for name, waited in {"host always ahead": False, "the device may have waited": True}.items():
-        errors = [abs(check.error or 0) for check in checks if check.device_waited is waited]
-        inside = sum(bool(check.inside) for check in checks if check.device_waited is waited)
+    for name, has_waited in {"host always ahead": False, "the device may have waited": True}.items():
+        errors = [abs(check.error or 0) for check in checks if check.device_waited is has_waited]
+        inside = sum(bool(check.inside) for check in checks if check.device_waited is has_waited)
         figures = len(errors), f"{median(errors):.1%}", f"{max(errors):.1%}", inside
         chapter_says("plan_time", f"| {' | '.join([name, *map(str, figures)])} |".replace("%", " %"))
     peaks = [

@@ -147,7 +147,7 @@ class CompiledTransformer:
                 ]
             return kept
         kept = [
-            _Kind(sizes.stream, m.weight_dtype, "residual stream, normalised", 2),
+            *self._of_streams(),
             _Kind(sizes.rows_of_stream, FP32, "reciprocal root mean squares", 2),
             _Kind(sizes.gathered, compute, "norms", 2),
             *self._attended(keys, "query, key, value", num_others=1),
@@ -159,6 +159,14 @@ class CompiledTransformer:
         if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
             kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
         return kept
+
+    def _of_streams(self) -> list[_Kind]:
+        """What both norms read. A block that is compiled by itself is given the first as it is, and sums it again with
+        what attention added, which is in the format of the products."""
+        m, sizes, what = self._machine, self._machine.sizes, "residual stream, normalised"
+        if self._spec.compile != "block" or self._fused:
+            return [_Kind(sizes.stream, m.weight_dtype, what, 2)]
+        return [_Kind(sizes.stream, m.weight_dtype, what), _Kind(sizes.stream, m.product_dtype, "attention's branch")]
 
     def _attended(self, keys: Count, what: str, num_others: int) -> list[_Kind]:
         """Keys and values, and tensors as wide as the residual stream."""

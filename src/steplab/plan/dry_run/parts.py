@@ -137,7 +137,7 @@ def _parts_of(
         context=context,
         pass_name="forward_backward" if gradients else "forward",
         precision=precision,
-        compile="default" if compiled else "off",
+        compile="block" if compiled else "off",
         attention=attention,
         block_ops=block_ops,
         checkpointing=recomputed,

@@ -24,7 +24,7 @@ def predict_layout_memory(
     shared, alone = _shared_bytes(spec, variant), spec.layout.world_size == 1
     of_ranks = [] if alone else _notes(spec, variant, outside, shared)
     least = worst.peak_bytes + outside + shared
-    safe = safe_device_bytes(worst.reserved_bytes, outside + shared)
+    safe = safe_device_bytes(worst.reserved_bytes, outside + shared, by_compiled_block=spec.compile != "off")
     return MemoryPrediction(
         peak_bytes=worst.peak_bytes,
         at_peak=by_category(worst.terms),

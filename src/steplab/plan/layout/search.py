@@ -202,7 +202,8 @@ class _Search:
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
         worst = peaks[place]
         outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
-        least, safe = worst.num_bytes + outside, safe_device_bytes(worst.reserved_bytes, outside)
+        least = worst.num_bytes + outside
+        safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
         verdict = fit_of(self._job.hardware, "estimate", least, safe).verdict
         time = self._clock.time(spec) if verdict != "does not fit" else None
         return LayoutCandidate(
