@@ -136,7 +136,10 @@ def steps(runs: Sequence[Run]) -> Table:
         "reserved",
         "record",
     )
-    caption = "Milliseconds, medians of the measured steps; GiB at the peak."
+    caption = (
+        "Milliseconds, medians of the measured steps; GiB at the peak. What the CUDA graphs of `reduce-overhead` keep "
+        "is reserved, and not counted as allocated."
+    )
     return table_of_texts(
         "steps", headers, rows, numeric=[h not in (*STEP, "record") for h in headers], caption=caption
     )

@@ -21,6 +21,7 @@ from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
 from steplab.records.timing import waits_for_host
+from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.step import StepSpec
 
@@ -49,7 +50,7 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         precision=spec.precision,
         compiled=spec.compile != "off",
         measured_step_time_s=run.median_s,
-        measured_peak_bytes=peaks.get("step"),
+        measured_peak_bytes=None if spec.compile in RECORD_THEIR_OWN else peaks.get("step"),
         device_waited=device_waited,
     )
     try:

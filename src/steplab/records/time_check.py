@@ -30,7 +30,7 @@ class TimeCheck:
     predicted_peak_bytes: int | None = None
     """Predicted peak of allocated memory; None: not predicted."""
     measured_peak_bytes: int | None = None
-    """Measured peak of allocated memory; None: not measured."""
+    """Measured peak of allocated memory; None: not measured, or without what CUDA graphs of torch.compile keep."""
     fitted: bool = False
     """Whether rates were fitted to it, or to others of its like; otherwise it was held out, or came later."""
     device_waited: bool = False
