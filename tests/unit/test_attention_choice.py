@@ -9,7 +9,7 @@ import torch
 from tests.documents import chapter_says
 
 import steplab
-from steplab.errors import Unsupported
+from steplab.errors import Unsupported, UserError
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
@@ -93,6 +93,12 @@ def test_the_committed_table_says_nothing_of_head_dimensions_that_it_lacks(dtype
         assert "fastest of" in within.reason
         assert beyond.implementation == "sdpa"
         assert f"beyond head dimension {widest}" in beyond.reason
+
+
+@pytest.mark.parametrize("fields", [{"dtype": "bf16"}, {"dtype": torch.bfloat16}, {"head_dim": -1}])
+def test_a_misspelt_type_is_refused_and_not_left_to_torch(fields: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"^attention is chosen for one of float32, .* of 1 or more, not for "):
+        choose(device="NVIDIA H200", **SERVED | fields)  # type: ignore[arg-type]
 
 
 def test_where_nothing_runs_it_is_left_to_torch() -> None:

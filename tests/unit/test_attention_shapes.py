@@ -121,6 +121,8 @@ def test_other_types_are_refused_in_a_line(types: tuple[torch.dtype, ...], said:
 
 def test_tensors_of_two_devices_are_refused() -> None:
     q = torch.ones(1, 1, 4, 8)
+    with pytest.raises(UserError, match="attention takes tensors of torch, not ndarray, Tensor, list"):
+        check_inputs(np.zeros((2, 3)), torch.zeros(2, 3), [[0.0]])  # type: ignore[arg-type]
     with pytest.raises(UserError, match="one device, not cpu, meta and meta"):
         attention(q, q.to("meta"), q.to("meta"))
 

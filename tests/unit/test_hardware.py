@@ -290,6 +290,10 @@ def test_a_part_of_a_name_is_completed(asked: str, hint: str) -> None:
     assert hint in str(caught.value)
 
 
+def test_the_name_that_torch_gives_a_gpu_is_taken_too() -> None:
+    assert hardware_named("nvidia h100 80gb hbm3").name == "H100 SXM"
+
+
 def test_an_unknown_short_name_lists_the_valid_ones() -> None:
     with pytest.raises(UserError) as caught:
         hardware_named("H300")

@@ -95,7 +95,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name, without regard to case. Raises UserError that lists the known names."""
+    """The GPU with this short name, or that torch calls so, without regard to case. Raises UserError that lists the
+    known short names."""
     return _named(name, catalogue())
 
 
@@ -107,7 +108,7 @@ def accelerator_named(name: str) -> HardwareSpec:
 def _named(name: str, known: Sequence[HardwareSpec]) -> HardwareSpec:
     wanted = name.strip().casefold()
     for spec in known:
-        if spec.name.casefold() == wanted:
+        if wanted in map(str.casefold, (spec.name, *spec.device_names)):
             return spec
     names = [spec.name for spec in known]
     near = _near(wanted, names)

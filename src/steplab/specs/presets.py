@@ -31,9 +31,12 @@ def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] =
     else:
         try:
             text = small_file(Path(source)).decode()
-        except (OSError, UnicodeDecodeError) as error:
+        except UnicodeDecodeError as error:
+            raise UserError(f"{what} {source} is not valid TOML: it is not text in UTF-8") from error
+        except OSError as error:
             choice = f"choose one of {', '.join(names)}, or give the path of a TOML file"
-            raise UserError(f"no {what} '{source}': {choice}") from error
+            found = f"{source} cannot be read ({error.strerror})" if Path(source).exists() else f"no {what} '{source}'"
+            raise UserError(f"{found}: {choice}") from error
     try:
         return tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError) as error:

@@ -159,7 +159,8 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     tables = ("grid", *STEP_PARTS, *BENCHMARKS)
     for key, value in content.items():
         if key not in ("description", "gpus", "include", *tables):
-            raise UserError(f"unknown key '{key}'; a study has a description and [[grid]] tables")
+            listed = ", ".join(f"[[{table}]]" for table in tables)
+            raise UserError(f"unknown key '{key}'; a study has description, gpus, include, and the tables {listed}")
         if key in tables and not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
             raise UserError(f"'{key}' must be a list of [[{key}]] tables")
     gpus, included = content.get("gpus", 0), content.get("include", [])
