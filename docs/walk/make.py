@@ -31,9 +31,9 @@ from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME
 from steplab.report.profile.figures import whole
 from steplab.report.profile.roofline import roofline
 from steplab.specs.attention_kernels import chosen_by_auto
-from steplab.specs.changes import CHANGES
 from steplab.specs.command import command
 from steplab.specs.hardware import find_hardware
+from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import StepSpec, describe
 
 HERE = Path(__file__).parent
@@ -154,8 +154,6 @@ def chapter(records: Sequence[Record], pictures: dict[str, str]) -> str:
     before_s, after_s = _step_s(steps[0]), _step_s(steps[-1])
     ends = [(words, run) for words, spec in (("first", walk.spec), ("fastest", walk.best))
             if (run := profile_of(spec, records))]  # fmt: skip
-    bf16 = next(change for change in CHANGES if change.words == "precision bf16")
-    codes = [*([bf16.code.splitlines()] if first else []), *(tried.code for tried in walk.kept)]
     parts = [
         f"# From {units.format_time(before_s)} to {units.format_time(after_s)}",
         "<!-- made by docs/walk/make.py from the records of benchmarks/results; change that, and not this file -->",
@@ -172,9 +170,12 @@ def chapter(records: Sequence[Record], pictures: dict[str, str]) -> str:
         *_where(ends, pictures),
         *_what_is_left(steps[-1]),
         "## The same by hand",
-        "This command measures the fastest step, and the lines make the same changes in a training loop:",
+        "This command measures the fastest step:",
         _code([command(walk.best)]),
-        _code([line for code in codes for line in code], "text"),  # excerpts, not a module that could be formatted
+        "The same in a model of your own:",
+        _code(own_model(walk.best), "text"),  # excerpts, not a module that could be formatted
+        "And in its training loop:",
+        _code(own_loop(walk.best), "text"),
         *_others([each for each in walks(records) if each is not walk]),
         "## The records",
         _origin(walk, first),

@@ -319,9 +319,8 @@ def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Cal
 
 
 @pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.words)
-def test_a_change_is_a_valid_value_of_a_field_and_its_code_is_python(change: Any) -> None:
+def test_a_change_is_a_valid_value_of_a_field(change: Any) -> None:
     assert change.value in FIELDS[change.field].choices or change.field == "checkpointing"
-    compile(change.code, "code", "exec")
     assert bool(change.numerics) == (change.field == "precision" and change.value != "bf16_master")
 
 

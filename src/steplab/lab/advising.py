@@ -19,6 +19,7 @@ from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.checkpointing import AUTO
+from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
@@ -132,7 +133,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         field=change.field,
         value=_value(attempt),
         along=tuple(each.words for each in attempt.along),
-        code=tuple(line for each in made for line in each.code.splitlines()),
+        code=_added_lines(attempt),
         numerics="; ".join(each.numerics for each in made if each.numerics),
         predicted_share=promise.share if promise else None,
         predicted_by=promise.source if promise else "",
@@ -146,6 +147,13 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         base_id=base.id if base else None,
         took_s=attempt.took_s,
     )
+
+
+def _added_lines(attempt: Attempt) -> tuple[str, ...]:
+    """The lines that are in the loop of the step with the change alone."""
+    after = attempt.side.spec if attempt.side else attempt.change.made(attempt.base.spec)
+    before = {*own_model(attempt.base.spec), *own_loop(attempt.base.spec)}
+    return tuple(line for line in (*own_model(after), *own_loop(after)) if line not in before)
 
 
 def _value(attempt: Attempt) -> str:

@@ -22,7 +22,7 @@ class Tried:
     along: tuple[str, ...] = ()
     """Words of the changes that were made with it: what it needs, and others of the recipe `fast`."""
     code: tuple[str, ...]
-    """Lines of Python that make the change in a loop of the user's own."""
+    """Lines that it adds to a model and a training loop of the user's own."""
     numerics: str = ""
     """How the change affects the numbers beyond the order of additions; empty: not at all."""
     predicted_share: float | None = None

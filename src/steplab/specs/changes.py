@@ -1,8 +1,8 @@
 """Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries,
 and of which the recipe `fast` takes those that made steps faster.
 
-Each is one field of the step, and the lines that do the same in a training loop of the user's own. A change of the
-model, the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
+Each is one field of the step; specs.own_loop has its lines in a training loop of the user's own. A change of the model,
+the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
 """
 
 import dataclasses
@@ -28,8 +28,6 @@ class Change:
     """The field, by its name in study files."""
     value: str
     """Its value with the change."""
-    code: str
-    """The lines of Python that do the same in a loop with `model`, `batch` and `optimizer`."""
     devices: tuple[DeviceKind, ...] = _ANY
     """Kinds of devices on which it is worth trying."""
     replaces: tuple[str, ...] = ()
@@ -103,69 +101,10 @@ class Change:
         return True
 
 
-_AUTOCAST = """with torch.autocast(device.type, dtype=torch.bfloat16):
-    loss = model(batch)"""
-_ATTENTION = "out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
-
-
-_GRAPH = """# after a few steps on a stream of their own, with an optimizer that was made with capturable=True
-graph, static = torch.cuda.CUDAGraph(), batch.clone()
-with torch.cuda.graph(graph):
-    loss = model(static)
-    loss.backward()
-    optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
-# then in each step
-static.copy_(batch)
-graph.replay()"""
-
-
-_UPDATE = """from steplab.ops.update import UpdateInBackward
-update = UpdateInBackward(optimizer, model.blocks)
-stream = torch.cuda.Stream(priority=-1)  # whose kernels go before those of the updates
-stream.wait_stream(torch.cuda.current_stream())
-# the whole loop on it, with update.finish() in place of optimizer.step()
-with torch.cuda.stream(stream):
-    for batch in batches:
-        loss = model(batch)
-        loss.backward()
-        update.finish()
-        optimizer.zero_grad(set_to_none=True)"""
-
-
-_SELECTIVE = """from functools import partial
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
-
-def policy(context, operator, *args, **options):
-    return CheckpointPolicy.MUST_SAVE if operator in kept else CheckpointPolicy.PREFER_RECOMPUTE
-
-kept = {torch.ops.aten.mm.default, torch.ops.aten._scaled_dot_product_flash_attention.default}
-contexts = partial(create_selective_checkpoint_contexts, policy)
-x = checkpoint(block, x, use_reentrant=False, context_fn=contexts)"""
-
-
-def _own_attention(name: str) -> str:
-    return (
-        f'from steplab.ops.attention import attention\nout = attention(q, k, v, causal=True, implementation="{name}")'
-    )
-
-
-def _own_loss(name: str) -> str:
-    return (
-        "from steplab.ops.cross_entropy import linear_cross_entropy\n"
-        f'loss = linear_cross_entropy(hidden, head.weight, targets, implementation="{name}")'
-    )
-
-
-def _compiled(mode: str) -> str:
-    return f'model = torch.compile(model, mode="{mode}")'
-
-
 CHANGES = (
     Change(
         field="precision",
         value="bf16",
-        code=_AUTOCAST,
         replaces=("fp32", "tf32"),
         numerics="matrix products take bf16, with 8 bits of precision for 24; weights and sums stay in fp32",
         fast={"cuda": _EVERY_MODEL},
@@ -173,18 +112,14 @@ CHANGES = (
     Change(
         field="precision",
         value="tf32",
-        code='torch.set_float32_matmul_precision("high")',
         devices=_CUDA,
         replaces=("fp32",),
         numerics="matrix products round their fp32 inputs to 11 bits of precision",
     ),
-    Change(
-        field="attention", value="auto", code=_own_attention("auto"), devices=_CUDA, fast={"cuda": ("transformer",)}
-    ),
+    Change(field="attention", value="auto", devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(
         field="attention",
         value="sdpa",
-        code=_ATTENTION,
         devices=("cpu", "mps"),
         replaces=("plain",),
         fast={"cuda": ("hf",), "cpu": ("transformer", "hf")},
@@ -193,56 +128,38 @@ CHANGES = (
         field="compile",
         value="block",
         fast={"cuda": ("transformer", "hf")},
-        code="for block in model.blocks:\n    block.forward = torch.compile(block.forward)",
         replaces=("off",),
     ),
     Change(
         field="compile",
         value="default",
-        code="model = torch.compile(model)",
         replaces=("off", "block"),
         fast={"cuda": ("factory",)},
     ),
-    Change(field="loss", value="fused", code=_own_loss("fused"), devices=_CUDA),
+    Change(field="loss", value="fused", devices=_CUDA),
     Change(
         field="loss",
         value="chunked",
-        code=_own_loss("chunked"),
         replaces=("plain",),
         pointless_after=("fused",),
     ),
     Change(
         field="model.projections",
         value="merged",
-        code="qkv = torch.nn.Linear(d_model, 3 * d_model, bias=False)  # and one layer for gate and up\n"
-        "q, k, v = qkv(x).chunk(3, dim=-1)",
         replaces=("separate",),
         fast={"cuda": ("transformer",)},
     ),
     Change(
         field="block_ops",
         value="triton",
-        code="from steplab.ops.rms_norm.api import add_rms_norm\n"
-        "from steplab.ops.rotary_heads.api import rotary_heads\n"
-        "from steplab.ops.swiglu.api import swiglu\n"
-        "normed, x = add_rms_norm(x, branch, norm.weight, eps)  # before attention, and before gate and up\n"
-        "q, k, v = rotary_heads(query_key_value(normed), table, num_heads)\n"
-        "branch = down(swiglu(gate_up(normed)))",
         devices=_CUDA,
         needs={"model.projections": "merged"},
         fast={"cuda": ("transformer",)},
     ),
-    Change(
-        field="optimizer",
-        value="adamw_fused",
-        code="optimizer = torch.optim.AdamW(model.parameters(), lr=lr, fused=True)",
-        replaces=("adamw_loop", "adamw_foreach"),
-    ),
+    Change(field="optimizer", value="adamw_fused", replaces=("adamw_loop", "adamw_foreach")),
     Change(
         field="optimizer",
         value="adamw_triton",
-        code="from steplab.ops.adamw.optimizer import OneKernelAdamW\n"
-        "optimizer = OneKernelAdamW(model.parameters(), lr=lr)",
         devices=_CUDA,
         replaces=("adamw_fused", "adamw_loop", "adamw_foreach"),
         fast={"cuda": ("transformer",)},
@@ -250,58 +167,40 @@ CHANGES = (
     Change(
         field="precision",
         value="bf16_master",
-        code="from steplab.ops.adamw.masters import bf16_with_masters\n"
-        "from steplab.ops.adamw.optimizer import OneKernelAdamW\n"
-        "masters = bf16_with_masters(model)  # linear layers in bf16; autocast as before\n"
-        "optimizer = OneKernelAdamW(model.parameters(), lr=lr, masters=masters)",
         devices=_CUDA,
         replaces=("bf16",),
         needs={"optimizer": "adamw_triton"},
         fast={"cuda": ("transformer",)},
     ),
-    Change(field="checkpointing", value="none", code="# leave out torch.utils.checkpoint"),
+    Change(field="checkpointing", value="none"),
     Change(
         field="checkpointing",
         value="selective",
-        code=_SELECTIVE,
         replaces=("full",),
         pointless_after=("none",),
     ),
-    Change(
-        field="reshard_after_forward",
-        value="never",
-        code="from torch.distributed.fsdp import fully_shard\n"
-        "fully_shard(block, mesh=mesh, reshard_after_forward=False)  # of each block",
-    ),
-    Change(
-        field="data_parallel",
-        value="bucketed",
-        code="model = torch.nn.parallel.DistributedDataParallel(model)",
-    ),
+    Change(field="reshard_after_forward", value="never"),
+    Change(field="data_parallel", value="bucketed"),
     Change(
         field="checkpointing",
         value="auto",
-        code="from torch.utils.checkpoint import checkpoint\n"
-        "x = checkpoint(block, x, use_reentrant=False)  # for as many of the blocks as it takes to fit",
         devices=_CUDA,
         replaces=("none",),
         makes_room=True,
     ),
-    Change(field="attention", value="sdpa_cudnn", code=_own_attention("sdpa_cudnn"), devices=_CUDA),
-    Change(field="attention", value="flash_triton", code=_own_attention("flash_triton"), devices=_CUDA),
-    Change(field="cuda_graph", value="step", code=_GRAPH, devices=_CUDA, fast={"cuda": ("transformer",)}),
-    Change(field="update", value="overlapped", code=_UPDATE, devices=_CUDA, fast={"cuda": ("transformer",)}),
+    Change(field="attention", value="sdpa_cudnn", devices=_CUDA),
+    Change(field="attention", value="flash_triton", devices=_CUDA),
+    Change(field="cuda_graph", value="step", devices=_CUDA, fast={"cuda": ("transformer",)}),
+    Change(field="update", value="overlapped", devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(
         field="compile",
         value="reduce-overhead",
-        code=_compiled("reduce-overhead"),
         devices=_CUDA,
         replaces=("off", "block", "default"),
     ),
     Change(
         field="compile",
         value="max-autotune-no-cudagraphs",
-        code=_compiled("max-autotune-no-cudagraphs"),
         devices=_CUDA,
         replaces=("block", "default", "reduce-overhead"),
     ),

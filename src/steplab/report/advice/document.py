@@ -14,6 +14,7 @@ from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import dotted, made, why_failed
 from steplab.report.turns.document import alternating_caution, ratio_words
 from steplab.specs.command import command
+from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import describe
 
 _SIGNED_BYTES = Quantity(lambda size: units.signed(size, units.format_bytes))
@@ -119,11 +120,15 @@ def _cautions(advice: Advice) -> Iterator[str]:
 def _sections(advice: Advice) -> Iterator[Section]:
     yield Section.of("Changes in the order they were tried", _table(advice), later(waterfall, advice))
     if advice.best and advice.kept:
+        device_kind = advice.environment.device.kind if advice.environment else "cuda"
+        model = own_model(advice.best)
         yield Section.of(
             "The fastest step",
             Sentences.of([command(advice.best)], "code"),
+            "In a model of your own:" if model else None,
+            Sentences.of(model, "code") if model else None,
             "In a training loop of your own:",
-            Sentences.of((line for tried in advice.kept for line in tried.code), "code"),
+            Sentences.of(own_loop(advice.best, device_kind), "code"),
         )
     by_hand: list[Block | str] = []
     for found in advice.by_hand:
