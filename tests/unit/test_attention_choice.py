@@ -9,7 +9,7 @@ import torch
 from tests.documents import chapter_says
 
 import steplab
-from steplab.errors import Unsupported, UserError
+from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
@@ -97,7 +97,7 @@ def test_the_committed_table_says_nothing_of_head_dimensions_that_it_lacks(dtype
 
 @pytest.mark.parametrize("fields", [{"dtype": "bf16"}, {"dtype": torch.bfloat16}, {"head_dim": -1}])
 def test_a_misspelt_type_is_refused_and_not_left_to_torch(fields: dict[str, object]) -> None:
-    with pytest.raises(UserError, match=r"^attention is chosen for one of float32, .* of 1 or more, not for "):
+    with pytest.raises(ValueError, match=r"^attention is chosen for one of float32, .* of 1 or more, not for "):
         choose(device="NVIDIA H200", **SERVED | fields)  # type: ignore[arg-type]
 
 

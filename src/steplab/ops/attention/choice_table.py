@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from steplab.errors import UserError
 from steplab.ops.attention.implementations import DTYPES, TABLE, why_not
 
 FALLBACK = "sdpa"
@@ -60,12 +59,12 @@ def choose(
 
     `device` is a GPU's name as torch gives it, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`:
     several query heads read one key head, which torch's memory-efficient kernel does not take. The length that counts
-    is the geometric mean of queries and keys: the work goes by their product. Raises UserError for another dtype, and
+    is the geometric mean of queries and keys: the work goes by their product. Raises ValueError for another dtype, and
     for a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"
-        raise UserError(f"attention is chosen for {taken}, not for {dtype} and {head_dim}")
+        raise ValueError(f"attention is chosen for {taken}, not for {dtype} and {head_dim}")
     return choose_from(
         table(),
         device=device,
