@@ -19,7 +19,7 @@ use on four H200s less what the allocator had reserved was 1593 to 1597 MiB with
 RESERVED_MARGIN = 0.10
 """By which more may be reserved than the dry run finds: up to 8.9 % in recorded cells, up to 3.3 % but for five."""
 BLOCKS_MARGIN = 0.16
-"""The same of blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps."""
+"""The same for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps."""
 LEAST_USABLE = 0.96
 """Usable share of the stated GiB, on a card whose own figure is not known. A caution: an H200 has 0.991, a GeForce
 about 0.98."""
