@@ -178,9 +178,8 @@ class Program:
     def end_all(self) -> None:
         """Leave no process behind."""
         for process in self.started:
-            if not is_gone(process):
-                for victim in [*process.children(recursive=True), process]:
-                    kill(victim)
+            for victim in [*children(process), process]:
+                kill(victim)
             process.communicate()
 
 
@@ -234,6 +233,14 @@ def kill(process: psutil.Process) -> None:
         process.kill()
     except psutil.NoSuchProcess:
         return
+
+
+def children(process: psutil.Process) -> list[psutil.Process]:
+    """Those that it started and theirs; none of a process that is gone."""
+    try:
+        return [] if is_gone(process) else list(process.children(recursive=True))
+    except psutil.NoSuchProcess:
+        return []
 
 
 def is_gone(process: psutil.Process) -> bool:

@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
-from tests.cli.program import Program, finish, tiny, wait_until
+from tests.cli.program import Program, finish, is_gone, tiny, wait_until
 from tests.distributed.test_launch import free_port, processes_in, without_device
 
 STRANGER = """
@@ -84,7 +84,7 @@ COMMANDS = {
 def test_nothing_listens_beyond_loopback(steplab: Program, name: str) -> None:
     command = steplab.start(*COMMANDS[name])
     seen = set[tuple[str, int]]()
-    while command.is_running() and command.status() != psutil.STATUS_ZOMBIE:
+    while not is_gone(command):
         seen |= listening(steplab.folder)
         time.sleep(0.05)  # a look at all processes takes time from the ranks
     result = finish(command)

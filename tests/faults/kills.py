@@ -32,7 +32,7 @@ from types import MappingProxyType
 
 import psutil  # type: ignore[import-untyped]
 from tests.cli.preloaded import Started
-from tests.cli.program import Program, finish, kill, tiny
+from tests.cli.program import Program, children, finish, is_gone, kill, tiny
 from tests.distributed.test_launch import processes_in, without_device
 from tests.runs import make_run
 
@@ -106,16 +106,12 @@ class Attack:
             self.records = self._stored()
         delay_s = self.random.uniform(0.0, self._durations_s[command])
         process, started_s = self._start(command), time.monotonic()
-        while not (is_over := _is_over(process)) and time.monotonic() - started_s < delay_s:
+        while not (is_over := is_gone(process)) and time.monotonic() - started_s < delay_s:
             time.sleep(0.002)
         if is_over:  # the machine was busier when the time was taken
             self._durations_s[command] = time.monotonic() - started_s
-        children = []
-        if not is_over:
-            with contextlib.suppress(psutil.NoSuchProcess):  # it ended this moment
-                children = process.children(recursive=True)
         came_in_time = not is_over
-        self._end(process, children, end)
+        self._end(process, end)
         result = finish(process)
         for problem in self._problems(command, end, result.code, result.stderr, came_in_time=came_in_time):
             self.outcome.problems.append(f"{command}, {end} after {delay_s:.3f} s: {problem}")
@@ -133,17 +129,18 @@ class Attack:
             ]
             (self.program.cwd / "records.jsonl").write_bytes(b"".join(lines))
         process = self.program.start(*COMMANDS[command])
-        while not _is_over(process) and not _listens(process):  # before, it has done nothing
+        while not is_gone(process) and not _listens(process):  # before, it has done nothing
             time.sleep(0.001)
         return process
 
-    def _end(self, process: Started, children: list[psutil.Process], end: str) -> None:
+    def _end(self, process: Started, end: str) -> None:
         if end == "kill a child":
-            for child in self.random.sample(children, min(1, len(children))):
+            of_it = children(process)
+            for child in self.random.sample(of_it, min(1, len(of_it))):
                 kill(child)
             return
         for _ in range(2 if end == "interrupt twice" else 1):
-            if not _is_over(process):
+            with contextlib.suppress(psutil.NoSuchProcess):  # it may end between any look at it and this
                 process.send_signal(_SIGNALS[end])
             time.sleep(self.random.uniform(0.0, 0.05) if end == "interrupt twice" else 0.0)
 
@@ -206,13 +203,6 @@ class Attack:
         if folders := self._left_over():
             self.outcome.problems.append(f"after the last command {folders} is left")
         self.program.end_all()
-
-
-def _is_over(process: Started) -> bool:
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
 
 
 def _listens(process: Started) -> bool:
