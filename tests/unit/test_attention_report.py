@@ -2,24 +2,31 @@
 
 import csv
 import dataclasses
+import gzip
 import io
 import json
 import math
+import operator
 import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import pytest
+import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
 from tests.stored_lines import import_lines
 
-from steplab.errors import UserError
+from steplab.errors import Unsupported, UserError
 from steplab.lab.attention import account_for_memory, attention_study
 from steplab.lab.reporting import records_to_report
+from steplab.ops.attention import flash_attn_4
 from steplab.plan.attention_memory import account_of_failure
-from steplab.records.attention import AttentionRun
+from steplab.records.attention import AttentionRun, attention_row
 from steplab.records.codec import decode, encode
+from steplab.records.failure import Failure
 from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
@@ -31,8 +38,11 @@ from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.attention_steps import attention_step_rows, attention_steps
+from steplab.report.run.listing import list_document
 from steplab.specs.attention_study import Grid
 from steplab.store.database import Store
+
+ROOT = Path(__file__).parents[2]
 
 
 def render_attention(
@@ -198,8 +208,70 @@ def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: 
                 cells.append(dataclasses.replace(cell, passes=(both,)))
         return attention_verdict(dataclasses.replace(peers, cells=tuple(cells)), "sdpa_flash").sentences[0]
 
-    assert "so which is faster is not decided" in told(1.05)
-    assert "not decided" not in told(3.0)
+    between = r"0\.95× \(0\.\d\d× to 1\.\d\d×\), at 1 shape, 95 % interval\."
+    beside = re.escape("flex is faster than FlashAttention-2 (sdpa_flash) in forward + backward: ")
+    assert re.fullmatch(f"Not decided whether {beside}{between}", told(1.05))
+    assert told(3.0).startswith("flex is 0.33× (")
+
+
+def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **overrides: Any) -> AttentionRun:
+    """A benchmark whose cells have these times of both passes, by implementation, on each of the lengths."""
+    run = make_benchmark(None, {"implementation": list(samples), "sequence": list(lengths)})
+    cells = [
+        make_cell(spec, passes=(PhaseSamples(phase="both", device_s=tuple(samples[spec.implementation])),))
+        for spec in run.study.cells
+    ]
+    return dataclasses.replace(run, cells=tuple(cells), **overrides)
+
+
+LOADED = (1e-4, 1.1e-4, 1e-4, 1.2e-4, 5e-3, 6e-3, 1e-4, 5e-3)
+"""Times on a machine with other work: an interval of the median from 1e-4 to 5e-3."""
+STEADY = (1e-3, 1.01e-3) * 5
+
+
+def test_means_whose_intervals_contain_one_are_said_to_decide_nothing() -> None:
+    run = timed({"sdpa": STEADY, "plain": LOADED, "flex": [2 * time_s for time_s in STEADY]}, [64, 128])
+    first, second = attention_verdict(run, "sdpa").sentences
+    assert first == "flex is 0.50× ± 0.01 as fast as sdpa in forward + backward: geometric mean of 2 shapes."
+    expected = (
+        r"Not decided whether plain is faster than sdpa in forward \+ backward: \d+\.\d\d× \(0\.\d\d× to "
+        r"\d+\.\d\d×\), geometric mean of 2 shapes\."
+    )
+    assert re.fullmatch(expected, second)
+    assert not any(
+        "as fast" in text
+        for text in attention_verdict(timed({"sdpa": STEADY, "plain": LOADED}, [64]), "sdpa").sentences
+    )
+
+
+def test_shapes_that_do_not_decide_are_told_apart_from_those_that_do() -> None:
+    run = timed({"sdpa": STEADY, "flex": STEADY}, [64, 128, 256])
+    factors = {64: (0.5,) * 10, 128: (2.0,) * 10, 256: (0.2, 3.0) * 5}
+    cells = []
+    for cell in run.cells:
+        if cell.spec.implementation == "flex":
+            times = tuple(map(operator.mul, factors[cell.spec.queries], STEADY))
+            cell = dataclasses.replace(cell, passes=(PhaseSamples(phase="both", device_s=times),))
+        cells.append(cell)
+    (told,) = attention_verdict(dataclasses.replace(run, cells=tuple(cells)), "sdpa").sentences
+    assert told.startswith("flex is faster than sdpa on 1 of 3 shapes and slower on 1 (not decided on 1): 0.50× (at ")
+
+
+def test_auto_that_chose_the_peer_is_told_by_the_choice_and_not_by_a_ratio() -> None:
+    run = timed({"sdpa": STEADY, "auto": LOADED}, [64, 128])
+
+    def told(*chosen: str) -> tuple[str, ...]:
+        autos = [cell for cell in run.cells if cell.spec.implementation == "auto"]
+        noted = {
+            cell.spec: dataclasses.replace(cell, notes=(f"auto is {name}: the table says so",))
+            for cell, name in zip(autos, chosen, strict=True)
+        }
+        cells = tuple(noted.get(cell.spec, cell) for cell in run.cells)
+        return attention_verdict(dataclasses.replace(run, cells=cells), "sdpa").sentences
+
+    chose = "auto chose sdpa on every shape: their times differ by the choosing, or by noise."
+    assert told("sdpa", "sdpa") == (chose,)
+    assert told("sdpa", "sdpa_flash")[0].startswith("Not decided whether auto is faster than sdpa")
 
 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:
@@ -290,6 +362,75 @@ def test_steps_that_differ_in_their_attention_alone_stand_side_by_side() -> None
     page = render_page([other, *plain, fused, failed], title="Steps")
     assert "Training steps by attention implementation" in page
     assert "Training steps by attention" not in render_page([other, plain[0]], title="Steps")
+
+
+# --- what is missing --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def h100() -> dict[str, AttentionRun]:
+    """The benchmarks of attention on an H100 by id, of which three were interrupted."""
+    lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
+    found = [decode(line) for line in lines]
+    return {record.id: record for record in found if isinstance(record, AttentionRun)}
+
+
+@pytest.mark.parametrize(
+    ("id", "ended", "asked"), [("0e7f66aa0984", 30, 35), ("57924f079633", 68, 74), ("81c8c0d605c6", 71, 74)]
+)
+def test_an_interrupted_benchmark_says_so_beside_the_answer(
+    h100: dict[str, AttentionRun], id: str, ended: int, asked: int
+) -> None:
+    run = h100[id]
+    warning = f"the benchmark was interrupted: {ended} of {asked} cells had ended, and the record has only these."
+    assert attention_verdict(run, "sdpa_flash").cautions[0] == f"Warning: {warning}"
+    text = " ".join(render_attention(run, width=100).split())
+    assert text.index(warning) < text.index("Speed over all shapes")
+    row = attention_row(run)
+    assert (row["num_cells"], len(run.cells), row["warnings"]) == (asked, ended, "interrupted")
+    assert re.search(rf"{id} .* interrupted\b", render(list_document([row, attention_row(h100["d78775b6e11a"])])))
+
+
+def test_a_whole_benchmark_has_no_such_warning(h100: dict[str, AttentionRun], peers: AttentionRun) -> None:
+    for run in (h100["d78775b6e11a"], h100["d061591cafa5"], peers):
+        assert not any("interrupted" in text for text in attention_verdict(run, "sdpa_flash").cautions)
+        assert attention_row(run)["warnings"] is None
+
+
+def test_an_interrupted_benchmark_without_any_time_says_so_too(peers: AttentionRun) -> None:
+    cells = tuple(
+        make_cell(cell.spec, passes=(), failure=Failure(kind="error", message="no")) for cell in peers.cells[:2]
+    )
+    told = attention_verdict(dataclasses.replace(peers, cells=cells), None)
+    assert told.sentences == ("2 of 2 cells failed.",)
+    assert told.cautions[0].startswith("Warning: the benchmark was interrupted: 2 of 35 cells had ended")
+
+
+def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
+    h100: dict[str, AttentionRun], peers: AttentionRun, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert attention_verdict(h100["0e7f66aa0984"], "sdpa_flash").sentences[1:] == (
+        "flash-attn-4 is not installed: 6 cells were not run.",
+    )
+
+    def told(error: ImportError) -> tuple[str, str]:
+        def absent(name: str) -> None:
+            raise error
+
+        monkeypatch.setattr(flash_attn_4, "refuse_unserved", lambda *given, **more: None)
+        monkeypatch.setattr(flash_attn_4, "import_module", absent)
+        q = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)
+        with pytest.raises(Unsupported) as raised:
+            flash_attn_4.flash_attn_4_attention(q, q, q)
+        failed = make_cell(peers.cells[0].spec, passes=(), failure=Failure(kind="error", message=str(raised.value)))
+        whole = dataclasses.replace(peers, cells=(failed, *peers.cells[1:]))
+        return raised.value.why, attention_verdict(whole, "sdpa_flash").sentences[1]
+
+    why, said = told(ModuleNotFoundError("No module named 'flash_attn'"))
+    assert why == "flash-attn-4 cannot be imported (No module named 'flash_attn')"
+    assert said == "flash-attn-4 is not installed: 1 cell was not run."
+    for broken in ("No module named 'cutlass'", "libcute.so: undefined symbol"):
+        assert "not installed" not in told(ImportError(broken))[1]
 
 
 # --- what is asked ----------------------------------------------------------------------------------------

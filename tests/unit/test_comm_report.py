@@ -86,11 +86,19 @@ def test_a_benchmark_comes_back_as_it_was_written(gpus: CommRun) -> None:
         decode(newer)
 
 
+def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
+    short = dataclasses.replace(gpus, cells=gpus.cells[:6])
+    assert comm_document(short).verdict.cautions[0] == (
+        "Warning: the benchmark was interrupted: 6 of 48 cells had ended, and the record has only these."
+    )
+    assert comm_row(short)["warnings"] == "interrupted"
+
+
 def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db", write=True) as store:
         store.add(gpus)
         (row,) = store.rows(kind="comm")
-        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (48, 48, 0)
+        assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (48, 48, 0, None)
         assert store.rows() == []  # a listing of runs is of runs
         lines = [encode(record) for record in store.iterate()]
     with Store.open(tmp_path / "other.db", write=True) as other:

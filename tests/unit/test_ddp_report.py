@@ -265,8 +265,12 @@ def test_the_usual_baseline_is_of_the_turns_and_not_of_the_first_steps(run: DdpR
 
 
 def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(run: DdpRun) -> None:
-    row = ddp_row(dataclasses.replace(run, cells=run.cells[:2]))
-    assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (len(run.study.contenders), 2, 0)
+    short = dataclasses.replace(run, cells=run.cells[:2])
+    row, asked = ddp_row(short), len(run.study.contenders)
+    assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (asked, 2, 0, "interrupted")
+    assert ddp_row(run)["warnings"] is None
+    warning = f"Warning: the benchmark was interrupted: 2 of {asked} variants had ended, and the record has only these."
+    assert ddp_document(short).verdict.cautions[0] == warning
 
 
 def test_the_model_takes_the_backward_pass_of_the_turns(run: DdpRun) -> None:

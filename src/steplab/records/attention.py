@@ -91,6 +91,11 @@ class AttentionRun(Benchmark[AttentionCell]):
     schema: str = "steplab.attention/1"
     """Format of this record."""
 
+    @property
+    def num_requested(self) -> int:
+        """Number of cells in the study."""
+        return len(self.study.cells)
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TensorTerm:
@@ -148,7 +153,7 @@ class AttentionAccount:
 
 def attention_row(run: AttentionRun) -> Row:
     """The row of a benchmark of attention."""
-    return head(run, "attention") | {"description": run.study.name} | tail(run, num_cells=len(run.study.cells))
+    return head(run, "attention") | {"description": run.study.name} | tail(run)
 
 
 def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:

@@ -169,6 +169,11 @@ class CommRun(Benchmark[CommCell]):
     schema: str = "steplab.comm/1"
     """Format of this record."""
 
+    @property
+    def num_requested(self) -> int:
+        """Number of cells in the study."""
+        return len(self.study.cells)
+
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""
         yield from numbered(".ranks", [rank.rank for rank in self.ranks], self.study.num_processes)
@@ -185,7 +190,7 @@ def comm_row(run: CommRun) -> Row:
             "backend": ", ".join(dict.fromkeys(cell.transport for cell in run.study.cells)),
             "collectives": "all" if set(collectives) == set(COLLECTIVES) else ", ".join(collectives),
         }
-        | tail(run, num_cells=len(run.study.cells))
+        | tail(run)
     )
 
 

@@ -282,6 +282,11 @@ class DdpRun(Benchmark[DdpCell]):
     """Format of this record."""
 
     @property
+    def num_requested(self) -> int:
+        """Number of variants in the study."""
+        return len(self.study.contenders)
+
+    @property
     def baseline(self) -> DdpCell | None:
         """The cell of the variant without communication; None if it is missing."""
         return next((cell for cell in self.cells if cell.contender.kind == "none"), None)
@@ -306,7 +311,7 @@ def ddp_row(run: DdpRun) -> Row:
             "backend": run.facts.backend if run.facts else None,
             "contenders": "; ".join(dict.fromkeys(who.family for who in run.study.contenders if who.kind != "none")),
         }
-        | tail(run, num_cells=len(run.study.contenders))
+        | tail(run)
     )
 
 

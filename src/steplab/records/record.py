@@ -122,6 +122,16 @@ class Benchmark(MachineRecord, Generic[Cell]):
     """The cells in the order of the study; cells that were not reached before an interruption are missing."""
 
     @property
+    def num_requested(self) -> int:
+        """Number of cells in the study."""
+        raise NotImplementedError
+
+    @property
+    def is_interrupted(self) -> bool:
+        """Whether cells of the study are missing."""
+        return len(self.cells) < self.num_requested
+
+    @property
     def status(self) -> str:
         """ok if any cell is ok, otherwise the status of the first."""
         if any(cell.failure is None for cell in self.cells):

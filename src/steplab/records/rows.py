@@ -62,13 +62,14 @@ def _kind_of_run(run: Run) -> str:
     return "memory" if run.memory_profile else "profile" if run.profile else "run"
 
 
-def tail(run: Benchmark[Any], num_cells: int) -> Row:
+def tail(run: Benchmark[Any]) -> Row:
     """The last fields of a benchmark's row. An interrupted benchmark has only the first of the requested cells."""
     num_ok = sum(cell.failure is None for cell in run.cells)
     return {
-        "num_cells": num_cells,
+        "num_cells": run.num_requested,
         "num_ok": num_ok,
         "num_failed": len(run.cells) - num_ok,
+        "warnings": "interrupted" if run.is_interrupted else None,
         "device": run.device_name,
         **software(run),
         "status": run.status,

@@ -31,6 +31,6 @@ def _flash_attn_func() -> Any:
     try:
         flash_attn_func = import_module("flash_attn.cute").flash_attn_func
     except ImportError as error:
-        why = f"flash-attn-4 is not to be imported ({error})"
+        why = f"flash-attn-4 cannot be imported ({error})"
         raise Unsupported("attention 'flash_attn_4'", why, "pip install flash-attn-4") from None
     return flash_attn_func

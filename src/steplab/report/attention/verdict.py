@@ -1,5 +1,7 @@
 """The answer of a benchmark of attention: how fast each implementation is relative to one of them, and what fails."""
 
+import re
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from statistics import geometric_mean
@@ -18,6 +20,7 @@ from steplab.report.attention.figures import (
     telling_pass,
 )
 from steplab.report.kit.document import Bar, Bars, Segment, Verdict
+from steplab.report.kit.text import interruption
 from steplab.stats import summarize
 
 _EVEN = 0.02
@@ -25,6 +28,8 @@ _EVEN = 0.02
 _WIDE = 0.1
 """Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
+_ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
+"""The failure without a package (ops.attention.flash_attn_4), also in the words of older records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -33,21 +38,47 @@ class _Comparison:
 
     column: str
     speeds: tuple[float, ...]
-    low: float
-    """Geometric mean of the lower ends of the speeds' intervals."""
-    high: float
-    """Geometric mean of the upper ends."""
+    lows: tuple[float, ...]
+    """Lower ends of the speeds' intervals."""
+    highs: tuple[float, ...]
+    """Upper ends."""
     slowest_at: str
     """The shape with the least speed."""
+    chose_peer: bool
+    """Whether it is `auto`, and chose the peer on every shape."""
 
     @property
     def mean(self) -> float:
         return geometric_mean(self.speeds)
 
     @property
+    def low(self) -> float:
+        return geometric_mean(self.lows)
+
+    @property
+    def high(self) -> float:
+        return geometric_mean(self.highs)
+
+    @property
+    def num_faster(self) -> int:
+        """Number of shapes on which it is faster by the whole interval."""
+        return sum(low > 1 for low in self.lows)
+
+    @property
+    def num_slower(self) -> int:
+        """Number of shapes on which it is slower by the whole interval."""
+        return sum(high < 1 for high in self.highs)
+
+    @property
     def one_sided(self) -> bool:
-        """Whether it is faster on no shape or slower on none, so that a mean has a meaning."""
-        return not any(map(_is_slower, self.speeds)) or not any(map(_is_faster, self.speeds))
+        """Whether it is faster on no shape or slower on none, so that a mean has a meaning; or no shape decides."""
+        both_ways = min(self.speeds) < 1 - _EVEN and max(self.speeds) > 1 + _EVEN
+        return not both_ways or not self.num_faster + self.num_slower
+
+    @property
+    def is_decided(self) -> bool:
+        """Whether the interval of the mean does not include 1."""
+        return not self.low <= 1 <= self.high
 
 
 def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
@@ -57,9 +88,8 @@ def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
     if name is not None:
         comparisons = _comparisons(run.cells, peer, name)
         told += _speed_words(comparisons, peer, name) if peer and comparisons else _rate_words(run.cells, name)
-    return Verdict(
-        sentences=(*told, *_failure_words(run.cells)), cautions=tuple(_cautions(run.cells, name) if name else ())
-    )
+    cautions = [*interruption(run, "cell"), *(_cautions(run.cells, name) if name else ())]
+    return Verdict(sentences=(*told, *_failure_words(run.cells)), cautions=tuple(cautions))
 
 
 def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) -> list[_Comparison]:
@@ -81,40 +111,62 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
             _Comparison(
                 column=column,
                 speeds=tuple(value for _, _, value in pairs),
-                low=geometric_mean([b.low / a.high for a, b in zip(own, other, strict=True)]),
-                high=geometric_mean([b.high / a.low for a, b in zip(own, other, strict=True)]),
+                lows=tuple(b.low / a.high for a, b in zip(own, other, strict=True)),
+                highs=tuple(b.high / a.low for a, b in zip(own, other, strict=True)),
                 slowest_at=shape_label(slowest.spec.shape, shapes),
+                chose_peer=all(_chose(cell, theirs) for cell, theirs, _ in pairs),
             )
         )
     return sorted(found, key=lambda one: -one.mean)
 
 
+def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
+    """Whether `auto` chose the peer, by the note that the measurement leaves."""
+    chosen = f"auto is {peer.spec.implementation}: "
+    return cell.spec.compile == peer.spec.compile and any(note.startswith(chosen) for note in cell.notes)
+
+
 def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
-    """The fastest implementations with their means, then those that win on some shapes only."""
-    steady = [one for one in comparisons if one.one_sided]
-    mixed = [one for one in comparisons if not one.one_sided]
-    if steady:
-        first, *others = steady[:_MOST_TOLD]
-        counts = {len(one.speeds) for one in (first, *others)}
-        shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
+    """The fastest implementations with their means, then those not decided, then those that win on some shapes only."""
+    others = [one for one in comparisons if not one.chose_peer]
+    decided = [one for one in others if one.one_sided and one.is_decided][:_MOST_TOLD]
+    undecided = [one for one in others if one.one_sided and not one.is_decided]
+    mixed = [one for one in others if not one.one_sided]
+    if decided:
+        first, *further = decided
         yield (
             f"{_title(first.column)} is {_with_error(first)} as fast as {_title(peer)} in {PASS_WORDS[name]}"
-            + "".join(f", {_title(one.column)} {_with_error(one)}" for one in others)
-            + (f": geometric means of {shapes}." if max(counts) > 1 else f": at {shapes}, 95 % interval.")
+            + "".join(f", {_title(one.column)} {_with_error(one)}" for one in further)
+            + f": {_over(decided)}."
         )
-    for one in mixed[: max(_MOST_TOLD - len(steady), 1)]:
-        faster, slower = (sum(far(one_speed) for one_speed in one.speeds) for far in (_is_faster, _is_slower))
+    for one in undecided[: max(_MOST_TOLD - len(decided), 1)]:
         yield (
-            f"{_title(one.column)} is faster than {_title(peer)} on {faster} of {len(one.speeds)} shapes and slower on "
-            f"{slower}: {_times(min(one.speeds))} (at {one.slowest_at}) to {_times(max(one.speeds))} in "
-            f"{PASS_WORDS[name]}."
+            f"Not decided whether {_title(one.column)} is faster than {_title(peer)} in {PASS_WORDS[name]}: "
+            f"{_with_error(one)}, {_over([one])}."
         )
+    for one in mixed[: max(_MOST_TOLD - len(decided) - len(undecided), 1)]:
+        rest = len(one.speeds) - one.num_faster - one.num_slower
+        yield (
+            f"{_title(one.column)} is faster than {_title(peer)} on {one.num_faster} of {len(one.speeds)} shapes and "
+            f"slower on {one.num_slower}{f' (not decided on {rest})' if rest else ''}: {_times(min(one.speeds))} "
+            f"(at {one.slowest_at}) to {_times(max(one.speeds))} in {PASS_WORDS[name]}."
+        )
+    for one in comparisons:
+        if one.chose_peer:
+            yield f"{one.column} chose {_title(peer)} on every shape: their times differ by the choosing, or by noise."
+
+
+def _over(comparisons: Sequence[_Comparison]) -> str:
+    """What the ratios are: geometric means of 6 shapes, or at 1 shape."""
+    counts = {len(one.speeds) for one in comparisons}
+    if max(counts) == 1:
+        return "at 1 shape, 95 % interval"
+    shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
+    return f"geometric mean{'s' if len(comparisons) > 1 else ''} of {shapes}"
 
 
 def _with_error(one: _Comparison) -> str:
     off = max(one.high - one.mean, one.mean - one.low, 0.01)
-    if len(one.speeds) == 1 and one.low <= 1 <= one.high:
-        return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)}, so which is faster is not decided)"
     if len(one.speeds) == 1 or off > _WIDE * one.mean:
         return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
     return f"{_times(one.mean)} ± {off:.2f}"
@@ -122,14 +174,6 @@ def _with_error(one: _Comparison) -> str:
 
 def _with_range(one: _Comparison) -> str:
     return f"{_title(one.column)} {_with_error(one)} ({min(one.speeds):.2f} to {max(one.speeds):.2f})"
-
-
-def _is_faster(speed: float) -> bool:
-    return speed > 1 + _EVEN
-
-
-def _is_slower(speed: float) -> bool:
-    return speed < 1 - _EVEN
 
 
 def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
@@ -173,8 +217,11 @@ def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
 
 
 def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
-    """How many cells failed, and which implementations ran out of memory."""
-    failed = [cell for cell in cells if cell.failure]
+    """Which packages were not installed, how many other cells failed, and which implementations ran out of memory."""
+    absent = Counter(package for cell in cells if (package := _absent_package(cell)))
+    for package, number in absent.items():
+        yield f"{package} is not installed: {units.counted(number, 'cell')} {'was' if number == 1 else 'were'} not run."
+    failed = [cell for cell in cells if cell.failure and not _absent_package(cell)]
     if not failed:
         return
     no_memory = list(dict.fromkeys(c.spec.column for c in failed if c.failure and c.failure.kind == "out_of_memory"))
@@ -183,6 +230,12 @@ def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
         yield f"{', '.join(map(_title, no_memory))} ran out of memory in {count}."
     else:
         yield f"{count} failed" + (f", some of them out of memory ({', '.join(no_memory)})." if no_memory else ".")
+
+
+def _absent_package(cell: AttentionCell) -> str | None:
+    """The package whose absence is why the cell failed."""
+    found = _ABSENT.search(cell.failure.message) if cell.failure else None
+    return found[1] if found else None
 
 
 def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:

@@ -7,6 +7,7 @@ from steplab.records.comm import CommCell, CommRun
 from steplab.report.comm.figures import bus_bandwidth, rank_spread
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.quantities import GB_PER_S
+from steplab.report.kit.text import interruption
 from steplab.specs.comm import COLLECTIVES
 from steplab.stats import summarize
 
@@ -101,6 +102,7 @@ def _slowest(measured: Sequence[CommCell], ranks: int) -> str | None:
 
 
 def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
+    yield from interruption(run, "cell")
     failed = len(run.cells) - len(measured)
     if failed:
         yield f"{failed} of {units.counted(len(run.cells), 'cell')} failed; the table has the reasons."

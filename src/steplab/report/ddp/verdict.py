@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun
 from steplab.report.ddp import figures
 from steplab.report.kit.document import Verdict
-from steplab.report.kit.text import why_failed
+from steplab.report.kit.text import interruption, why_failed
 
 _STEADY = 1.05
 """Largest ratio between turns of the same step on an undisturbed machine."""
@@ -114,6 +114,7 @@ def _hidden(cell: DdpCell) -> Iterator[str]:
 
 
 def _cautions(run: DdpRun) -> Iterator[str]:
+    yield from interruption(run, "variant")
     least, most = figures.baseline_range_s(run) or (0.0, 0.0)
     if most > _STEADY * least:
         yield (

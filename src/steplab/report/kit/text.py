@@ -3,10 +3,12 @@
 import itertools
 import re
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from typing import Any
 
 from steplab.records.failure import Failure
-from steplab.records.record import Record
+from steplab.records.record import Benchmark, Record
+from steplab.units import counted
 
 ABSENT = "–"
 """Shown where a value was not measured."""
@@ -29,6 +31,13 @@ def reason(kind: str, message: str, most: int | None = _REASON_LENGTH) -> str:
 def why_failed(failure: Failure, most: int | None = _REASON_LENGTH) -> str:
     """The `reason` of a failure."""
     return reason(failure.kind, failure.message, most)
+
+
+def interruption(run: Benchmark[Any], noun: str) -> Iterator[str]:
+    """A warning that an interrupted benchmark lacks cells; `noun` is what its cells are called."""
+    if run.is_interrupted:
+        had_ended = f"{len(run.cells)} of {counted(run.num_requested, noun)} had ended"
+        yield f"Warning: the benchmark was interrupted: {had_ended}, and the record has only these."
 
 
 def dotted(*parts: str | None) -> str:
