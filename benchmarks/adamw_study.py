@@ -1,7 +1,7 @@
 """A step of AdamW: one kernel, over float32 parameters and over bfloat16 weights with float32 masters, beside torch's
 optimizers over float32 parameters, in turns in one process.
 
-    python benchmarks/adamw_study.py [--parameters 1e9] [--tensors 1] [--repeats 20] [--output FILE.json] [--blocks]
+    python -m benchmarks.adamw_study [--parameters 1e9] [--tensors 1] [--repeats 20] [--output FILE.json] [--blocks]
 
 An update reads parameter, gradient and both moments and writes all but the gradient: 28 bytes a parameter. With masters
 the gradient has 2 bytes for 4, and 2 are written for the weight: 28 again. A copy of as many bytes is timed in the same
@@ -75,7 +75,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         runs["one kernel"] = ours.step
         runs["one kernel, bfloat16 weights with masters"] = with_masters(count, options.tensors).step
         for name in ("fused", "foreach"):
-            theirs = torch.optim.AdamW(ours.param_groups[0]["params"], **OPTIONS, **{name: True})
+            theirs = torch.optim.AdamW(ours.param_groups[0]["params"], **{**OPTIONS, name: True})
             runs[f"torch {name}"] = theirs.step
     # Half of the bytes are read and half written; the memory is the optimizer's own size at most.
     source = torch.empty(count * BYTES_A_PARAMETER // 2 // 4, dtype=torch.float32, device="cuda")

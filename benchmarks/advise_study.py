@@ -1,8 +1,8 @@
 """Walks from plain steps to the fastest that `steplab advise` finds, on a GPU, from the root of the checkout:
 
-    python benchmarks/advise_study.py walks                                   # all cases, one after the other
-    python benchmarks/advise_study.py walks --cases 2.7b-2048 large-512 --budget 6min
-    python benchmarks/advise_study.py walks --cases 2.7b-2048 --profile       # and profile the first and the last step
+    python -m benchmarks.advise_study walks                                   # all cases, one after the other
+    python -m benchmarks.advise_study walks --cases 2.7b-2048 large-512 --budget 6min
+    python -m benchmarks.advise_study walks --cases 2.7b-2048 --profile       # and profile the first and the last step
 
 The folder gets a store with all runs (advise.db), and of each walk its record (.json), its text (.md) and its page with
 the waterfall (.html). `docs/walk/make.py` makes the chapter of the documentation from such stores.

@@ -1,7 +1,7 @@
 """The table that `auto` chooses by, from benchmarks of attention.
 
     steplab attention --grid choice --pass both --no-errors --repeats 10 --store STORE --name choice
-    python benchmarks/attention_choice.py STORE TABLE [RECORD ...]          (from the root of the checkout)
+    python -m benchmarks.attention_choice STORE TABLE [RECORD ...]          (from the root of the checkout)
 
 TABLE is src/steplab/ops/attention/attention_choice.toml, which is changed in place: what the records (without any, the
 newest) have of a GPU, type, head dimension and causality takes the place of what it had, unless the record was cut off

@@ -8,8 +8,8 @@ whose FLOPs are the same.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from attention_steps import milliseconds
-from page_tables import table_of_texts
+from benchmarks.attention_steps import milliseconds
+from benchmarks.page_tables import table_of_texts
 
 from steplab.records.attention import AttentionCell
 from steplab.report.attention.figures import PASS_WORDS, median_s

@@ -1,6 +1,6 @@
 """Microseconds of the host for one call of attention, forward and backward: what a small model waits for.
 
-    python benchmarks/attention_host.py [calls]        (from the root of the checkout, on a CUDA GPU)
+    python -m benchmarks.attention_host [calls]        (from the root of the checkout, on a CUDA GPU)
 
 The shape is so small that the device is never behind. The host's clock runs over many calls without waiting for the
 device, implementations in turns, and the median over the turns is shown. Backward is autograd's whole pass over the

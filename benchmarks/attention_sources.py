@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Sequence
 
-from page_tables import table_of_texts
+from benchmarks.page_tables import table_of_texts
 
 from steplab import units
 from steplab.records.attention import AttentionCell, AttentionRun

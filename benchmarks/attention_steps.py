@@ -4,12 +4,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
 
-from page_tables import table_of_texts
+from benchmarks.page_tables import table_of_texts
 
 from steplab.records.run import Run
-from steplab.records.timing import find_phase
+from steplab.records.timing import find_phase, waits_for_host
 from steplab.report.kit.document import Table
-from steplab.report.run.one_run import waits_for_host
 
 OURS = "flash_triton"
 STEPS = Path(__file__).parents[1] / "tests/golden/step_h200_202611.jsonl.gz"

@@ -1,6 +1,6 @@
 """The benchmarks of attention: against its peers, over sizes, lengths and heads, and what `auto` chooses from.
 
-    python benchmarks/attention_study.py STORE [--again] [PIECE ...]     (from the root of the checkout, on one GPU)
+    python -m benchmarks.attention_study STORE [--again] [PIECE ...]     (from the root of the checkout, on one GPU)
 
 A piece is a call of `steplab attention`, and a record in STORE; without any, all are run. Those of the long grid are
 apart so that each ends within some minutes: compiling plain attention takes longer than timing it. `long-own-…` are

@@ -1,7 +1,7 @@
 """The committed tables of the benchmarks of attention, from their records.
 
-    python benchmarks/attention_table.py RECORDS > benchmarks/results/attention_h200_202611.md
-    python benchmarks/attention_table.py RECORDS --into docs/attention.md       (what stands between the marks in it)
+    python -m benchmarks.attention_table RECORDS > benchmarks/results/attention_h200_202611.md
+    python -m benchmarks.attention_table RECORDS --into docs/attention.md       (what stands between the marks in it)
 
 RECORDS is what `steplab export` writes of the benchmarks that benchmarks/attention_study.py made and of training steps,
 gzipped or not; those of STEPS are set beside the latter. Every figure is computed from the raw samples in the records;
@@ -16,10 +16,10 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from attention_dims import GRID, dims_table
-from attention_sources import cells_of, disagreements, needed, sources
-from attention_steps import OURS, STEPS, milliseconds, steps
-from page_tables import table_of_texts, write_between_marks
+from benchmarks.attention_dims import GRID, dims_table
+from benchmarks.attention_sources import cells_of, disagreements, needed, sources
+from benchmarks.attention_steps import OURS, STEPS, milliseconds, steps
+from benchmarks.page_tables import table_of_texts, write_between_marks
 
 from steplab import units
 from steplab.plan.attention_memory import account_of_failure
@@ -53,8 +53,8 @@ _OF_PASSES = "forward / backward / both, milliseconds"
 
 HEAD = """# Attention by itself, on one {device}
 
-torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}. Made by `python
-benchmarks/attention_study.py STORE`, written by `python benchmarks/attention_table.py`; how each figure is measured is
+torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}. Made by `python -m
+benchmarks.attention_study STORE`, written by `python -m benchmarks.attention_table`; how each figure is measured is
 in docs/attention_study.md. B×H×S×D is batch, heads, sequence and head dimension; plain materialises the scores.
 Records: {ids}.
 """

@@ -1,6 +1,6 @@
 """The kernels between the products of a block (steplab/ops/rms_norm, rotary_heads and swiglu): time and bytes a second.
 
-    python benchmarks/block_ops.py [--models xl large 2.7b] [--seconds 60] [--output FILE.json] [--tiles]
+    python -m benchmarks.block_ops [--models xl large 2.7b] [--seconds 60] [--output FILE.json] [--tiles]
 
 Each call is timed as one of many in a CUDA graph, over so many sets of tensors that the L2 cache holds none of a set
 when its turn comes again; in a step part of them is there still. Given is the median of seven replays. Bytes are each

@@ -1,6 +1,6 @@
 """The bus bandwidth that `steplab comm` finds beside that of a bare loop of torch.distributed's calls, in one run.
 
-    torchrun --nproc-per-node 2 benchmarks/comm_bare_loop.py [--size 1MB,10MB,100MB,1GB] [--collective all_reduce,...]
+    torchrun --nproc-per-node 2 -m benchmarks.comm_bare_loop [--size 1MB,10MB,100MB,1GB] [--collective all_reduce,...]
         [--turns 5]
 
 The two take turns on every cell, and begin in turn. The bare loop: some calls to warm up, then rows of calls, so many

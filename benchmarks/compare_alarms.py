@@ -1,6 +1,6 @@
 """Counts the false alarms of comparisons of identical steps, and how often a planted slowdown is found.
 
-    PYTHONPATH=src python benchmarks/compare_alarms.py > benchmarks/results/compare_alarms_202611.md
+    PYTHONPATH=src python -m benchmarks.compare_alarms > benchmarks/results/compare_alarms_202611.md
 
 Identical pairs are drawn from recorded step times (tests/golden and benchmarks/results), with replacement and in runs
 of neighbours, as many as a comparison has; for turns, neighbours go to A and B alternately. B is then made slower. It
@@ -11,6 +11,7 @@ come.
 import gzip
 import itertools
 import lzma
+from functools import partial
 from pathlib import Path
 from statistics import median
 
@@ -74,9 +75,9 @@ def alarms(pools: list[tuple[float, ...]], count: int, length: int, per_turn: in
             a, b = ([sample for turn in side for sample in turn] for side in (steps[::2], steps[1::2]))
         slow = [1.03 * sample for sample in b]
         sides = [[each] if per_turn is None else turns(each, per_turn) for each in (a, b, slow)]
-        options = {"in_turns": per_turn is not None, "threshold": IN_TURNS}
-        wrong += compare_samples(sides[0], sides[1], **options).decision in ("higher", "lower")
-        found += compare_samples(sides[0], sides[2], **options).decision == "higher"
+        compared = partial(compare_samples, sides[0], in_turns=per_turn is not None, threshold=IN_TURNS)
+        wrong += compared(sides[1]).decision in ("higher", "lower")
+        found += compared(sides[2]).decision == "higher"
     return wrong / PAIRS, found / PAIRS
 
 
@@ -99,7 +100,7 @@ def main() -> None:
     quiet = [samples(run) for run in every if not disturbances(run)]
     disturbed = [samples(run) for run in every if disturbances(run)]
     print("# False alarms of comparisons\n")
-    print("Made by `PYTHONPATH=src python benchmarks/compare_alarms.py`.\n")
+    print("Made by `PYTHONPATH=src python -m benchmarks.compare_alarms`.\n")
     print(f"{PAIRS} identical pairs each, from {len(quiet)} quiet and {len(disturbed)} disturbed recorded runs, at a")
     print(f"threshold of {IN_TURNS:.0%}. Found: B made 3 % slower.\n")
     print("| runs | samples a side | drawn in runs of | compared | false alarms | 3 % found |")
@@ -120,9 +121,9 @@ def main() -> None:
     print("| runs | pairs | median difference | 90th percentile | largest |")
     print("|---|--:|--:|--:|--:|")
     for name, is_disturbed in (("quiet", False), ("one disturbed", True)):
-        found = between_processes([run for run in every if run.device_name == "NVIDIA H200"], disturbed=is_disturbed)
-        ninth = np.percentile(found, 90)
-        print(f"| H200, {name} | {len(found)} | {median(found):.1%} | {ninth:.1%} | {max(found):.1%} |")
+        apart = between_processes([run for run in every if run.device_name == "NVIDIA H200"], disturbed=is_disturbed)
+        ninth = np.percentile(apart, 90)
+        print(f"| H200, {name} | {len(apart)} | {median(apart):.1%} | {ninth:.1%} | {max(apart):.1%} |")
     noisy = between_processes([run for run in every if run.name == "identical"], disturbed=True)
     print(
         f"| overloaded CPU | {len(noisy)} | {median(noisy):.0%} | {np.percentile(noisy, 90):.0%} | {max(noisy):.0%} |"

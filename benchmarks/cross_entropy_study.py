@@ -1,8 +1,8 @@
 """The last linear layer with the cross-entropy, forward and backward: steplab's and others', in turns in one process.
 
-    python benchmarks/cross_entropy_study.py [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
+    python -m benchmarks.cross_entropy_study [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
         [--repeats 12] [--only fused,liger] [--output FILE.json]
-    python benchmarks/cross_entropy_study.py --kernel      # softmax, loss and gradient alone, in several tile sizes
+    python -m benchmarks.cross_entropy_study --kernel      # softmax, loss and gradient alone, in several tile sizes
 
 Hidden states, weight and targets are random. A time is from CUDA events around forward and backward, gradients freed
 between turns, whose order is drawn anew each time, and the L2 cache overwritten before each; the median over repeats is

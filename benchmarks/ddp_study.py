@@ -1,6 +1,6 @@
 """The data-parallel study on GPUs: xl, context 512, batch 4 a GPU, bf16, eager and with each block compiled.
 
-    python benchmarks/ddp_study.py STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
+    python -m benchmarks.ddp_study STORE --gpus N [--transport collectives,...] [PIECE ...]   (from the checkout's root)
 
 A piece is a call of `steplab ddp`, and a record in STORE; without any, all are run. Each takes some three minutes on
 four H200s: the step without communication, bucketed at several sizes and the sharded optimizer over NCCL and by peer

@@ -1,6 +1,6 @@
 """What a block of examples/eight_b.py keeps for its backward pass, as torch's compiler divides it.
 
-    python benchmarks/eight_b_kept.py [0.4 0.65 products ...]
+    python -m benchmarks.eight_b_kept [0.4 0.65 products ...]
 
 A number is torch's activation_memory_budget; `products` is steplab's selective checkpointing, which keeps the outputs
 of matrix products and of attention, and the rotated heads in place of the product that they are made of. The block is
@@ -10,15 +10,13 @@ traced.
 """
 
 import argparse
-import importlib
-import sys
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch._functorch.config as functorch
+from examples import eight_b
 from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._functorch.partitioners import min_cut_rematerialization_partition
@@ -29,13 +27,9 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from steplab.model.checkpointing import kept_by_selective
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
-
 
 def kept_by(choice: str) -> dict[str, Tensor]:
     """The tensors that a block hands from its forward to its backward pass, by their names in the graph."""
-    sys.path.append(str(EXAMPLES))
-    example = importlib.import_module("eight_b")
     forwards: list[GraphModule] = []
 
     def keep(graph: GraphModule, _: object) -> Callable[..., Any]:
@@ -51,10 +45,10 @@ def kept_by(choice: str) -> dict[str, Tensor]:
     torch._dynamo.reset()
     with FakeTensorMode(), functorch.patch(activation_memory_budget=1.0 if choice == "products" else float(choice)):
         torch.set_default_dtype(torch.bfloat16)
-        block = example.Block()
-        x_BTC = torch.empty(1, example.CONTEXT, example.WIDTH, requires_grad=True)
+        block = eight_b.Block()
+        x_BTC = torch.empty(1, eight_b.CONTEXT, eight_b.WIDTH, requires_grad=True)
         torch.set_default_dtype(torch.float32)
-        rotary_2TD = torch.empty(2, example.CONTEXT, example.WIDTH // example.HEADS // 2)
+        rotary_2TD = torch.empty(2, eight_b.CONTEXT, eight_b.WIDTH // eight_b.HEADS // 2)
         forward: Callable[..., Any] = block.forward
         if choice == "products":
             contexts = partial(create_selective_checkpoint_contexts, kept_by_selective(is_compiled=True))

@@ -1,7 +1,7 @@
 """A step of examples/eight_b.py on two GPUs, and the same model made of torch's own parts, as others train it.
 
-    torchrun --nproc-per-node 2 benchmarks/eight_b_study.py ours RECORD.json [--steps 5] [--trace TRACE.json.gz]
-    torchrun --nproc-per-node 2 benchmarks/eight_b_study.py peer RECORD.json
+    torchrun --nproc-per-node 2 -m benchmarks.eight_b_study ours RECORD.json [--steps 5] [--trace TRACE.json.gz]
+    torchrun --nproc-per-node 2 -m benchmarks.eight_b_study peer RECORD.json
 
 `ours` is the example as it stands. `peer` has the same weights, tokens, optimizer and FSDP2, and its blocks are
 compiled one by one too. Each of them is recomputed whole, cuDNN computes attention, the compiler makes the kernels
@@ -15,7 +15,6 @@ import importlib
 import io
 import json
 import re
-import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
@@ -28,6 +27,7 @@ from unittest.mock import patch
 import msgspec
 import torch
 import torch.distributed as dist
+from examples import eight_b
 from torch import Tensor, nn
 
 from steplab.measurement.machine.environment import read_clocks, read_environment
@@ -36,7 +36,6 @@ from steplab.ops.attention import attention
 from steplab.ops.rotary_heads.reference import plain_rotary_heads
 from steplab.ops.swiglu.reference import plain_swiglu
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
 SEED = 0
 
 
@@ -75,8 +74,7 @@ def main() -> None:
 
 def load(what: str) -> Any:
     """The example as a module of its own, with the peer's parts in place of its own for `peer`."""
-    sys.path.append(str(EXAMPLES))
-    example: Any = importlib.reload(importlib.import_module("eight_b"))
+    example: Any = importlib.reload(eight_b)
     if what == "peer":
         example.Block.forward = _forward_of_torch(example)
         example.wrap_block = _recomputed_whole

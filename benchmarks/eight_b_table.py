@@ -1,6 +1,6 @@
 """The tables of the 8b step on two GPUs, from what `eight_b_study.py` recorded and from its traces.
 
-    python benchmarks/eight_b_table.py [--into docs/layout.md]
+    python -m benchmarks.eight_b_table [--into docs/layout.md]
 
 The steps are those of benchmarks/results/eight_b_h200_202611.json. The profiles are the traces, imported and exported:
 
@@ -12,16 +12,15 @@ With --into, the tables replace what stands between the marks in a page.
 
 import argparse
 import gzip
-import importlib
 import json
-import sys
-from collections import Counter
+from collections import defaultdict
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from fast_table import MATMUL_FLOPS_PER_S
-from page_tables import table_of_texts, write_between_marks
+from benchmarks.fast_table import MATMUL_FLOPS_PER_S
+from benchmarks.page_tables import table_of_texts, write_between_marks
+from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.records.codec import decode
 from steplab.records.run import Run
@@ -62,11 +61,9 @@ def profiles() -> dict[str, Run]:
 def flops() -> dict[str, float]:
     """FLOPs that a GPU needs for a step, a multiply-add being two: products outside of attention, forward and backward,
     of all parameters but the embedding's; of attention two products forward and five backward, under the mask."""
-    sys.path.append(str(HERE.parent / "examples"))
-    m = importlib.import_module("eight_b")
-    block = 4 * m.WIDTH**2 + 3 * m.WIDTH * m.FF
-    linear = m.LAYERS * block + m.VOCABULARY * m.WIDTH
-    return {"matmul": 6.0 * m.CONTEXT * linear, "attention": 7.0 * m.WIDTH * m.CONTEXT**2 * m.LAYERS}
+    block = 4 * WIDTH**2 + 3 * WIDTH * FF
+    linear = LAYERS * block + VOCABULARY * WIDTH
+    return {"matmul": 6.0 * CONTEXT * linear, "attention": 7.0 * WIDTH * CONTEXT**2 * LAYERS}
 
 
 def steps(runs: list[dict[str, Any]]) -> Table:
@@ -121,9 +118,9 @@ def _named(what: str) -> str:
 _WORDS = {"matmul": "products", "attention": "attention", COLLECTIVES: "collectives"}
 
 
-def _lasted_s(run: Run) -> Counter[str]:
+def _lasted_s(run: Run) -> dict[str, float]:
     assert run.profile is not None
-    lasted = Counter[str]()
+    lasted = defaultdict[str, float](float)
     for kernel in run.profile.kernels:
         lasted[kernel.category] += kernel.total_s / run.profile.num_steps
     return lasted

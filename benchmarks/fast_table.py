@@ -1,6 +1,6 @@
 """The tables of the fastest steps, from their records.
 
-    python benchmarks/fast_table.py RECORDS... [--into benchmarks/results/fast_h200_202611.md]
+    python -m benchmarks.fast_table RECORDS... [--into benchmarks/results/fast_h200_202611.md]
 
 RECORDS are what `steplab export` writes of training steps, gzipped or not; those with a profile make a table of their
 own, and walks of `steplab advise` among them a column. With --into, the tables replace what stands between the marks in
@@ -10,14 +10,14 @@ a page. Every figure is computed from the samples in the records; nothing is typ
 import argparse
 import gzip
 import re
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from pathlib import Path
 from statistics import median
 
-from attention_steps import waited
-from page_tables import table_of_texts, write_between_marks
+from benchmarks.attention_steps import waited
+from benchmarks.page_tables import table_of_texts, write_between_marks
 
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.advice import Advice
@@ -155,16 +155,16 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         ours = [run for run in runs if _size(run) == size and _is_the_recipe(run)]
         pairs = [(run, peer) for run in ours for peer in runs if _peer(peer) == size and _in_one_run(run, peer)]
         last = max((run.created_utc for run, _ in pairs), default=None)
-        pair = min((two for two in pairs if two[0].created_utc == last), key=lambda two: two[1].median_s, default=None)
-        recipe, peer = pair or (min(ours, key=lambda run: run.median_s, default=None), None)
+        pair = min((two for two in pairs if two[0].created_utc == last), key=lambda two: _step_s(two[1]), default=None)
+        recipe, peer = pair or (min(ours, key=_step_s, default=None), None)
         if recipe is None:
             continue
         autocast = max(cast, key=lambda run: run.created_utc, default=None)
         rows.append(
             (
-                *(size[0], str(size[1]), _ms(recipe.median_s), _ms(walked.best_s if walked else None)),
+                *(size[0], str(size[1]), _ms(_step_s(recipe)), _ms(walked.best_s if walked else None)),
                 _ms(peer.median_s if peer else None) + "†" * (peer is not None and waited(peer)),
-                f"{recipe.median_s / peer.median_s:.3f}" if peer else "–",
+                f"{_step_s(recipe) / _step_s(peer):.3f}" if peer else "–",
                 _ms(autocast.median_s if autocast else None),
                 ", ".join(record.id for record in (recipe, walked, peer, autocast) if record),
             )
@@ -230,7 +230,7 @@ def shares(runs: Sequence[Run]) -> Table:
         spec, profile, model = run.spec, run.profile, run.model
         count = profile.num_steps
         idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / count
-        lasted_s = Counter[str]()
+        lasted_s = defaultdict[str, float](float)
         for kernel in profile.kernels:
             lasted_s["attention" if kernel.name in OWN_ATTENTION else kernel.category] += kernel.total_s / count
         products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
@@ -280,7 +280,7 @@ def floors(runs: Sequence[Run]) -> Table:
         tokens, linear, all_flops = run.spec.tokens_of_all, *(_flops_per_token(run, n) for n in (0, run.spec.context))
         update_s = ADAMW_BYTES * run.model.num_parameters / known.memory_bandwidth_bytes_per_s
         parts_s = tokens * linear / peak, tokens * (all_flops - linear) / peak, update_s
-        step_s = run.median_s
+        step_s = _step_s(run)
         rows.append(
             (
                 *(run.spec.model.name, str(run.spec.context), _ms(step_s), *map(_ms, parts_s), _ms(sum(parts_s))),
@@ -322,6 +322,11 @@ def _flops_per_token(run: Run, context: int) -> float:
 
 def _tera(amount: float, seconds: float, *, digits: int) -> str:
     return f"{amount / seconds / 1e12:.{digits}f}" if seconds else "–"
+
+
+def _step_s(run: Run) -> float:
+    assert run.median_s is not None
+    return run.median_s
 
 
 def _ms(seconds: float | None) -> str:

@@ -1,6 +1,6 @@
 """The table of findings tried: predicted against measured gain.
 
-    python benchmarks/findings_table.py FINDINGS.jsonl RECORDS.jsonl.gz > table.md     (from the root of the checkout)
+    python -m benchmarks.findings_table FINDINGS.jsonl RECORDS.jsonl.gz > table.md     (from the root of the checkout)
 
 FINDINGS holds what `steplab explain --try --output X.json` wrote, one a line; RECORDS the runs they explain.
 Predictions are those of the present code, from the recorded profile; trials are as they were measured.

@@ -1,6 +1,6 @@
 """The table of layouts on four GPUs: peaks of every rank, measured and predicted.
 
-python benchmarks/layout_memory.py RECORDS.jsonl.gz > table.md     (from the root of the checkout)
+python -m benchmarks.layout_memory RECORDS.jsonl.gz > table.md     (from the root of the checkout)
 """
 
 import gzip
@@ -24,7 +24,7 @@ def rows(run: Run) -> list[tuple[str, ...]]:
     assert spec is not None
     # torch 2.11 composes norms of a stream in fp32 with weights in bf16.
     gathering = Gathering(fused_norms=run.environment is None or not run.environment.torch.startswith("2.11"))
-    found = []
+    found: list[tuple[str, ...]] = []
     for rank in memory_by_rank(spec, HOPPER_WORKSPACE.value, gathering=gathering):
         samples = run.ranks[rank.first_rank]
         (peak,) = [each for each in samples.peaks if each.phase == "step"]

@@ -1,6 +1,6 @@
 """Memory of published steps' ranks beside what their sources state; their times are `steplab plan check --table`'s.
 
-python benchmarks/layout_public.py benchmarks/public_training.json.xz > table.md     (from the root of the checkout)
+python -m benchmarks.layout_public benchmarks/public_training.json.xz > table.md     (from the root of the checkout)
 
 Other programs keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of weights
 that are used in 16 bits alone), pad the vocabulary so that tp divides it, and before 2022 split no tokens between the

@@ -1,6 +1,6 @@
 """The layouts of N GPUs side by side: step time and peak memory, measured and predicted. Some 20 seconds a layout.
 
-    python benchmarks/layout_study.py 4 [--store layouts.db] [--layouts "fsdp=4; pp=4"] [STEP OPTIONS ...]
+    python -m benchmarks.layout_study 4 [--store layouts.db] [--layouts "fsdp=4; pp=4"] [STEP OPTIONS ...]
 
 Each is measured in processes of its own, as by `steplab run --layout`, stored, and printed when it has ended: the
 record, the median step beside the plan's, tokens a second, MFU, and the peak memory of rank 0 beside the plan's. Step

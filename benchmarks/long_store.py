@@ -1,7 +1,7 @@
 """How long commands take, and how much memory, on a store of 100,000 records: from process start to exit.
 
-    python benchmarks/long_store.py
-    python benchmarks/long_store.py --records 10000 --repeats 7
+    python -m benchmarks.long_store
+    python -m benchmarks.long_store --records 10000 --repeats 7
 
 Builds the store in a temporary folder, or takes that of --store. Each record has 10 measured steps, and half of the
 records are in studies of 100 cells. Then each command runs as a user runs it. Peak memory is the largest resident set

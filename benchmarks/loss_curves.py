@@ -1,9 +1,9 @@
 """Loss curves of fast steps beside those of the plain one: what a fast step trains must be what the plain one trains.
 
-    python benchmarks/loss_curves.py                                            # a GPU: small, context 512, 4 seeds
-    python benchmarks/loss_curves.py --device cpu --model tiny --context 64 --seeds 0 1 2
-    python benchmarks/loss_curves.py --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
-    python benchmarks/loss_curves.py --read seed_*.json --output all.json --picture loss_curves.png
+    python -m benchmarks.loss_curves                                            # a GPU: small, context 512, 4 seeds
+    python -m benchmarks.loss_curves --device cpu --model tiny --context 64 --seeds 0 1 2
+    python -m benchmarks.loss_curves --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
+    python -m benchmarks.loss_curves --read seed_*.json --output all.json --picture loss_curves.png
 
 The steps are those that `steplab run` measures, from the same builder. A seed decides the initial weights and the order
 of the sequences; with one seed every variant begins with the same weights and sees the same batches. Two figures decide

@@ -1,6 +1,6 @@
 """Digest again what memory_study.py kept, with the code as it is now: the same measurements, without a GPU.
 
-python benchmarks/memory_again.py RECORDS.jsonl.xz PART.tar ...     (from the root of the checkout)
+python -m benchmarks.memory_again RECORDS.jsonl.xz PART.tar ...     (from the root of the checkout)
 
 Writes a record a cell; one whose snapshot was left out stays as it was measured.
 """
@@ -12,7 +12,7 @@ import tarfile
 import tempfile
 from pathlib import Path
 
-from memory_cells import records
+from benchmarks.memory_cells import records
 
 from steplab.lab.memory import read_memory
 from steplab.records.codec import encode

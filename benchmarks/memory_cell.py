@@ -1,6 +1,6 @@
 """One cell of memory_study.py, in a process of its own, as one GPU is.
 
-python benchmarks/memory_cell.py STORE NAME FIELDS     (FIELDS: the step's, as JSON)
+python -m benchmarks.memory_cell STORE NAME FIELDS     (FIELDS: the step's, as JSON)
 
 Its record, snapshot and marks are in STORE.cells afterwards, compressed; what was reached of them if it fails.
 """
@@ -9,7 +9,7 @@ import json
 import sys
 from pathlib import Path
 
-from memory_cells import compress
+from benchmarks.memory_cells import compress
 
 from steplab.errors import SteplabError
 from steplab.lab.memory import memory

@@ -1,6 +1,6 @@
 """The memory of a step: sizes, contexts, passes, precisions, eager and compiled, checkpointing, attention, optimizers.
 
-    python benchmarks/memory_study.py STORE [SECONDS [KEPT [MB]]]     (from the root of the checkout)
+    python -m benchmarks.memory_study STORE [SECONDS [KEPT [MB]]]     (from the root of the checkout)
 
 One worker a GPU, each cell alone on its GPU, the longest first; after SECONDS what runs is interrupted. Every cell
 leaves its record, its snapshot and its marks in STORE.cells; with KEPT, as much of that as fits in MB million bytes is
@@ -15,8 +15,8 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
-from memory_cells import pack, records
-from workers import run_all
+from benchmarks.memory_cells import pack, records
+from benchmarks.workers import run_all
 
 from steplab.errors import Unsupported
 from steplab.plan.memory import predict_memory
@@ -24,8 +24,8 @@ from steplab.records.run import Run
 from steplab.specs.model import MODEL_SIZES
 from steplab.units import GIB
 
-Fields = dict[str, str | int]
-CELL = Path(__file__).with_name("memory_cell.py")
+Fields = dict[str, object]
+CELL = (sys.executable, "-m", "benchmarks.memory_cell")
 OFTEN: Fields = {"warmup": 2, "steps": 3}
 SIZES = [("2.7b", 512), ("2.7b", 256), ("2.7b", 128), ("2.7b", 1024), *((m, 512) for m in ("xl", "large", "small"))]
 CHECKPOINTING = ("full", "every_2", "every_4", "selective")
@@ -90,10 +90,7 @@ def table(runs: Iterable[Run]) -> Iterator[str]:
 
 def main(store: str, seconds: str = "3600", kept: str | None = None, megabytes: str = "56") -> None:
     folder = Path(f"{store}.cells")
-    commands = [
-        [sys.executable, str(CELL), store, named(fields), json.dumps(OFTEN | fields, separators=(",", ":"))]
-        for fields in cells()
-    ]
+    commands = [[*CELL, store, named(fields), json.dumps(OFTEN | fields, separators=(",", ":"))] for fields in cells()]
     run_all(commands, store, float(seconds))
     runs = list(records(folder))
     if kept:

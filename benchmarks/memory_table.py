@@ -1,6 +1,6 @@
 """The table of peaks: measured by the allocator, predicted by a dry run, and what they are made of.
 
-python benchmarks/memory_table.py RECORDS.jsonl.xz > table.md     (from the root of the checkout)
+python -m benchmarks.memory_table RECORDS.jsonl.xz > table.md     (from the root of the checkout)
 """
 
 import lzma

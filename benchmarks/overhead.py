@@ -1,6 +1,6 @@
 """What steplab's loop adds to a bare loop over the same step: ours over bare, in one process, alternating.
 
-    python benchmarks/overhead.py [model] [context] [steps]
+    python -m benchmarks.overhead [model] [context] [steps]
 
 The bare loop is what one would write by hand: run the phases n times, synchronise, divide. Both loops run the
 very same phases; they alternate, so that a drifting clock touches both alike, and the median of the ratios of

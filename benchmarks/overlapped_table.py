@@ -1,6 +1,6 @@
 """The table of updates in the backward pass, from the samples of overlapped_update_h200_202611.json.
 
-    python benchmarks/overlapped_table.py [--into benchmarks/results/overlapped_update_h200_202611.md]
+    python -m benchmarks.overlapped_table [--into benchmarks/results/overlapped_update_h200_202611.md]
 
 With --into, it replaces what stands between the marks in a page. At the end is the share of an update that the backward
 pass hides, the median of the models, which `plan time` uses (`hidden_update` in src/steplab/costs/rates.toml).
@@ -13,7 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from page_tables import table_of_texts, write_between_marks
+from benchmarks.page_tables import table_of_texts, write_between_marks
 
 from steplab.report.kit.markup import markdown_table
 

@@ -1,6 +1,6 @@
 """What peer copies add to a step of xl, by the size of their buckets and of the chunks these travel in, in turns.
 
-    torchrun --nproc-per-node 2 benchmarks/peer_copy_steps.py [--buckets 100,200,400] [--parts 20,40,80] [--steps 12]
+    torchrun --nproc-per-node 2 -m benchmarks.peer_copy_steps [--buckets 100,200,400] [--parts 20,40,80] [--steps 12]
 
 Forward and backward pass of each design, compiled by block, and the wait for its gradients, beside passes that send
 nothing; parameters are not updated. A part is what a rank averages of a chunk, in MiB. Two designs more, of the first

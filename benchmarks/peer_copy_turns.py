@@ -1,7 +1,7 @@
 """Copies from every GPU to every other: in which order they are sent, and whether in turns. Then peer copies by size.
 
     export CUDA_SCALE_LAUNCH_QUEUES=4x          # as `steplab ddp` sets it for its ranks
-    torchrun --nproc-per-node 4 benchmarks/peer_copy_turns.py [--buckets 100,200,400]
+    torchrun --nproc-per-node 4 -m benchmarks.peer_copy_turns [--buckets 100,200,400]
 
 First copies alone: 60 rounds in which each GPU sends 20 MB to each other one, without waiting for any (from the next
 rank on, the same with ranks that begin 30 microseconds apart, all to rank 0 first), in turns as of
@@ -77,7 +77,7 @@ def timed(work: Callable[[], object], after: Callable[[], object], *, apart: boo
     for repeat in range(-2, REPEATS):
         torch.cuda.synchronize()
         dist.barrier()
-        torch.cuda._sleep(HELD_CYCLES + apart * APART_CYCLES * dist.get_rank())  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(HELD_CYCLES + apart * APART_CYCLES * dist.get_rank())
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()
         began = time.perf_counter()
@@ -153,7 +153,7 @@ def compare_designs(size_mb: int, gradients: Sequence[Tensor]) -> None:
     if size > 2:
         designs |= {"by stages": partial(by_stages, copies), "in turns": copies.copy_in_turns}
     for name, design in designs.items():
-        copies.copy = design  # type: ignore[method-assign]
+        copies.copy = design  # type: ignore[assignment,method-assign]
         times = timed(partial(average, buckets, groups, gradients), partial(release, buckets))
         for kept in (kept for bucket in buckets for kept in bucket.wait()):
             assert kept is not None

@@ -1,6 +1,6 @@
 """What a wait that is pending on one stream costs the kernels that another starts meanwhile, stream by stream.
 
-    python benchmarks/pending_waits.py [--streams 16]
+    python -m benchmarks.pending_waits [--streams 16]
 
 Small kernels run on the current stream of the first GPU. On one other stream, or on two, waits for them are pending:
 for an event, or for a number in memory (cuStreamWaitValue), with a copy to the second GPU behind, where there is one.
@@ -43,7 +43,7 @@ class Trial:
         torch.cuda.synchronize()
         self.number += 1
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda._sleep(HELD_CYCLES)  # type: ignore[no-untyped-call]
+        torch.cuda._sleep(HELD_CYCLES)
         current = torch.cuda.current_stream().cuda_stream
         begin.record()
         for _ in range(KERNELS):

@@ -1,6 +1,6 @@
 """Steps that predictions of time are checked against and never fitted to: a size, contexts and precisions of their own.
 
-    python benchmarks/plan_time_cells.py STORE [SECONDS]          (from the root of the checkout)
+    python -m benchmarks.plan_time_cells STORE [SECONDS]          (from the root of the checkout)
 
 The size has heads of 128 and a vocabulary of 32,000; the contexts are 384, 768 and 1536; tf32, fp16 and weights in bf16
 are in no other record whose device never waits. Eager cells take about 10 s each on one GPU, compiled ones up to a
@@ -10,7 +10,7 @@ continues with what is missing.
 
 import sys
 
-from workers import run_all
+from benchmarks.workers import run_all
 
 SIZE = {"d-model": 2048, "d-ff": 5632, "num-layers": 16, "num-heads": 16, "vocab-size": 32000}
 """A size between large and 2.7b, with wider heads."""

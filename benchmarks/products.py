@@ -1,8 +1,8 @@
 """The matrix products of a training step, each by itself on a GPU: rates by shape, and their sum over a step by what
 torch may be told.
 
-    python benchmarks/products.py --output products.json       # 25 s on a GPU
-    python benchmarks/products.py --read benchmarks/results/products_h200_202611.json \\
+    python -m benchmarks.products --output products.json       # 25 s on a GPU
+    python -m benchmarks.products --read benchmarks/results/products_h200_202611.json \\
         --into benchmarks/results/fast_h200_202611.md          # the sums
 
 Of each linear layer, with projections separate and merged, there are three products: forward, the input's gradient and
@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from page_tables import table_of_texts, write_between_marks
+from benchmarks.page_tables import table_of_texts, write_between_marks
 from torch import Tensor
 
 from steplab.report.kit.markup import markdown_table

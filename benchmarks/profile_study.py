@@ -1,8 +1,8 @@
 """Profiles of small, large and 2.7b, contexts 256 and 1024, fp32 and bf16, eager and compiled; findings tried.
 
-    python benchmarks/profile_study.py STORE [SECONDS]            (from the root of the checkout)
-    python benchmarks/profile_study.py STORE SECONDS findings     (profiles of steps with the faults those are free of)
-    python benchmarks/profile_study.py STORE SECONDS tried        (then: `explain --try` on one profile of each kind)
+    python -m benchmarks.profile_study STORE [SECONDS]            (from the root of the checkout)
+    python -m benchmarks.profile_study STORE SECONDS findings     (profiles of steps with the faults those are free of)
+    python -m benchmarks.profile_study STORE SECONDS tried        (then: `explain --try` on one profile of each kind)
 
 One worker a GPU, each cell alone on its GPU.
 """
@@ -12,7 +12,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from workers import run_all
+from benchmarks.workers import run_all
 
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec

@@ -1,6 +1,6 @@
 """The optimizer step, sharded in several ways and not, on parameters of the xl model's shapes: time and memory.
 
-    torchrun --nproc-per-node N benchmarks/sharded_optimizer.py [--layers 48] [--width 1600] [--repeats 20]
+    torchrun --nproc-per-node N -m benchmarks.sharded_optimizer [--layers 48] [--width 1600] [--repeats 20]
 
 All ways come one after the other in one process group. A time is the median over repeats of the slowest rank's, from a
 barrier until the device is done with the update and the exchange. Nothing else runs meanwhile, so this does not say

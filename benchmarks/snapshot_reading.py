@@ -1,6 +1,6 @@
 """From a memory snapshot of 1 GB to its page: how fast, in how much memory, and how large the page is.
 
-    python benchmarks/snapshot_reading.py [GB] [--frames N] [--rounds N] [--keep FILE]
+    python -m benchmarks.snapshot_reading [GB] [--frames N] [--rounds N] [--keep FILE]
 
 Makes a snapshot of GB (1.0) as torch.cuda.memory._dump_snapshot writes it: training steps of a Transformer one after
 the other, each allocation with a stack of about --frames frames (30 is what stacks="python" records, 90 what "all"

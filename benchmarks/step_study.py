@@ -1,7 +1,7 @@
 """The table of a training step: every size, context, precision and pass, eager and compiled, beside transformers.
 
-    python benchmarks/step_study.py STORE [SECONDS]          (from the root of the checkout)
-    python benchmarks/step_study.py STORE SECONDS peers      (the comparison with transformers alone, on one GPU)
+    python -m benchmarks.step_study STORE [SECONDS]          (from the root of the checkout)
+    python -m benchmarks.step_study STORE SECONDS peers      (the comparison with transformers alone, on one GPU)
 
 Runs the preset studies (sizes, compiled, warmup) and a cell that cannot fit, as sweeps that share one store: one
 worker a GPU, each with that GPU alone to itself; the comparison with transformers has the machine to itself. It stops
@@ -11,7 +11,7 @@ by itself after SECONDS (default: an hour); run it again and it continues with w
 import subprocess
 import sys
 
-from workers import run_all
+from benchmarks.workers import run_all
 
 EXAMPLES = "examples/hf"
 CONTEXTS = (1024, 512, 256, 128)

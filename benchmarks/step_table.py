@@ -1,4 +1,4 @@
-"""The committed table of the step study, from its records: python benchmarks/step_table.py RECORDS.jsonl.gz > table.md
+"""The committed table of the step study, from its records: python -m benchmarks.step_table RECORDS.jsonl.gz > table.md
 
 Every figure is computed from the raw samples in the records; nothing is typed in.
 """
@@ -22,8 +22,8 @@ HEAD = """# The training step on one {env.device.name}
 
 torch {env.torch}, Triton {env.triton}, cuDNN {env.cudnn}, driver {env.driver}, batch 4, vocabulary 10,000,
 fused AdamW, fp32 weights, autocast for bf16, 5 warm-up steps, 10 measured; medians of back-to-back steps by CUDA
-events. Made by `python benchmarks/step_study.py STORE` (one worker a GPU of one machine, each cell alone on its
-GPU), written by `python benchmarks/step_table.py`; raw samples in tests/golden/{records}.
+events. Made by `python -m benchmarks.step_study STORE` (one worker a GPU of one machine, each cell alone on its
+GPU), written by `python -m benchmarks.step_table`; raw samples in tests/golden/{records}.
 """
 
 

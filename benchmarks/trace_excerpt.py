@@ -1,6 +1,6 @@
 """Keep of a Kineto trace what an independent count needs: kernels, their launches, named ranges, and nothing else.
 
-    python benchmarks/trace_excerpt.py TRACE.json EXCERPT.json.xz
+    python -m benchmarks.trace_excerpt TRACE.json EXCERPT.json.xz
 
 A trace of a large model has tens of megabytes of operators and links; the excerpt is small enough to be kept beside
 the tests, and is still a trace that any reader takes.

@@ -1,6 +1,6 @@
 """How fast traces are read, and in how much memory: steplab, Python's json and Holistic Trace Analysis in one run.
 
-    python benchmarks/trace_reading.py [TRACE] [GB] [--peers-gb GB] [--hta-python PATH] [--rounds N]
+    python -m benchmarks.trace_reading [TRACE] [GB] [--peers-gb GB] [--hta-python PATH] [--rounds N]
 
 Repeats the events of TRACE (a Kineto trace, plain or gzip; by default a CPU step of `small` with Python stacks,
 profiled here) to a plain JSON trace of GB (2), with times and ids moved on at each repetition, and reads it with
@@ -20,7 +20,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from functools import partial
 from pathlib import Path
 
 READERS = {"steplab": "steplab", "json": "json.load", "hta": "HTA, json", "hta_ijson": "HTA, ijson"}
@@ -125,7 +124,9 @@ def read(reader: str, trace: str) -> dict[str, float]:
     if reader == "steplab":
         from steplab.traces.reading import read_trace
 
-        run = partial(read_trace, Path(trace))
+        def run() -> object:
+            return read_trace(Path(trace))
+
     elif reader == "json":
 
         def run() -> object:
@@ -143,7 +144,10 @@ def read(reader: str, trace: str) -> dict[str, float]:
             config.set_parser_backend(ParserBackend.IJSON_BATCH_AND_COMPRESS)
         else:
             config.set_parser_backend(ParserBackend.JSON)
-        run = partial(parse_trace_dataframe, trace, config)
+
+        def run() -> object:
+            return parse_trace_dataframe(trace, config)
+
     started, cpu_started = time.perf_counter(), time.process_time()
     result = run()
     seconds, cpu_seconds = time.perf_counter() - started, time.process_time() - cpu_started

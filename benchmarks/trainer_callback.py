@@ -1,6 +1,6 @@
 """What the callback adds to a training with transformers, and its record beside `steplab run` of the same step.
 
-    python benchmarks/trainer_callback.py [rounds]
+    python -m benchmarks.trainer_callback [rounds]
 
 It takes transformers and accelerate. The same Trainer trains the same small LLaMA with the callback and without it, in
 turns; a turn's figure is the median time from the beginning of a step to the beginning of the next, on a CPU in
@@ -28,7 +28,7 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.step.session import measure_here
 from steplab.specs.resolve import resolve_step
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     "model_type": "llama",
     "vocab_size": 2048,
     "hidden_size": 256,

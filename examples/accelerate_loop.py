@@ -6,16 +6,17 @@ In several processes the recorder is opened once Accelerate has made the process
 import torch
 from accelerate import Accelerator
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import steplab
 
 accelerator = Accelerator()
 model = nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256))
-batches = torch.utils.data.DataLoader(torch.randn(25 * 64 * accelerator.num_processes, 256), batch_size=64)
+batches = DataLoader(TensorDataset(torch.randn(25 * 64 * accelerator.num_processes, 256)), batch_size=64)
 model, optimizer, batches = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), batches)
 
 with steplab.recorder("accelerate loop", device=accelerator.device, model=model) as rec:
-    for batch in batches:
+    for (batch,) in batches:
         with rec.step():
             with rec.phase("forward"):
                 loss = (model(batch) - batch).square().mean()

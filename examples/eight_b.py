@@ -55,7 +55,8 @@ def main(device: torch.device) -> Tensor:
     for index, block in enumerate(model.blocks):  # FSDP2's hooks stay outside of compiled code
         wrap_block(block, index, checkpointing="selective", compile_mode="block", split=False)
         fully_shard(block)
-    fully_shard(model).to_empty(device=device)
+    fully_shard(model)
+    model.to_empty(device=device)
     for parameter in model.parameters():
         nn.init.normal_(parameter, std=0.02) if parameter.dim() > 1 else nn.init.ones_(parameter)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)

@@ -1,19 +1,14 @@
 """examples/eight_b.py and its peer, at a size for two processes on a CPU."""
 
-import sys
-from importlib import import_module
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
+from benchmarks import eight_b_study
 from tests.distributed.ranks import on_ranks
 
 from steplab.ops.rms_norm.reference import plain_add_rms_norm
 from steplab.ops.rotary_heads.reference import plain_rotary_heads
 from steplab.ops.swiglu.reference import plain_swiglu
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 SMALL = {"LAYERS": 2, "WIDTH": 64, "FF": 96, "HEADS": 2, "VOCABULARY": 100, "CONTEXT": 32}
 OF_A_CPU = {"rotary_heads": plain_rotary_heads, "add_rms_norm": plain_add_rms_norm, "swiglu": plain_swiglu}
 """What it has in place of the kernels."""
@@ -24,22 +19,19 @@ def test_two_ranks_learn_their_sequences() -> None:
 
 
 def case_losses_fall_from_those_of_guessing_and_are_the_peers() -> None:
-    if str(BENCHMARKS) not in sys.path:
-        sys.path.append(str(BENCHMARKS))
-    study = import_module("eight_b_study")
-    losses = losses_of(study, "ours", LOSS="chunked")
+    losses = losses_of("ours", LOSS="chunked")
     assert losses[0] == pytest.approx(4.605, abs=0.2)  # ln 100
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < losses[0]
-    assert losses_of(study, "peer") == pytest.approx(losses, abs=1 / 32)  # its loss is bf16, which 4 to 8 has in 1/32
+    assert losses_of("peer") == pytest.approx(losses, abs=1 / 32)  # its loss is bf16, which 4 to 8 has in 1/32
 
 
-def losses_of(study: Any, what: str, **names: object) -> list[float]:
-    example = study.load(what)
+def losses_of(what: str, **names: object) -> list[float]:
+    example = eight_b_study.load(what)
     vars(example).update(SMALL, **OF_A_CPU, ATTENTION="sdpa", WARM_UP=0, STEPS=4, **names)
     torch.compiler.set_stance("force_eager")  # compiling would take most of the test
     try:
-        seconds, losses = study.measured(example, torch.device("cpu"))
+        seconds, losses = eight_b_study.measured(example, torch.device("cpu"))
     finally:
         torch.compiler.set_stance("default")
     assert (len(seconds), len(losses)) == (4, 5)

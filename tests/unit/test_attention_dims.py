@@ -1,10 +1,8 @@
 """benchmarks/attention_dims.py: times beside what FLOPs in proportion say."""
 
-from importlib import import_module
 from pathlib import Path
-from typing import Any
 
-import pytest
+from benchmarks import attention_dims
 
 from steplab.records.attention import AttentionCell
 from steplab.records.timing import PhaseSamples
@@ -15,19 +13,13 @@ from steplab.specs.attention_study import cells_of_grid
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
-@pytest.fixture
-def attention_dims(monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    return import_module("attention_dims")
-
-
 def cell(milliseconds: float, **sizes: int) -> AttentionCell:
     """Forward alone was timed."""
     spec = AttentionSpec(**{"heads": 32, "queries": 4096, "causal": True, "implementation": "flash_triton", **sizes})  # type: ignore[arg-type]
     return AttentionCell(spec=spec, passes=(PhaseSamples(phase="forward", device_s=(milliseconds / 1e3,) * 4),))
 
 
-def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own(attention_dims: Any) -> None:
+def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -> None:
     cells = [
         cell(1.0, dim=64),
         cell(2.0, dim=128),
@@ -35,7 +27,9 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own(att
         cell(1.35, dim=96),
         cell(0.95, dim=64, kv_heads=8),
     ]
-    lines = markdown_table(attention_dims.dims_table(cells)).splitlines()
+    table = attention_dims.dims_table(cells)
+    assert table is not None
+    lines = markdown_table(table).splitlines()
     forward = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if "flash" in line}
     assert forward == {
         "1×32×4096×64": "1.00",
@@ -46,7 +40,7 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own(att
     }
 
 
-def test_the_grid_has_what_each_of_its_cells_is_set_beside(attention_dims: Any) -> None:
+def test_the_grid_has_what_each_of_its_cells_is_set_beside() -> None:
     name, _, specs = cells_of_grid(str(BENCHMARKS / "attention_dims.toml"), {})
     assert name == attention_dims.GRID
     times = {spec: {"forward": 1.0} for spec in specs}

@@ -1,18 +1,18 @@
 """What the blocks of examples/eight_b.py keep, traced at full size on tensors without content, and its tables."""
 
-from importlib import import_module
 from pathlib import Path
 
-import pytest
+from benchmarks import eight_b_table
+from benchmarks.eight_b_kept import kept_by
+from benchmarks.page_tables import marks
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+from steplab.report.kit.markup import markdown_table
+
+ROOT = Path(__file__).parents[2]
 
 
-def test_a_compiled_block_keeps_rotated_heads_and_not_the_product_they_are_made_of(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    kept = import_module("eight_b_kept").kept_by("products")
+def test_a_compiled_block_keeps_rotated_heads_and_not_the_product_they_are_made_of() -> None:
+    kept = kept_by("products")
     tokens, width, inner, heads = 32_768, 4096, 11_008, 32
     shapes = sorted(tuple(tensor.shape) for name, tensor in kept.items() if "primals" not in name)
     assert shapes == sorted(
@@ -26,10 +26,8 @@ def test_a_compiled_block_keeps_rotated_heads_and_not_the_product_they_are_made_
     )
 
 
-def test_the_committed_tables_are_made_of_the_records(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    table = import_module("eight_b_table")
-    page = (BENCHMARKS.parent / "docs/layout.md").read_text(encoding="utf-8")
-    begin, end = import_module("page_tables").marks("eight_b_table.py")
-    tables = (table.steps(table.recorded()), table.parts(table.profiles()))
-    assert page.partition(begin)[2].partition(end)[0].strip() == "\n\n".join(map(table.markdown_table, tables))
+def test_the_committed_tables_are_made_of_the_records() -> None:
+    page = (ROOT / "docs/layout.md").read_text(encoding="utf-8")
+    begin, end = marks("eight_b_table.py")
+    tables = (eight_b_table.steps(eight_b_table.recorded()), eight_b_table.parts(eight_b_table.profiles()))
+    assert page.partition(begin)[2].partition(end)[0].strip() == "\n\n".join(map(markdown_table, tables))

@@ -1,32 +1,23 @@
 """The page of the fastest steps is what the committed records say."""
 
 import json
-from collections.abc import Iterator
-from importlib import import_module
 from pathlib import Path
 from statistics import median
-from typing import Any
 
 import pytest
+from benchmarks import fast_table, products
+from benchmarks.page_tables import marks
 
 from steplab.costs.parameters import num_parameters
 from steplab.records.advice import Advice
 from steplab.records.run import Run
 from steplab.specs.model import MODEL_SIZES
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
-RESULTS = BENCHMARKS / "results"
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
 @pytest.fixture(scope="module")
-def fast_table() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield import_module("fast_table")
-
-
-@pytest.fixture(scope="module")
-def found(fast_table: Any) -> tuple[list[Run], list[Advice]]:
+def found() -> tuple[list[Run], list[Advice]]:
     names = ("fast_h200_202611.jsonl.gz", "walk_h200_202611.jsonl.gz")
     parts: tuple[list[Run], list[Advice]] = fast_table.measured(
         [record for name in names for record in fast_table.read(RESULTS / name)]
@@ -39,21 +30,21 @@ def runs(found: tuple[list[Run], list[Advice]]) -> list[Run]:
     return found[0]
 
 
-def test_the_committed_tables_are_made_of_the_records(fast_table: Any, found: tuple[list[Run], list[Advice]]) -> None:
+def test_the_committed_tables_are_made_of_the_records(found: tuple[list[Run], list[Advice]]) -> None:
     page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
-    begin, end = import_module("page_tables").marks("fast_table.py")
+    begin, end = marks("fast_table.py")
     tables = page.partition(begin)[2].partition(end)[0]
     assert tables.strip() == "\n\n".join(fast_table.parts(*found))
 
 
-def test_each_size_has_its_fastest_step_first(fast_table: Any, runs: list[Run]) -> None:
+def test_each_size_has_its_fastest_step_first(runs: list[Run]) -> None:
     _, _, _, first, *_ = fast_table.parts(runs)
     large = [row.split(" | ") for row in first.splitlines() if row.startswith("| large |")]
     times = [median(run.samples_s) for run in runs if run.spec and run.spec.model.name == "large"]
     assert [row[len(fast_table.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
 
 
-def test_the_floor_of_a_step_is_that_of_the_stated_figures(fast_table: Any, runs: list[Run]) -> None:
+def test_the_floor_of_a_step_is_that_of_the_stated_figures(runs: list[Run]) -> None:
     """6 FLOPs for each parameter but the embedding's and token, 6 L d T for each token, 28 bytes a parameter."""
     [run] = [run for run in runs if run.id == "bbcb1adea94b"]  # 2.7b at 2,048 positions
     size, tokens = MODEL_SIZES["2.7b"], 4 * 2048
@@ -64,7 +55,7 @@ def test_the_floor_of_a_step_is_that_of_the_stated_figures(fast_table: Any, runs
     assert told == pytest.approx([1e3 * each for each in (*floor, sum(floor))], rel=0.005)
 
 
-def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[Run]) -> None:
+def test_the_parts_of_a_profiled_step_are_all_of_it(runs: list[Run]) -> None:
     profiled = [run for run in runs if run.profile]
     assert profiled
     signs = {"products": 1, "AdamW": 1, "attention": 1, "other kernels": 1, "at once": -1, "idle": 1}
@@ -76,11 +67,10 @@ def test_the_parts_of_a_profiled_step_are_all_of_it(fast_table: Any, runs: list[
         assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
 
 
-def test_the_sums_of_products_are_those_of_the_records(fast_table: Any) -> None:
-    products, tables = import_module("products"), import_module("page_tables")
+def test_the_sums_of_products_are_those_of_the_records() -> None:
     rows = json.loads((RESULTS / "products_h200_202611.json").read_text(encoding="utf-8"))["rows"]
     page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
-    begin, end = tables.marks("products.py")
+    begin, end = marks("products.py")
     assert page.partition(begin)[2].partition(end)[0].strip() == products.sums(rows).strip()
     of = [row for row in rows if row["model"] == "xl" and row["tokens"] == 2048]
     flops = sum(
