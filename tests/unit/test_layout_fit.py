@@ -1,16 +1,20 @@
 """What does not divide is refused in one line that names what would fit, before anything is built."""
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
 from benchmarks import layout_study
 
 from steplab.errors import Unsupported, UserError
+from steplab.lab.layout_planning import plan_layout
 from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 from steplab.specs.study import study_from_grids
+
+CONFIGURATION = f"hf:{Path(__file__).parents[2]}/examples/hf/llama-tiny.json"
 
 
 @pytest.mark.parametrize(
@@ -130,6 +134,12 @@ def test_what_no_layout_serves_says_what_to_use_instead(fields: dict[str, object
         match=r"; .*use .*(dp=2|default|--compile block|forward_backward|--microbatches 2 times|--loss plain)",
     ):
         resolve_step({"layout": "fsdp=2", **fields})
+
+
+def test_a_configuration_that_no_rank_can_run_a_part_of_is_said_to_be_planned() -> None:
+    with pytest.raises(Unsupported, match="use dp=2 or fsdp=2, or `steplab plan layout`, which plans"):
+        resolve_step({"layout": "tp=2", "model": CONFIGURATION})
+    assert plan_layout(CONFIGURATION, gpus=2, global_batch=2).candidates
 
 
 def test_data_parallelism_alone_serves_all_of_them() -> None:
