@@ -45,6 +45,7 @@ from benchmarks.rates_of_kernels import (
 from steplab.costs.kernel_time import USUAL_ATTENTION
 from steplab.costs.rates import (
     AttentionRates,
+    Borrower,
     Gpu,
     GpuRates,
     HostRates,
@@ -55,18 +56,18 @@ from steplab.costs.rates import (
     with_rates,
 )
 from steplab.errors import UserError
-from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, waited
+from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
 from steplab.plan.kernel_time import on_tensor_cores
 from steplab.plan.search import STAY, Params, search
 from steplab.plan.seen import is_fitted_kind, is_held_out
-from steplab.plan.time import throttling
+from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun
 from steplab.records.codec import decode
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.step_time import TimePart
 from steplab.records.timing import waits_for_host
-from steplab.specs.hardware import HardwareSpec, hardware_named
+from steplab.specs.hardware import HardwareSpec, find_hardware, hardware_named
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.update import AFTER, OVERLAPPED
 from steplab.stats import percentile
@@ -77,6 +78,8 @@ _ALWAYS = "9999"
 """Later than every record."""
 _LEAST_PRODUCTS = 20
 """Products that a number format needs in the records before its rates are fitted."""
+_LEAST_STEPS = 8
+"""Steps that are needed of a GPU without a fit before its interval rests on them."""
 _ALONE = StepRates(
     gap_s=0.0,
     replayed_gap_s=0.0,
@@ -370,18 +373,50 @@ def _size(record: Record) -> str | None:
 # --- the table ----------------------------------------------------------------------------------------------------
 
 
-def fit_rates(records: Sequence[Record], gpu: str, held_out: Mapping[str, Sequence[str]]) -> list[GpuRates]:
+def fit_rates(
+    records: Sequence[Record], gpu: str, held_out: Mapping[str, Sequence[str]], others: Sequence[Run]
+) -> list[GpuRates]:
     """The committed table of rates, with those of one GPU fitted anew to `records`, which are `records_to_fit`.
 
-    held_out: values of fields of a step whose records are left out, to be checked against later. Raises UserError for
-    an unknown GPU, and where the records lack what a fit needs.
+    held_out: values of fields of a step whose records are left out, to be checked against later; others: steps, of
+    which those of GPUs without a fit tell how far off borrowed rates are. Raises UserError for an unknown GPU, and
+    where the records lack what a fit needs.
     """
     hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
     rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
     held = {name: list(values) for name, values in held_out.items()}
     new = msgspec.structs.replace(rates, until_utc=records[-1].created_utc, held_out=held)
-    return [new, *(each for each in table if each.name != hardware.name)]
+    fitted = [new, *(each for each in table if each.name != hardware.name)]
+    names = {rates.name for rates in fitted}
+    tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)
+    return [msgspec.structs.replace(new, borrowers=tried), *fitted[1:]]
+
+
+def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:
+    """How far off these rates are on GPUs without any, by name, where enough steps were measured on one."""
+    by_gpu: dict[str, list[Run]] = defaultdict(list)
+    for run in runs:
+        if (name := _name_of_gpu(run)) and run.spec and is_fitted_kind(run.spec) and run.median_s:
+            by_gpu[name].append(run)
+    found = {}
+    for name, own in sorted(by_gpu.items()):
+        gpu = gpu_with(hardware_named(name), rates)
+        waiting = runs_that_waited(own, gpu)
+        errors = [
+            abs(predict_step_time(run.spec, gpu).central_s / run.median_s - 1)
+            for run in own
+            if run.spec and run.median_s and run.id not in waiting
+        ]
+        if len(errors) >= _LEAST_STEPS:
+            found[name] = Borrower(steps=len(errors), spread=percentile(errors, _INTERVAL))
+    return found
+
+
+def _name_of_gpu(run: Run) -> str | None:
+    """Its name in the catalogue; None if that lacks it."""
+    hardware = find_hardware(run.device_name or "")
+    return hardware.name if hardware else None
 
 
 def records_to_fit(
@@ -416,7 +451,7 @@ def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
 def committed_records() -> Iterator[Record]:
     """The records of the repository, of whatever GPU."""
     for folder in ("tests/golden", "benchmarks/results"):
-        for path in sorted((ROOT / folder).glob("*_h200_*.jsonl.[gx]z")):
+        for path in sorted((ROOT / folder).glob("*_h?00_*.jsonl.[gx]z")):
             content = path.read_bytes()
             text = gzip.decompress(content) if path.suffix == ".gz" else lzma.decompress(content)
             yield from map(decode, text.splitlines())
@@ -474,15 +509,17 @@ def main(words: Sequence[str] | None = None) -> None:
     until_utc = given.until or (known.until_utc if known else _ALWAYS)
     if given.store:
         with Store.open(given.store) as opened:
-            records = records_to_fit(opened.iterate(), hardware, held_out, until_utc)
+            every = list(opened.iterate())
     else:
-        records = records_to_fit(committed_records(), hardware, held_out, until_utc)
+        every = list(committed_records())
+    records = records_to_fit(every, hardware, held_out, until_utc)
     if given.leave_one_out:
         errors = leave_one_out(records, hardware)
         middle, worst = percentile(errors, 50), max(errors)
         print(f"{len(errors)} phases: median {middle:.1%}, p90 {percentile(errors, 90):.1%}, worst {worst:.1%}")
         return
-    sys.stdout.write(as_toml(fit_rates(records, given.gpu, held_out)))
+    steps = [record for record in every if isinstance(record, Run)]
+    sys.stdout.write(as_toml(fit_rates(records, given.gpu, held_out, steps)))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from steplab.cli.app import main
 from steplab.costs.flops import ModelSizes, executed_flops_per_token, model_flops_per_token
 from steplab.costs.kernel_time import Product, product_s, streaming_s
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
-from steplab.costs.rates import Gpu, fitted_rates, gpu_named
+from steplab.costs.rates import Borrower, Gpu, fitted_rates, gpu_named, with_rates
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_steps
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
@@ -24,7 +24,7 @@ from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import fused_kernels
 from steplab.plan.kernel_time import streaming_name
 from steplab.plan.seen import is_held_out
-from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time
+from steplab.plan.time import compiled_shares, kernels_of_step, parts_of, predict_step_time, step_spread
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
@@ -348,6 +348,18 @@ def test_another_gpu_has_the_shares_of_the_fitted_one_and_a_wider_interval() -> 
     assert there.central_s > here.central_s
     assert there.high_s / there.central_s > here.high_s / here.central_s
     assert any("no record of A100 SXM 80GB was fitted" in source for source in there.sources)
+
+
+def test_a_gpu_without_a_fit_whose_steps_were_measured_has_the_interval_of_the_fitted_one() -> None:
+    """Their errors are smaller than those that the fit itself has of sizes that it has not seen."""
+    tried = gpu_named("H100 SXM")
+    for fields in ({"precision": "bf16"}, {"precision": "fp32", "compile": "block"}):
+        here, there = (step_spread(resolve_step({"model": "xl"} | fields), gpu) for gpu in (H200, tried))
+        assert there == here
+    assert "95 % of 17 steps measured on it are predicted within 4.1%" in " ".join(tried.sources)
+    bf16, fp16 = (resolve_step({"precision": precision}) for precision in ("bf16", "fp16"))
+    assert step_spread(fp16, tried) == step_spread(bf16, gpu_named("A100 SXM 80GB")) == 0.3
+    assert step_spread(bf16, with_rates(tried, borrowers={"H100 SXM": Borrower(steps=9, spread=0.12)})) == 0.12
 
 
 def test_given_figures_replace_the_catalogue() -> None:

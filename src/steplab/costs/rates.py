@@ -1,7 +1,8 @@
 """What kernels reach of a GPU's stated peak and bandwidth: the form of the figures, and the table of those fitted.
 
 `rates.toml` is written by benchmarks/fit_rates.py from stored records. A GPU without an entry is predicted
-with the shares of the one that has been measured, of its own stated figures, and with a wider interval.
+with the shares of the one that has been measured, of its own stated figures, and with a wider interval unless steps
+that were measured on it say otherwise.
 """
 
 import dataclasses
@@ -99,11 +100,20 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Share of an update's time that is hidden by the backward pass, where the update is overlapped with it."""
     spread: dict[str, float]
     """Half of the 90 % interval around the central value, as a share of it, by what was fitted: eager, compiled, and
-    'elsewhere' for GPUs and number formats without a fit of their own."""
+    'elsewhere' for number formats without a fit of their own, and for GPUs without one that no step was measured on."""
 
     def gap(self, replayed: bool) -> float:
         """Seconds between a kernel and the next."""
         return self.replayed_gap_s if replayed else self.gap_s
+
+
+class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A GPU without a fit of its own on which steps were measured that borrowed shares predict."""
+
+    steps: int
+    """Number of steps in which the host was ahead."""
+    spread: float
+    """Error, as a share of the measured time, that 19 of 20 of them have at most."""
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -124,6 +134,8 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """By implementation and pass: forward, backward."""
     host: HostRates
     step: StepRates
+    borrowers: dict[str, Borrower] = {}
+    """GPUs that borrow these shares and were measured, by name."""
 
 
 class _File(msgspec.Struct, forbid_unknown_fields=True):
@@ -198,6 +210,9 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
     """A GPU with these rates, of itself or of another."""
     own = rates.name == hardware.name
     borrowed = f"no record of {hardware.name} was fitted: it is taken to reach the shares of its figures that "
+    borrowed += f"{rates.name} does"
+    if tried := rates.borrowers.get(hardware.name):
+        borrowed += f", by which 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
     return Gpu(
         name=hardware.name,
         peaks={dtype: each.flops_per_s for dtype, each in hardware.peaks.items()},
@@ -209,7 +224,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
         is_fitted=own,
         sources=(
             hardware.sources["memory_bandwidth_bytes_per_s"],
-            *((rates.source,) if own else (f"{borrowed}{rates.name} does", rates.source)),
+            *((rates.source,) if own else (borrowed, rates.source)),
         ),
     )
 

@@ -12,7 +12,7 @@ from statistics import median
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.costs.rates import Gpu, gpu_of
 from steplab.errors import Unsupported, UserError
-from steplab.plan.host_pace import host_paces, phase_cells, waited
+from steplab.plan.host_pace import runs_that_waited
 from steplab.plan.memory import predict_memory
 from steplab.plan.public import PublicLoad, PublicRow, StackRates, load_of, split_step, step_of
 from steplab.plan.seen import was_fitted
@@ -123,9 +123,7 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
             gpu = _gpu_of(own[0])
         except UserError:
             continue
-        cells = phase_cells([run for run in own if run.spec and run.spec.model.kind == "transformer"], gpu)
-        paces = host_paces(cells)
-        found |= {cell.run.id for cell in cells if waited(cell, paces)}
+        found |= runs_that_waited([run for run in own if run.spec and run.spec.model.kind == "transformer"], gpu)
     return found
 
 

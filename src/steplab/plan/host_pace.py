@@ -98,3 +98,10 @@ def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
         usual = [s for (_, compiled), s in paces.items() if compiled == cell.machine[1]]
         pace = median(usual) if usual else 0.0
     return cell.device_s <= _AHEAD * cell.kernels * pace
+
+
+def runs_that_waited(runs: Sequence[Run], gpu: Gpu) -> set[str]:
+    """Ids of the runs in one of whose phases the device waited for the host."""
+    cells = phase_cells(runs, gpu)
+    paces = host_paces(cells)
+    return {cell.run.id for cell in cells if waited(cell, paces)}

@@ -375,9 +375,13 @@ def _bound(parts: list[TimePart]) -> Bound:
 def step_spread(spec: StepSpec, gpu: Gpu) -> float:
     """Half of the 90 % interval of a step's time, as a share of it."""
     known = gpu.rates.step.spread
-    if not has_own_rates(spec.precision, gpu):
+    own = known["eager" if spec.compile == "off" else "compiled"]
+    if has_own_rates(spec.precision, gpu):
+        return own
+    tried = gpu.rates.borrowers.get(gpu.name)
+    if tried is None or DTYPE_OF_MATMULS[spec.precision] not in gpu.rates.products:
         return known["elsewhere"]
-    return known["eager" if spec.compile == "off" else "compiled"]
+    return max(own, tried.spread)
 
 
 def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool = False) -> None:

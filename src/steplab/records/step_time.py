@@ -71,7 +71,7 @@ class StepTimePrediction:
     """What the device's time is made of."""
     is_fitted: bool
     """Whether rates of this GPU, this precision and this way of compiling were fitted to records; otherwise those of
-    others are used, and the interval is wider."""
+    others are used, and the interval is wider unless steps were measured on this GPU."""
     tokens_per_step: int | None = None
     """Tokens of the step; None: not known, as of a model that sizes its batches itself."""
     utilizations: tuple[Utilization, ...] = ()
