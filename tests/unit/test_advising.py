@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from tests.advice_records import ratio, some_advice
-from tests.runs import make_run
+from tests.runs import ENVIRONMENT, make_run
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
 
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
+from steplab.lab.outlook import Outlook, Promise
 from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
@@ -145,6 +146,26 @@ def test_the_largest_prediction_comes_first_and_what_should_cost_time_last(walke
     assert shares[0] == max(share for share in shares if share is not None)
     costly = [share is not None and share <= 0 for share in shares]
     assert costly == sorted(costly)
+
+
+@pytest.mark.parametrize("share", [None, 0.001, 0.0, -0.1])
+def test_what_the_recipe_sets_comes_before_changes_of_which_nothing_is_predicted(
+    walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """Of a CPU, where nothing but a profile's findings predicts, and these from rates of a GPU."""
+    device = dataclasses.replace(ENVIRONMENT.device, kind="cpu", name="a CPU")
+    monkeypatch.setattr(FakeSession, "environment", dataclasses.replace(ENVIRONMENT, device=device))
+    predicted = {
+        "attention": None if share is None else Promise(share=share, source="scores_materialised"),
+        "compile": Promise(share=0.2, source="fusable_elementwise"),
+        "loss": Promise(share=-0.1, source="loss_share"),
+    }
+    monkeypatch.setattr(Outlook, "promise", lambda self, spec, change: predicted.get(change.field))
+    no_findings = make_run({"model": "tiny"}, failure=Failure(kind="error", message="why"))
+    advice = walk(fields={"model": "tiny"}, profile=lambda spec, **options: no_findings)
+    tried = [each.field for each in advice.tried]
+    assert tried[-4:] == ["attention", "precision", "model.projections", "loss"]
+    assert set(tried[:-4]) == {"compile"}
 
 
 def test_a_given_precision_is_kept_if_asked(walk: Callable[..., Advice]) -> None:

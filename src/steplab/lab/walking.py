@@ -2,8 +2,9 @@
 
 Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
 it pays; what the turns leave open gets more of them. Next is the change that is predicted to save most for the time
-that trying it takes; then those of which nothing is predicted; then those that are predicted to save less than what a
-change is kept for, the shortest trials first; last, those that should cost time.
+that trying it takes; then what else the recipe `fast` sets, which is known to pay on devices of this kind; then, the
+shortest trials first, changes of which nothing is predicted; then those that are predicted to save less than what a
+change is kept for; last, those that should cost time.
 
 Steps of several processes cannot wait for turns, so that each turn starts them anew, and whether a step runs is known
 once it had one. What such processes differ by is then the least that a change is kept for.
@@ -93,6 +94,8 @@ class Candidate:
 
     change: Change
     promise: Promise | None
+    is_fast: bool
+    """Whether the recipe `fast` sets it."""
     takes_s: float
     """Seconds that trying it takes, as far as is known."""
 
@@ -185,19 +188,19 @@ class Walk:
     def _rank(self, candidate: Candidate) -> tuple[int, float]:
         """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
         takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
-        if candidate.promise is None:
-            return 2, takes_s
-        share = candidate.promise.share
-        if share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
-            return (3 if share > 0 else 4), takes_s
+        share = candidate.promise.share if candidate.promise else None
+        if share is None or share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
+            return (2 if candidate.is_fast else 3 if share is None else 4 if share > 0 else 5), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
+        fast = self.outlook.recipe(spec)
         return [
             Candidate(
                 change=change,
                 promise=self.outlook.promise(spec, change),
+                is_fast=change in fast,
                 takes_s=trial_s + self.outlook.compile_s(change.made(spec)),
             )
             for change in (*self._untried_of(spec), *self._rest_of_recipe(spec))
