@@ -293,6 +293,44 @@ def test_a_budget_counts_from_the_start(
     assert [text.startswith(told) for text in said] == [True] * (not tried)
 
 
+@pytest.mark.parametrize("while_measured", [False, True])
+def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tried(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, while_measured: bool
+) -> None:
+    """A step that is compiled takes longer to build, or to measure, than is left of the budget."""
+    now = 0.0
+
+    class Slow(FakeSession):
+        def cut_off(self, side: Side) -> None:
+            nonlocal now
+            assert self.timeout_s is not None
+            now += self.timeout_s
+            side.failure = Failure(kind="timeout", message=f"did not end within {self.timeout_s:.3g} s")
+
+        def enter(self, *args: Any, **options: Any) -> Side:
+            nonlocal now
+            now += 10.0
+            side = super().enter(*args, **options)
+            if side.spec.compile != "off" and not while_measured:
+                self.cut_off(side)
+            return side
+
+        def measure(self, sides: Any, *args: Any, **options: Any) -> None:
+            super().measure(sides, *args, **options)
+            if sides[-1].spec.compile != "off" and sides[-1].failure is None:
+                self.cut_off(sides[-1])
+
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    options: dict[str, Any] = {"session": Slow(product), "profile": unprofiled, "clock": lambda: now}
+    advice = advise(spec, store=tmp_path / "store.db", budget_s=100.0, **options)
+    assert advice.kept
+    assert not any(tried.failure for tried in advice.tried)
+    cut_off = next(words for words in advice.untried if words.startswith("compile "))
+    assert cut_off not in decisions(advice)
+    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    assert said == [f"the budget was over before {cut_off} was decided; it counts as not tried"]
+
+
 def test_an_interruption_keeps_the_walk_until_then(
     walk: Callable[..., Advice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -310,6 +348,8 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert advice.best is not None
     assert decisions(advice)[advice.kept[0].words]
     assert advice.notes[0].startswith("interrupted")
+    assert all(tried.ratio for tried in advice.tried)
+    assert any(words.startswith("compile ") for words in advice.untried)
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------

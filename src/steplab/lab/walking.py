@@ -274,16 +274,26 @@ class Walk:
     # --- trying -------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Candidate) -> None:
+        """Try a change; one that the end of the budget or an interruption cuts off was not tried."""
         began_s = self.clock()
         attempt = self._attempt(candidate.change, candidate.promise)
-        if attempt.side is None:
+        if attempt.side is not None and not self._decide(attempt, began_s):
+            why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
+            warnings.warn(Remark(why), stacklevel=2)
             return
+        self._settle(attempt)
+
+    def _decide(self, attempt: Attempt, began_s: float) -> bool:
+        """Measure a change that was built, and keep or drop it; False: the budget was over before that."""
         built_s = self.clock()
         try:
             self._measure([self.best, attempt.side], most_s=built_s - began_s)
         except UserError as error:  # where each turn has a process of its own, it says so only now
             attempt.side, attempt.failure = None, str(error)
-            return
+            return True
+        failure = attempt.side.failure
+        if failure and failure.kind == "timeout" and self._left_s() <= 0:
+            return False
         decided_s = self.clock()
         attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -297,6 +307,12 @@ class Walk:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
         self._look_at_best()
+        return True
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Count a change among those that were tried."""
+        self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
+        self.attempts.append(attempt)
 
     def _take_first_turn(self, side: Any) -> None:
         """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""
@@ -351,10 +367,8 @@ class Walk:
     def _attempt(self, change: Change, promise: Promise | None, *, by_itself: bool = False) -> Attempt:
         """Build the fastest step with a change; `by_itself`: so that it is known whether it runs."""
         spec = self.best.spec
-        self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
         attempt = Attempt(change=change, base=self.best, promise=promise)
-        self.attempts.append(attempt)
         try:
             side = self.taking.enter(change.words, change.made(spec))
             if by_itself:
@@ -372,14 +386,14 @@ class Walk:
                 continue
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
             attempt = self._attempt(change, self.outlook.promise(self.best.spec, change), by_itself=True)
-            if attempt.side is None:
-                continue
-            attempt.kept = True
-            self.leave(self.best)
-            self.best = attempt.side
+            if attempt.side is not None:
+                attempt.kept = True
+                attempt.failure = attempt.side.failure.message if attempt.side.failure else None
+                self.leave(self.best)
+                self.best = attempt.side
+            self._settle(attempt)
             if not self.best.failure:
                 return
-            attempt.failure = self.best.failure.message
 
     def _compare_ends(self, spec: StepSpec) -> None:
         """The fastest step beside the first: in turns again if there is time, otherwise by the changes between them."""
