@@ -23,7 +23,7 @@ from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.turns import Turns
 from steplab.records.validation import check
-from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict
+from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict, tried_words
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
 from steplab.report.turns.document import turns_document
@@ -166,6 +166,14 @@ def test_what_the_recipe_sets_comes_before_changes_of_which_nothing_is_predicted
     tried = [each.field for each in advice.tried]
     assert tried[-4:] == ["attention", "precision", "model.projections", "loss"]
     assert set(tried[:-4]) == {"compile"}
+
+
+def test_what_came_of_a_change_is_told_before_the_next_begins(walk: Callable[..., Advice]) -> None:
+    said: list[str] = []
+    advice = walk(on_change=said.append, on_tried=lambda tried: said.append(tried_words(tried)))
+    begun, ended = said[1::2][: len(advice.tried)], said[2::2]
+    assert ended == [tried_words(tried) for tried in advice.tried]
+    assert all(words.startswith(change) for change, words in zip(begun, ended, strict=True))
 
 
 def test_a_given_precision_is_kept_if_asked(walk: Callable[..., Advice]) -> None:
@@ -434,6 +442,18 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     assert "18.0 ms" in row  # predicted: 0.45 of 40 ms
     assert "8.00 GiB" in row
     assert "slower" in text
+
+
+def test_a_line_says_what_a_change_saves_and_that_it_is_kept() -> None:
+    paid, cost, failed = some_advice().tried
+    same, undecided = (dataclasses.replace(cost, ratio=ratio(0.02, 0.0201, word)) for word in ("same", "undecided"))
+    assert [tried_words(tried) for tried in (paid, cost, same, undecided, failed)] == [
+        "precision bf16: saves 20.0 ms (50.0 %); kept",
+        "compile block: costs 1.00 ms (5.0 %); dropped",
+        "compile block: no gain; dropped",
+        "compile block: not decided; dropped",
+        "loss fused: out of memory: asked 8 GiB; dropped",
+    ]
 
 
 def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_kept() -> None:

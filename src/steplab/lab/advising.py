@@ -36,6 +36,7 @@ def advise(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
     on_change: Callable[[str], None] = lambda what: None,
+    on_tried: Callable[[Tried], None] = lambda tried: None,
     session: Callable[..., Session] = Session,
     profile: Callable[..., Run] = profile,
     clock: Callable[[], float] = time.monotonic,
@@ -51,8 +52,8 @@ def advise(
     With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
     change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
     that leaves no time for a change. Of a step of several processes each turn starts them anew. `on_change` is called
-    with what is measured next. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot
-    be measured.
+    with what is measured next, and `on_tried` with what came of each change. An interrupted walk is stored as far as it
+    got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
@@ -70,6 +71,7 @@ def advise(
                 budget_s=budget_s,
                 clock=clock,
                 on_change=on_change,
+                on_attempt=lambda attempt: on_tried(_tried(walk, attempt)),
             )
             try:
                 walk.go(asked)
@@ -126,7 +128,7 @@ def _notes(walk: Walk) -> Iterator[str]:
 
 
 def _tried(walk: Walk, attempt: Attempt) -> Tried:
-    base, run = walk.leave(attempt.base), walk.leave(attempt.side) if attempt.side else None
+    base, run = walk.record_of(attempt.base), walk.record_of(attempt.side) if attempt.side else None
     change, promise = attempt.change, attempt.promise
     made = (*attempt.along, change)
     return Tried(

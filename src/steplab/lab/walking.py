@@ -113,6 +113,8 @@ class Walk:
     clock: Callable[[], float]
     on_change: Callable[[str], None] = lambda what: None
     """Called with what is measured next."""
+    on_attempt: Callable[[Attempt], None] = lambda attempt: None
+    """Called with each change that was tried."""
     attempts: list[Attempt] = field(default_factory=list)
     runs: dict[Side, Run] = field(default_factory=dict)
     """The record of each side that has left."""
@@ -174,6 +176,10 @@ class Walk:
         if side not in self.runs:
             self.runs[side] = self.taking.leave(side)
         return self.runs[side]
+
+    def record_of(self, side: Side) -> Run | None:
+        """The record of a side, of its steps until now if it is still there; None if it has had no turn."""
+        return self.runs.get(side) or side.run
 
     # --- what is next -------------------------------------------------------------------------------------
 
@@ -313,6 +319,7 @@ class Walk:
         """Count a change among those that were tried."""
         self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
         self.attempts.append(attempt)
+        self.on_attempt(attempt)
 
     def _take_first_turn(self, side: Any) -> None:
         """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""

@@ -86,6 +86,16 @@ def _answer(advice: Advice) -> Iterator[str]:
         yield f"Not tried, because time was over: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
+def tried_words(tried: Tried) -> str:
+    """What came of a change, in one line: what it saves or costs, and whether it was kept."""
+    result, ratio = _result(tried), tried.ratio
+    if ratio and ratio.decision in ("lower", "higher"):
+        share = abs(1 - ratio.ratio)
+        verb = "saves" if tried.kept else "costs"
+        result = f"{verb} {units.format_time(ratio.a * share)} ({units.format_percent(share)})"
+    return f"{tried.words}: {result}; {'kept' if tried.kept else 'dropped'}"
+
+
 def _kept_with(tried: Tried, advice: Advice) -> list[str]:
     """The changes together with which one that was not kept by itself was kept; empty: there are none."""
     own = set(tried.all_words)
