@@ -357,6 +357,7 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert decisions(advice)[advice.kept[0].words]
     assert advice.notes[0].startswith("interrupted")
     assert all(tried.ratio for tried in advice.tried)
+    assert advice.overall is not None
     assert any(words.startswith("compile ") for words in advice.untried)
 
 
@@ -474,6 +475,19 @@ def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_k
     assert "Tried and not kept: compile block (slower), loss fused (failed)." in sentences
     why = "slower because the host launches it too late"
     assert f"block_ops triton with projections merged by itself: {why}; kept with cuda_graph step." in sentences
+
+
+@pytest.mark.parametrize(("b_s", "said"), [(0.0200, False), (0.0201, False), (0.0203, True), (0.0160, True)])
+def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: float, said: bool) -> None:
+    """In turns it is not where the machine was slower for a while."""
+    of_turns = dataclasses.replace(ratio(0.040, 0.020, "lower"), b=b_s)
+    labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
+    compared = turns_document(labels, [of_turns], ["as it is", "the other"])
+    walked = advice_document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
+    for document in (compared, walked):
+        text = " ".join(render(document, "table", width=300).split())
+        source = "; of neighbouring turns, not of the two medians" * said
+        assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
 
 
 @pytest.mark.parametrize(

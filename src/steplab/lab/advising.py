@@ -87,7 +87,7 @@ def advise(
 
 def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
     """The record of a walk that is over; its sides leave."""
-    untried = walk.untried
+    untried, overall = walk.untried, walk.overall
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
     return Advice(
@@ -100,9 +100,9 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
         best=None if failure else walk.best.spec,
         start_id=start.id if start else None,
         best_id=best.id if best and not failure else None,
-        start_s=step_s(start),
-        best_s=step_s(best),
-        overall=walk.overall,
+        start_s=overall.a if overall else step_s(start),  # of other turns it may be minutes away
+        best_s=overall.b if overall else step_s(best),
+        overall=overall,
         tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
         untried=tuple(candidate.change.words for candidate in untried),
         untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
@@ -120,7 +120,7 @@ def _notes(walk: Walk) -> Iterator[str]:
             f"the walk took {format_time(walk.over_s)} longer than its budget of {format_time(walk.budget_s)}: what "
             "had begun took longer than foreseen"
         )
-    if not walk.met:
+    if walk.overall and not walk.met and len(walk.kept) > 1:
         yield (
             "the first step and the fastest did not take turns with each other: their ratio is the product of those of "
             "the changes that were kept, each measured in turns"

@@ -122,10 +122,8 @@ class Walk:
     """The side of the first step; None before it was built."""
     best: Any = None
     """The side of the fastest step until now; None: none has run."""
-    overall: Ratio | None = None
-    """Time of the fastest step over that of the first; None if nothing was kept that was compared."""
-    met: bool = True
-    """Whether `overall` was measured in turns of the two steps, rather than put together of the changes between."""
+    met: Ratio | None = None
+    """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
     interrupted: KeyboardInterrupt | None = None
     """What ended the walk before its end; None: nothing."""
     _tried: set[tuple[str, str]] = field(default_factory=set)
@@ -163,6 +161,13 @@ class Walk:
     def kept(self) -> list[Attempt]:
         """The changes that were kept, in their order."""
         return [attempt for attempt in self.attempts if attempt.kept]
+
+    @property
+    def overall(self) -> Ratio | None:
+        """Time of the fastest step over that of the first, if need be put together of the changes between; None if
+        nothing was kept, or the first step did not run."""
+        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
+        return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
 
     @property
     def untried(self) -> list[Candidate]:
@@ -403,19 +408,14 @@ class Walk:
                 return
 
     def _compare_ends(self, spec: StepSpec) -> None:
-        """The fastest step beside the first: in turns again if there is time, otherwise by the changes between them."""
-        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
-        if len(ratios) == len(self.kept):
-            self.overall = chained(ratios)
-        if len(ratios) < 2 or not self._goes_on():
+        """Measure the fastest step in turns with the first, if several changes lie between and there is time."""
+        if len(self.kept) < 2 or not self._goes_on():
             return
-        self.met = False
         if self._has_time(self._trial_s(step_s(self.leave(self.start))) + self.outlook.compile_s(spec)):
             self.on_change("the step as given beside the fastest")
             again = self.taking.enter("start again", spec)
             self._measure([self.best, again])
-            if ratio := self._ratio([again, self.best]):
-                self.overall, self.met = ratio, True
+            self.met = self._ratio([again, self.best])
             self.leave(again)
 
 

@@ -69,13 +69,8 @@ def _answer(advice: Advice) -> Iterator[str]:
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {best}."
     else:
-        ends = advice.start_s, advice.best_s
-        if advice.alternating and advice.overall:  # of the turns that were compared, as others may be minutes away
-            ends = advice.overall.a, advice.overall.b
-        start, best = map(units.format_time, ends)
-        times = f"With {kept} the step takes {best} for {start}"
-        told = f"{advice.best_s / advice.start_s:.3f} times as long (medians of different turns)"
-        yield f"{times}: {ratio_words(advice.overall) if advice.overall else told}."
+        ratio = f": {ratio_words(advice.overall, advice.start_s, advice.best_s)}" if advice.overall else ""
+        yield f"With {kept} the step takes {best} for {units.format_time(advice.start_s)}{ratio}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
     if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
