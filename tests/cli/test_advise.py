@@ -18,6 +18,10 @@ def test_a_walk_tries_what_applies_stores_each_run_and_ends_with_what_to_type(st
     for name, row in tried.items():
         assert row["after_s"] > 0, name
         assert row["kept"] == (row["result"] == "kept"), name
+    said = dict(line.split(": ", 1) for line in result.stderr.splitlines() if line.endswith(("; kept", "; dropped")))
+    assert {name: said[row["change"]].endswith("; kept") for name, row in tried.items()} == {
+        name: row["kept"] for name, row in tried.items()
+    }
     stored = {row["id"]: row for row in steplab("list", "--format", "json").rows()}
     assert {row["run_id"] for row in tried.values()} <= set(stored)
     [walk] = [row for row in stored.values() if row["kind"] == "advise"]

@@ -65,6 +65,11 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "negative warm-up": (("run", "--warmup", "-1"), ("warmup", "at least 0")),
     "near miss of an option": (("run", "--contxt", "8"), ("--contxt", "--context")),
     "unknown option": (("run", "--colour", "red"), ("--colour",)),
+    "another command's option": (
+        ("advise", "--recipe", "fast"),
+        ("Unknown option: --recipe. --recipe is an option of memory, plan memory, plan time, profile and run.",),
+    ),
+    "a near miss that another has": (("run", "--gpu=2"), ("mean --gpus?", "--gpu is an option of", "plan memory")),
     "option without its value": (("run", "--context"), ("--context",)),
     "an option left out": (("plan", "layout", "--gpus", "8"), ("plan layout needs --global-batch", "--help")),
     "far too many GPUs": (("plan", "layout", "--gpus", "99999999", "--global-batch", "8"), ("gpus", "65536")),

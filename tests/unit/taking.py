@@ -23,6 +23,7 @@ Told = Callable[[StepSpec], float | str | Exception]
 class FakeSession:
     """Stands in for measurement.processes.turns.Session."""
 
+    environment = ENVIRONMENT
     alternating: str | None = None
     timeout_s: float | None = None
 
@@ -49,7 +50,7 @@ class FakeSession:
         if isinstance(outcome, Exception):
             raise outcome
         self.asked.append(spec)
-        side = Side(label=label, spec=spec, listener=SimpleNamespace(environment=ENVIRONMENT))  # type: ignore[arg-type]
+        side = Side(label=label, spec=spec, listener=SimpleNamespace(environment=self.environment))  # type: ignore[arg-type]
         if isinstance(outcome, str):
             side.failure = Failure(kind="out_of_memory", message=outcome)
         return side
@@ -86,7 +87,7 @@ class FakeSession:
             id=side.run.id if side.run else new_id(),
             spec=side.spec,
             timing=Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),)),
-            environment=ENVIRONMENT,
+            environment=self.environment,
             turns=Turns(session="s", label=side.label, turns=taken),
         )
 

@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 from tests.advice_records import ratio, some_advice
-from tests.runs import make_run
+from tests.runs import ENVIRONMENT, make_run
 from tests.unit.explaining import op, profile, timing
 from tests.unit.taking import FakeSession, Told
 
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
+from steplab.lab.outlook import Outlook, Promise
 from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
@@ -22,7 +23,7 @@ from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.turns import Turns
 from steplab.records.validation import check
-from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict
+from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict, tried_words
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
 from steplab.report.turns.document import turns_document
@@ -145,6 +146,34 @@ def test_the_largest_prediction_comes_first_and_what_should_cost_time_last(walke
     assert shares[0] == max(share for share in shares if share is not None)
     costly = [share is not None and share <= 0 for share in shares]
     assert costly == sorted(costly)
+
+
+@pytest.mark.parametrize("share", [None, 0.001, 0.0, -0.1])
+def test_what_the_recipe_sets_comes_before_changes_of_which_nothing_is_predicted(
+    walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, share: float | None
+) -> None:
+    """Of a CPU, where nothing but a profile's findings predicts, and these from rates of a GPU."""
+    device = dataclasses.replace(ENVIRONMENT.device, kind="cpu", name="a CPU")
+    monkeypatch.setattr(FakeSession, "environment", dataclasses.replace(ENVIRONMENT, device=device))
+    predicted = {
+        "attention": None if share is None else Promise(share=share, source="scores_materialised"),
+        "compile": Promise(share=0.2, source="fusable_elementwise"),
+        "loss": Promise(share=-0.1, source="loss_share"),
+    }
+    monkeypatch.setattr(Outlook, "promise", lambda self, spec, change: predicted.get(change.field))
+    no_findings = make_run({"model": "tiny"}, failure=Failure(kind="error", message="why"))
+    advice = walk(fields={"model": "tiny"}, profile=lambda spec, **options: no_findings)
+    tried = [each.field for each in advice.tried]
+    assert tried[-4:] == ["attention", "precision", "model.projections", "loss"]
+    assert set(tried[:-4]) == {"compile"}
+
+
+def test_what_came_of_a_change_is_told_before_the_next_begins(walk: Callable[..., Advice]) -> None:
+    said: list[str] = []
+    advice = walk(on_change=said.append, on_tried=lambda tried: said.append(tried_words(tried)))
+    begun, ended = said[1::2][: len(advice.tried)], said[2::2]
+    assert ended == [tried_words(tried) for tried in advice.tried]
+    assert all(words.startswith(change) for change, words in zip(begun, ended, strict=True))
 
 
 def test_a_given_precision_is_kept_if_asked(walk: Callable[..., Advice]) -> None:
@@ -272,6 +301,44 @@ def test_a_budget_counts_from_the_start(
     assert [text.startswith(told) for text in said] == [True] * (not tried)
 
 
+@pytest.mark.parametrize("while_measured", [False, True])
+def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tried(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, while_measured: bool
+) -> None:
+    """A step that is compiled takes longer to build, or to measure, than is left of the budget."""
+    now = 0.0
+
+    class Slow(FakeSession):
+        def cut_off(self, side: Side) -> None:
+            nonlocal now
+            assert self.timeout_s is not None
+            now += self.timeout_s
+            side.failure = Failure(kind="timeout", message=f"did not end within {self.timeout_s:.3g} s")
+
+        def enter(self, *args: Any, **options: Any) -> Side:
+            nonlocal now
+            now += 10.0
+            side = super().enter(*args, **options)
+            if side.spec.compile != "off" and not while_measured:
+                self.cut_off(side)
+            return side
+
+        def measure(self, sides: Any, *args: Any, **options: Any) -> None:
+            super().measure(sides, *args, **options)
+            if sides[-1].spec.compile != "off" and sides[-1].failure is None:
+                self.cut_off(sides[-1])
+
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    options: dict[str, Any] = {"session": Slow(product), "profile": unprofiled, "clock": lambda: now}
+    advice = advise(spec, store=tmp_path / "store.db", budget_s=100.0, **options)
+    assert advice.kept
+    assert not any(tried.failure for tried in advice.tried)
+    cut_off = next(words for words in advice.untried if words.startswith("compile "))
+    assert cut_off not in decisions(advice)
+    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    assert said == [f"the budget was over before {cut_off} was decided; it counts as not tried"]
+
+
 def test_an_interruption_keeps_the_walk_until_then(
     walk: Callable[..., Advice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -289,6 +356,9 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert advice.best is not None
     assert decisions(advice)[advice.kept[0].words]
     assert advice.notes[0].startswith("interrupted")
+    assert all(tried.ratio for tried in advice.tried)
+    assert advice.overall is not None
+    assert any(words.startswith("compile ") for words in advice.untried)
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------
@@ -375,6 +445,18 @@ def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> N
     assert "slower" in text
 
 
+def test_a_line_says_what_a_change_saves_and_that_it_is_kept() -> None:
+    paid, cost, failed = some_advice().tried
+    same, undecided = (dataclasses.replace(cost, ratio=ratio(0.02, 0.0201, word)) for word in ("same", "undecided"))
+    assert [tried_words(tried) for tried in (paid, cost, same, undecided, failed)] == [
+        "precision bf16: saves 20.0 ms (50.0 %); kept",
+        "compile block: costs 1.00 ms (5.0 %); dropped",
+        "compile block: no gain; dropped",
+        "compile block: not decided; dropped",
+        "loss fused: out of memory: asked 8 GiB; dropped",
+    ]
+
+
 def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_kept() -> None:
     """As xl's block operators on a host that cannot launch them in time, which CUDA graphs mend."""
     alone = Tried(
@@ -393,6 +475,19 @@ def test_the_answer_says_why_a_change_is_slower_by_itself_and_with_what_it_was_k
     assert "Tried and not kept: compile block (slower), loss fused (failed)." in sentences
     why = "slower because the host launches it too late"
     assert f"block_ops triton with projections merged by itself: {why}; kept with cuda_graph step." in sentences
+
+
+@pytest.mark.parametrize(("b_s", "said"), [(0.0200, False), (0.0201, False), (0.0203, True), (0.0160, True)])
+def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: float, said: bool) -> None:
+    """In turns it is not where the machine was slower for a while."""
+    of_turns = dataclasses.replace(ratio(0.040, 0.020, "lower"), b=b_s)
+    labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
+    compared = turns_document(labels, [of_turns], ["as it is", "the other"])
+    walked = advice_document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
+    for document in (compared, walked):
+        text = " ".join(render(document, "table", width=300).split())
+        source = "; of neighbouring turns, not of the two medians" * said
+        assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
 
 
 @pytest.mark.parametrize(

@@ -267,9 +267,9 @@ def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_s
 
 
 def test_errors_of_chained_ratios_add_up_as_squares() -> None:
-    found = chained([ratio(4.0, 2.0, "lower"), ratio(2.0, 1.8, "lower")])
-    assert (found.a, found.decision) == (4.0, "lower")
-    assert (found.b, found.ratio) == pytest.approx((1.8, 0.45))
+    found = chained([ratio(4.0, 2.0, "lower"), ratio(3.0, 2.7, "lower")])  # the machine was slower meanwhile
+    assert (found.a, found.b, found.decision) == (4.0, 2.7, "lower")
+    assert found.ratio == pytest.approx(0.45)
     assert found.high is not None
     assert math.log(found.high / 0.45) == pytest.approx(math.hypot(math.log(0.51 / 0.5), math.log(0.91 / 0.9)))
     without = dataclasses.replace(ratio(2.0, 1.8, "undecided"), low=None, high=None)

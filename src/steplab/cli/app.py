@@ -1,6 +1,7 @@
 """The program: its commands, and the one place that turns an error into a line on standard error and an exit code."""
 
 import codecs
+import difflib
 import errno
 import io
 import os
@@ -15,7 +16,14 @@ from contextlib import contextmanager
 from inspect import cleandoc
 from pathlib import Path
 
-from cyclopts import App, CycloptsError, MissingArgumentError, UnknownCommandError, UnusedCliTokensError
+from cyclopts import (
+    App,
+    CycloptsError,
+    MissingArgumentError,
+    UnknownCommandError,
+    UnknownOptionError,
+    UnusedCliTokensError,
+)
 
 from steplab import __version__
 from steplab.cli import commands
@@ -24,10 +32,14 @@ from steplab.cli.defaults import defaults_from_file
 from steplab.cli.ending import Ending
 from steplab.errors import LeftOut, Remark, SteplabError, UserError
 from steplab.printing import approximated, say
+from steplab.units import listed
 
 _FREE_SPACE = "free some space, or set TMPDIR to a folder on another disk, and try again"
 _NARROWEST = 20
 """The fewest columns that are written for; rich, which draws `--help`, does not come to an end in one or two."""
+_MISSPELT = 0.8
+"""How alike an option that another command has must be to one of this, to be taken for that one misspelt: as --gpu and
+--gpus are."""
 _OF_THE_MACHINE = {
     errno.ENOSPC: _FREE_SPACE,
     errno.EDQUOT: _FREE_SPACE,
@@ -196,6 +208,8 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
         )
     if isinstance(error, UnknownCommandError):
         return f"{error} `steplab --help` lists them all; begin with `steplab run`"
+    if isinstance(error, UnknownOptionError):
+        return _unknown_option(error)
     if not isinstance(error, MissingArgumentError):
         return str(error)
     # cyclopts says of an option without a value what it says of one that was not given
@@ -203,6 +217,28 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
         return str(error)
     command = " ".join(error.command_chain or ())
     return f"{command} needs {error.argument.name}; `steplab {command} --help` describes it"
+
+
+def _unknown_option(error: UnknownOptionError) -> str:
+    """What to type in place of an option that a command does not have, or the commands that have it."""
+    option = (error.token.keyword or error.token.value).partition("=")[0]
+    others = [words for words, options in _commands(app) if option in options]
+    if not others:
+        return str(error)
+    own = [name for argument in error.argument_collection for name in argument.names]
+    near = difflib.get_close_matches(option, own, n=1, cutoff=_MISSPELT)
+    hint = f" Did you mean {near[0]}?" if near else ""
+    return f"Unknown option: {option}.{hint} {option} is an option of {listed(others)}."
+
+
+def _commands(above: App, words: tuple[str, ...] = ()) -> Iterator[tuple[str, set[str]]]:
+    """The words of each command, and the names of its options."""
+    for name in above:
+        one, path = above[name], (*words, name)
+        if one.default_command is None:
+            yield from _commands(one, path)
+        elif not name.startswith("-"):
+            yield " ".join(path), {name for argument in one.assemble_argument_collection() for name in argument.names}
 
 
 def _fail(message: str, code: int, arguments: list[str]) -> int:

@@ -53,7 +53,8 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
     """The ratio of the last step to the first, from those of each step to the one before it.
 
     Its logarithm is the sum of theirs. Each was measured by turns of its own, so that their errors are independent, and
-    half widths of intervals add up as the root of the sum of squares, on each side.
+    half widths of intervals add up as the root of the sum of squares, on each side. Its medians are those of the first
+    step in the first of the ratios and of the last step in the last.
     """
     ratio = math.prod(each.ratio for each in ratios)
     below = [math.log(each.ratio / each.low) for each in ratios if each.low]
@@ -63,7 +64,7 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
     threshold = max(each.threshold for each in ratios)
     return Ratio(
         a=ratios[0].a,
-        b=ratios[0].a * ratio,
+        b=ratios[-1].b,
         num_a=ratios[0].num_a,
         num_b=ratios[-1].num_b,
         ratio=ratio,

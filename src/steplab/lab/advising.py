@@ -36,6 +36,7 @@ def advise(
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
     on_change: Callable[[str], None] = lambda what: None,
+    on_tried: Callable[[Tried], None] = lambda tried: None,
     session: Callable[..., Session] = Session,
     profile: Callable[..., Run] = profile,
     clock: Callable[[], float] = time.monotonic,
@@ -51,8 +52,8 @@ def advise(
     With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
     change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
     that leaves no time for a change. Of a step of several processes each turn starts them anew. `on_change` is called
-    with what is measured next. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot
-    be measured.
+    with what is measured next, and `on_tried` with what came of each change. An interrupted walk is stored as far as it
+    got. Raises UserError for a step that cannot be measured.
     """
     refuse_torchrun("walk")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
@@ -70,6 +71,7 @@ def advise(
                 budget_s=budget_s,
                 clock=clock,
                 on_change=on_change,
+                on_attempt=lambda attempt: on_tried(_tried(walk, attempt)),
             )
             try:
                 walk.go(asked)
@@ -85,7 +87,7 @@ def advise(
 
 def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
     """The record of a walk that is over; its sides leave."""
-    untried = walk.untried
+    untried, overall = walk.untried, walk.overall
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
     return Advice(
@@ -98,9 +100,9 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
         best=None if failure else walk.best.spec,
         start_id=start.id if start else None,
         best_id=best.id if best and not failure else None,
-        start_s=step_s(start),
-        best_s=step_s(best),
-        overall=walk.overall,
+        start_s=overall.a if overall else step_s(start),  # of other turns it may be minutes away
+        best_s=overall.b if overall else step_s(best),
+        overall=overall,
         tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
         untried=tuple(candidate.change.words for candidate in untried),
         untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
@@ -118,7 +120,7 @@ def _notes(walk: Walk) -> Iterator[str]:
             f"the walk took {format_time(walk.over_s)} longer than its budget of {format_time(walk.budget_s)}: what "
             "had begun took longer than foreseen"
         )
-    if not walk.met:
+    if walk.overall and not walk.met and len(walk.kept) > 1:
         yield (
             "the first step and the fastest did not take turns with each other: their ratio is the product of those of "
             "the changes that were kept, each measured in turns"
@@ -126,7 +128,7 @@ def _notes(walk: Walk) -> Iterator[str]:
 
 
 def _tried(walk: Walk, attempt: Attempt) -> Tried:
-    base, run = walk.leave(attempt.base), walk.leave(attempt.side) if attempt.side else None
+    base, run = walk.record_of(attempt.base), walk.record_of(attempt.side) if attempt.side else None
     change, promise = attempt.change, attempt.promise
     made = (*attempt.along, change)
     return Tried(

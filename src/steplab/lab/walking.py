@@ -2,8 +2,9 @@
 
 Each change is measured in turns with the fastest step until then, and kept only if the interval of the ratio says that
 it pays; what the turns leave open gets more of them. Next is the change that is predicted to save most for the time
-that trying it takes; then those of which nothing is predicted; then those that are predicted to save less than what a
-change is kept for, the shortest trials first; last, those that should cost time.
+that trying it takes; then what else the recipe `fast` sets, which is known to pay on devices of this kind; then, the
+shortest trials first, changes of which nothing is predicted; then those that are predicted to save less than what a
+change is kept for; last, those that should cost time.
 
 Steps of several processes cannot wait for turns, so that each turn starts them anew, and whether a step runs is known
 once it had one. What such processes differ by is then the least that a change is kept for.
@@ -93,6 +94,8 @@ class Candidate:
 
     change: Change
     promise: Promise | None
+    is_fast: bool
+    """Whether the recipe `fast` sets it."""
     takes_s: float
     """Seconds that trying it takes, as far as is known."""
 
@@ -110,6 +113,8 @@ class Walk:
     clock: Callable[[], float]
     on_change: Callable[[str], None] = lambda what: None
     """Called with what is measured next."""
+    on_attempt: Callable[[Attempt], None] = lambda attempt: None
+    """Called with each change that was tried."""
     attempts: list[Attempt] = field(default_factory=list)
     runs: dict[Side, Run] = field(default_factory=dict)
     """The record of each side that has left."""
@@ -117,10 +122,8 @@ class Walk:
     """The side of the first step; None before it was built."""
     best: Any = None
     """The side of the fastest step until now; None: none has run."""
-    overall: Ratio | None = None
-    """Time of the fastest step over that of the first; None if nothing was kept that was compared."""
-    met: bool = True
-    """Whether `overall` was measured in turns of the two steps, rather than put together of the changes between."""
+    met: Ratio | None = None
+    """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
     interrupted: KeyboardInterrupt | None = None
     """What ended the walk before its end; None: nothing."""
     _tried: set[tuple[str, str]] = field(default_factory=set)
@@ -160,6 +163,13 @@ class Walk:
         return [attempt for attempt in self.attempts if attempt.kept]
 
     @property
+    def overall(self) -> Ratio | None:
+        """Time of the fastest step over that of the first, if need be put together of the changes between; None if
+        nothing was kept, or the first step did not run."""
+        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
+        return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
+
+    @property
     def untried(self) -> list[Candidate]:
         """The changes of the fastest step that were not tried, the next one first."""
         return sorted(self._candidates(), key=self._rank) if self._goes_on() else []
@@ -171,6 +181,10 @@ class Walk:
         if side not in self.runs:
             self.runs[side] = self.taking.leave(side)
         return self.runs[side]
+
+    def record_of(self, side: Side) -> Run | None:
+        """The record of a side, of its steps until now if it is still there; None if it has had no turn."""
+        return self.runs.get(side) or side.run
 
     # --- what is next -------------------------------------------------------------------------------------
 
@@ -185,19 +199,19 @@ class Walk:
     def _rank(self, candidate: Candidate) -> tuple[int, float]:
         """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
         takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
-        if candidate.promise is None:
-            return 2, takes_s
-        share = candidate.promise.share
-        if share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
-            return (3 if share > 0 else 4), takes_s
+        share = candidate.promise.share if candidate.promise else None
+        if share is None or share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
+            return (2 if candidate.is_fast else 3 if share is None else 4 if share > 0 else 5), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
+        fast = self.outlook.recipe(spec)
         return [
             Candidate(
                 change=change,
                 promise=self.outlook.promise(spec, change),
+                is_fast=change in fast,
                 takes_s=trial_s + self.outlook.compile_s(change.made(spec)),
             )
             for change in (*self._untried_of(spec), *self._rest_of_recipe(spec))
@@ -271,16 +285,26 @@ class Walk:
     # --- trying -------------------------------------------------------------------------------------------
 
     def _try(self, candidate: Candidate) -> None:
+        """Try a change; one that the end of the budget or an interruption cuts off was not tried."""
         began_s = self.clock()
         attempt = self._attempt(candidate.change, candidate.promise)
-        if attempt.side is None:
+        if attempt.side is not None and not self._decide(attempt, began_s):
+            why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
+            warnings.warn(Remark(why), stacklevel=2)
             return
+        self._settle(attempt)
+
+    def _decide(self, attempt: Attempt, began_s: float) -> bool:
+        """Measure a change that was built, and keep or drop it; False: the budget was over before that."""
         built_s = self.clock()
         try:
             self._measure([self.best, attempt.side], most_s=built_s - began_s)
         except UserError as error:  # where each turn has a process of its own, it says so only now
             attempt.side, attempt.failure = None, str(error)
-            return
+            return True
+        failure = attempt.side.failure
+        if failure and failure.kind == "timeout" and self._left_s() <= 0:
+            return False
         decided_s = self.clock()
         attempt.ratio = self._ratio([self.best, attempt.side])
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
@@ -294,6 +318,13 @@ class Walk:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
         self._look_at_best()
+        return True
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Count a change among those that were tried."""
+        self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
+        self.attempts.append(attempt)
+        self.on_attempt(attempt)
 
     def _take_first_turn(self, side: Any) -> None:
         """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""
@@ -348,10 +379,8 @@ class Walk:
     def _attempt(self, change: Change, promise: Promise | None, *, by_itself: bool = False) -> Attempt:
         """Build the fastest step with a change; `by_itself`: so that it is known whether it runs."""
         spec = self.best.spec
-        self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.on_change(change.words)
         attempt = Attempt(change=change, base=self.best, promise=promise)
-        self.attempts.append(attempt)
         try:
             side = self.taking.enter(change.words, change.made(spec))
             if by_itself:
@@ -369,29 +398,24 @@ class Walk:
                 continue
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
             attempt = self._attempt(change, self.outlook.promise(self.best.spec, change), by_itself=True)
-            if attempt.side is None:
-                continue
-            attempt.kept = True
-            self.leave(self.best)
-            self.best = attempt.side
+            if attempt.side is not None:
+                attempt.kept = True
+                attempt.failure = attempt.side.failure.message if attempt.side.failure else None
+                self.leave(self.best)
+                self.best = attempt.side
+            self._settle(attempt)
             if not self.best.failure:
                 return
-            attempt.failure = self.best.failure.message
 
     def _compare_ends(self, spec: StepSpec) -> None:
-        """The fastest step beside the first: in turns again if there is time, otherwise by the changes between them."""
-        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
-        if len(ratios) == len(self.kept):
-            self.overall = chained(ratios)
-        if len(ratios) < 2 or not self._goes_on():
+        """Measure the fastest step in turns with the first, if several changes lie between and there is time."""
+        if len(self.kept) < 2 or not self._goes_on():
             return
-        self.met = False
         if self._has_time(self._trial_s(step_s(self.leave(self.start))) + self.outlook.compile_s(spec)):
             self.on_change("the step as given beside the fastest")
             again = self.taking.enter("start again", spec)
             self._measure([self.best, again])
-            if ratio := self._ratio([again, self.best]):
-                self.overall, self.met = ratio, True
+            self.met = self._ratio([again, self.best])
             self.leave(again)
 
 

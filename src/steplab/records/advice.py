@@ -71,9 +71,9 @@ class Advice(StepRecord):
     best_id: str | None = None
     """Id of the record of the fastest step."""
     start_s: float | None = None
-    """Median time of the first step in seconds; None if it did not run."""
+    """Median time of the first step in seconds, in the turns that `overall` is from; None if it did not run."""
     best_s: float | None = None
-    """Median time of the fastest step in seconds."""
+    """Median time of the fastest step in seconds, likewise."""
     overall: Ratio | None = None
     """Time of the fastest step over that of the first: measured in turns, or where time was over (a note says so) the
     product of the ratios of the changes that were kept; None if one of the two does not run."""

@@ -37,7 +37,7 @@ def advise(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.advising import advise as walk
     from steplab.lab.turns import STEPS
-    from steplab.report.advice.document import advice_document
+    from steplab.report.advice.document import advice_document, tried_words
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
@@ -51,6 +51,7 @@ def advise(
             store=out.store,
             on_progress=line.alive,
             on_change=lambda what: say(f"measuring {what} …"),
+            on_tried=lambda tried: say(tried_words(tried)),
         )
     emit_document(advice_document(advice), chosen, out)
     say_stored("walk", advice.id)

@@ -69,13 +69,8 @@ def _answer(advice: Advice) -> Iterator[str]:
     elif advice.start_s is None:
         yield f"The step as given does not run; with {kept} it takes {best}."
     else:
-        ends = advice.start_s, advice.best_s
-        if advice.alternating and advice.overall:  # of the turns that were compared, as others may be minutes away
-            ends = advice.overall.a, advice.overall.b
-        start, best = map(units.format_time, ends)
-        times = f"With {kept} the step takes {best} for {start}"
-        told = f"{advice.best_s / advice.start_s:.3f} times as long (medians of different turns)"
-        yield f"{times}: {ratio_words(advice.overall) if advice.overall else told}."
+        ratio = f": {ratio_words(advice.overall, advice.start_s, advice.best_s)}" if advice.overall else ""
+        yield f"With {kept} the step takes {best} for {units.format_time(advice.start_s)}{ratio}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
     if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
@@ -84,6 +79,16 @@ def _answer(advice: Advice) -> Iterator[str]:
             yield f"{tried.words} by itself: {_result(tried)}; kept with {' and '.join(others)}."
     if advice.untried:
         yield f"Not tried, because time was over: {', '.join(_untried(advice))}.{_more_time(advice)}"
+
+
+def tried_words(tried: Tried) -> str:
+    """What came of a change, in one line: what it saves or costs, and whether it was kept."""
+    result, ratio = _result(tried), tried.ratio
+    if ratio and ratio.decision in ("lower", "higher"):
+        share = abs(1 - ratio.ratio)
+        verb = "saves" if tried.kept else "costs"
+        result = f"{verb} {units.format_time(ratio.a * share)} ({units.format_percent(share)})"
+    return f"{tried.words}: {result}; {'kept' if tried.kept else 'dropped'}"
 
 
 def _kept_with(tried: Tried, advice: Advice) -> list[str]:

@@ -11,6 +11,8 @@ from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import why_failed
 
 _RATIO = Quantity(lambda ratio: f"{ratio:.3f}")
+_SEEN = 0.005
+"""Share by which a ratio differs visibly from the quotient of two times of three digits."""
 
 
 RATIO_IN_TURNS = (
@@ -36,12 +38,13 @@ def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: S
     )
 
 
-def ratio_words(ratio: Ratio) -> str:
-    """The ratio with its interval, in brackets."""
+def ratio_words(ratio: Ratio, a_s: float, b_s: float) -> str:
+    """The ratio with its interval, and that it is not the quotient of the times shown beside it, where it is not."""
     between = (
         f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}" if ratio.low and ratio.high else "too few for an interval"
     )
-    return f"{ratio.ratio:.3f} times as long ({between})"
+    source = "; of neighbouring turns, not of the two medians" if abs(b_s / a_s / ratio.ratio - 1) > _SEEN else ""
+    return f"{ratio.ratio:.3f} times as long ({between}{source})"
 
 
 def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Iterator[str]:
@@ -57,20 +60,20 @@ def _answers(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequenc
 
 def _answer(a: str, b: str, ratio: Ratio) -> str:
     times = f"{units.format_time(ratio.a)} and {units.format_time(ratio.b)} per step"
+    told = f"{ratio_words(ratio, ratio.a, ratio.b)}, {times}"
     within = units.format_percent(ratio.threshold)
     if ratio.decision == "same":
-        return f"{b} takes as long as {a}, within {within}: {ratio_words(ratio)}, {times}."
+        return f"{b} takes as long as {a}, within {within}: {told}."
     if ratio.decision == "undecided":
         more = f" About {ratio.more} more turns of each would decide." if ratio.more else ""
-        told = f"{ratio_words(ratio)}, {times}{_but(ratio)}"
-        return f"Not decided whether {b} differs from {a} by more than {within}: {told}.{more}"
+        return f"Not decided whether {b} differs from {a} by more than {within}: {told}{_but(ratio)}.{more}"
     if ratio.decision == "not higher":
         return (
             f"{b} is not slower than {a} by more than {within}, and whether it is faster is not decided: "
-            f"{ratio_words(ratio)}, {times}{_but(ratio)}."
+            f"{told}{_but(ratio)}."
         )
     which = "slower" if ratio.decision == "higher" else "faster"
-    return f"{b} is {which} than {a}: {ratio_words(ratio)}, {times}."
+    return f"{b} is {which} than {a}: {told}."
 
 
 def _but(ratio: Ratio) -> str:
