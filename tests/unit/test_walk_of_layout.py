@@ -163,6 +163,8 @@ def test_a_layout_is_predicted_by_its_plan_and_what_that_does_not_know_is_not(wa
     assert first.predicted_share == pytest.approx(1 - after.seconds / before.seconds)
     [loss] = [each for each in others if each.words == "loss fused"]
     assert (loss.predicted_share, loss.predicted_by) == (None, "")
+    words = [each.words for each in others]
+    assert words.index("loss fused") < words.index("projections merged"), "the recipe's, predicted to save too little"
 
 
 def test_gradients_and_the_optimizer_of_data_parallel_ranks(walk: Any) -> None:

@@ -200,8 +200,11 @@ class Walk:
         """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
         takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
         share = candidate.promise.share if candidate.promise else None
-        if share is None or share <= (SEPARATE if self.taking.session.alternating else _LEAST_GAIN):
-            return (2 if candidate.is_fast else 3 if share is None else 4 if share > 0 else 5), takes_s
+        alternating = self.taking.session.alternating
+        if share is None or share <= (SEPARATE if alternating else _LEAST_GAIN):
+            # Of a step that starts anew for each turn, a saving that small would not be kept.
+            is_promoted = candidate.is_fast and (share is None or not alternating)
+            return (2 if is_promoted else 3 if share is None else 4 if share > 0 else 5), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
