@@ -6,7 +6,7 @@ some were fitted (plan.stack_fit), by a fit that has not seen its like; else wit
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import median
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
@@ -30,11 +30,17 @@ _KINDS = {"matmul": "matmul", "attention": "attention"}
 """Categories of a profile -> kinds of operators; all others are streaming."""
 
 
-def check_runs(runs: Sequence[Run]) -> list[TimeCheck]:
-    """A check of every measured step of one process on a GPU, in the order of the runs."""
+def check_runs(
+    runs: Sequence[Run], on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[TimeCheck]:
+    """A check of every measured step of one process on a GPU, in the order of the runs; on_progress: called with how
+    many have been checked, and of how many."""
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
-    waiting = _that_waited(timed)
-    return [_check_run(run, run.id in waiting) for run in timed]
+    waiting, found = _that_waited(timed), list[TimeCheck]()
+    for run in timed:
+        on_progress(len(found), len(timed))
+        found.append(_check_run(run, run.id in waiting))
+    return found
 
 
 def _check_run(run: Run, device_waited: bool) -> TimeCheck:

@@ -289,13 +289,13 @@ def check(
 
     For example: steplab plan check --output check.html
     """
-    from steplab.cli.progress import shown
+    from steplab.cli.progress import ProgressLine
     from steplab.lab.plan_checking import check_plan
     from steplab.report.plan.check import check_document
 
     chosen = _chosen(out)
-    with shown("predicting"):
-        checked = check_plan(out.store, table)
+    with ProgressLine() as line:
+        checked = check_plan(out.store, table, line.within)
     _write(check_document(checked), chosen, out)
 
 
