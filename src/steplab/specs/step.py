@@ -55,7 +55,8 @@ class StepSpec:
     model: Annotated[
         ModelSpec,
         Declared(
-            help=f"Model: {_MODELS}; hf:PATH/config.json; or package.module:function",
+            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, for `plan memory` and `plan accounting` alone; "
+            "hf:PATH/config.json; or package.module:function",
             default_words=DEFAULT_MODEL,
             shown=lambda spec: spec.model.label,
             order=tuple(MODEL_SIZES),
