@@ -1,7 +1,6 @@
 """Records in the store: adding, finding, listing."""
 
 import dataclasses
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from steplab.errors import LeftOut, SteplabError
+from steplab.errors import LeftOut, SteplabError, warn_caller
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
@@ -311,7 +310,7 @@ def _leave_out_figures(record_id: str, error: Exception) -> None:
 
 
 def _leave_out(error: SteplabError) -> None:
-    warnings.warn(LeftOut(f"left out: {error}", error), stacklevel=3)
+    warn_caller(LeftOut(f"left out: {error}", error))
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:
