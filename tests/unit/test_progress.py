@@ -6,6 +6,7 @@ import pytest
 
 from steplab.cli import progress
 from steplab.cli.progress import ProgressLine, shown
+from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
 
 
@@ -61,4 +62,21 @@ def test_what_has_no_steps_is_told_of_once_it_takes_long(
     monkeypatch.setattr(progress, "_SHORT_S", least_s)
     with shown("planning"):
         time.sleep(0.2)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("resume", "skipped", "said"),
+    [
+        (True, 3, "3 measurements made already, 2 to go\n"),
+        (True, 0, "nothing to resume: no measurement of this study is in the store, 2 to go\n"),
+        (False, 0, ""),
+    ],
+)
+def test_a_resumed_sweep_says_what_it_goes_on_with(
+    capsys: pytest.CaptureFixture[str], resume: bool, skipped: int, said: str
+) -> None:
+    with ProgressLine(resume=resume) as line:
+        for index in range(2):
+            line.sweep(SweepProgress(index=index, to_run=2, skipped=skipped, what="tiny", num_steps=5))
     assert capsys.readouterr().err == said

@@ -78,9 +78,10 @@ def shown(stage: str) -> Iterator[None]:
 class ProgressLine:
     """Shows the present stage, how far it is, the time elapsed and, in a sweep, the time left."""
 
-    def __init__(self, *, num_steps: int = 0) -> None:
-        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold."""
-        self._num_steps = num_steps
+    def __init__(self, *, num_steps: int = 0, resume: bool = False) -> None:
+        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold. `resume`:
+        whether a sweep was asked to go on with what is in the store."""
+        self._num_steps, self._resume = num_steps, resume
 
     def __enter__(self) -> Self:
         self._started_s = self._stage_began_s = time.monotonic()
@@ -159,9 +160,11 @@ class ProgressLine:
 
     def sweep(self, progress: SweepProgress) -> None:
         """Show a cell of a sweep that is under way or has ended."""
-        if progress.skipped and not self._stage:
+        if self._resume and not self._stage:
             self._stage = "resumed"
-            say(f"{counted(progress.skipped, 'measurement')} made already, {progress.to_run} to go")
+            made = f"{counted(progress.skipped, 'measurement')} made already"
+            none = "nothing to resume: no measurement of this study is in the store"
+            say(f"{made if progress.skipped else none}, {progress.to_run} to go")
         ended = bool(progress.record or progress.refusal)
         number = progress.index + ended
         if progress.within:
