@@ -17,7 +17,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
-from steplab.store.prefix import unique_id
+from steplab.store.prefix import id_beginning, unique_id
 from steplab.store.selection import Selection
 
 _ROWS = msgspec.json.Decoder(Row)
@@ -95,6 +95,11 @@ class RecordTable:
         record_id = unique_id(self._connection, "record", id_prefix)
         body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         return _decode(self._connection, record_id, body)
+
+    def id_beginning(self, prefix: str) -> str | None:
+        """The id of the record that begins so, whatever records are called; None: none does. Raises UserError if more
+        than one does."""
+        return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
         """The record with this id; None, with a LeftOut warning, if it cannot be read."""
