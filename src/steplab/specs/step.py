@@ -1,6 +1,6 @@
 """The training step under test: one frozen spec, validated once, before anything is built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from steplab.errors import UserError
@@ -399,6 +399,11 @@ class StepSpec:
     def tokens(self) -> int:
         """Tokens in a micro-step of one process: batch x context."""
         return self.batch * self.context
+
+    @property
+    def as_predicted(self) -> "StepSpec":
+        """The step with defaults for how it is measured, which makes no difference to a prediction."""
+        return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property
     def micro_steps(self) -> int:
