@@ -4,6 +4,9 @@ Exit codes: 0 fine; 1 failure; 2 usage; 3 inconclusive; 4 a measured regression;
 Every error that a user can cause is a `SteplabError`: one line that says what is wrong and how to fix it.
 """
 
+import sys
+import warnings
+
 
 class SteplabError(Exception):
     """Steplab could not do what was asked; the message is one line for the user."""
@@ -37,6 +40,17 @@ class LeftOut(Remark):
         super().__init__(message)
         self.error = error
         """The error for which it could not be read or drawn."""
+
+
+def warn_caller(warning: Warning) -> None:
+    """Issue a warning as of the line that called steplab, whichever layers lie between: Python prints that line."""
+    frame, depth, level = sys._getframe().f_back, 1, 1
+    while frame is not None:
+        depth += 1
+        if str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
+            level = depth  # of the outermost frame of steplab; between two of them may be contextlib's
+        frame = frame.f_back
+    warnings.warn(warning, stacklevel=level + 1)
 
 
 class Unsupported(UserError):

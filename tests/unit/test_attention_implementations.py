@@ -92,6 +92,8 @@ def test_what_is_saved_for_backward_is_what_the_table_says(row: Implementation) 
         ("flash_attn_4", {"causal": True, "num_keys": 9}, "counts positions from the last"),
         ("flex", {"num_keys": 0}, "no empty sequence"),
         ("flash_triton", {"device": "mps"}, "it has no kernel for mps; it is for cuda"),
+        ("sdpa_cudnn", {"device": "rocm"}, "it has no kernel for rocm; it is for cuda"),
+        ("sdpa_efficient", {"device": "rocm", "head_dim": 12}, "heads of a multiple of 8"),
     ],
 )
 def test_what_is_not_taken_says_why(name: str, fields: dict[str, object], said: str) -> None:
@@ -109,6 +111,7 @@ def test_the_document_has_the_facts_of_the_table() -> None:
         _, _, needs, saved, same = cells
         for fact, words in (
             (len(row.dtypes) < len(DTYPES) or not row.trains_on_cpu, "CUDA"),
+            ("rocm" not in row.devices, "NVIDIA"),
             (row.package is not None, str(row.package)),
             (len(row.dtypes) < len(DTYPES), ", ".join(row.dtypes)),
             (row.widest is not None, f"head dimension up to {row.widest}"),

@@ -369,7 +369,7 @@ def test_no_gpu_stands_in_the_catalogue_twice() -> None:
 
 @pytest.mark.parametrize("entry", ENTRIES, ids=lambda entry: entry["name"])
 def test_every_figure_has_one_source(entry: dict[str, Any]) -> None:
-    texts = ("name", "device_names", "interconnect", "peaks", "sources")
+    texts = ("name", "device_names", "platform", "interconnect", "peaks", "sources")
     figures = {**{name: value for name, value in entry.items() if name not in texts}, **entry["peaks"]}
     assert entry["peaks"].keys() <= {"fp32", "tf32", "bf16", "fp16", "fp8"}
     assert entry.keys() <= {field.name for field in dataclasses.fields(HardwareSpec)}

@@ -2,12 +2,16 @@
 
 import gzip
 import lzma
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tests.documents import chapter_says
 
+from steplab.errors import Unsupported
+from steplab.lab.layout_planning import plan_layout
+from steplab.lab.planning import plan_memory, plan_time
 from steplab.plan.cards import LEAST_USABLE, OUTSIDE_BYTES, RESERVED_MARGIN, fits_of
 from steplab.plan.memory import predict_memory
 from steplab.records.codec import decode
@@ -19,6 +23,7 @@ from steplab.units import GIB
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 H200 = hardware_named("H200 SXM")
+HALF: dict[str, Any] = {"model": "small", "precision": "bf16"}
 
 
 @cache
@@ -86,9 +91,33 @@ def test_a_step_that_ran_out_of_memory_does_not_fit() -> None:
 )
 def test_verdicts(gpu: str, least: int, safe: int | None, verdict: str) -> None:
     kind: PredictionKind = "dry_run" if safe is not None else "at_least"
-    (card,) = (card for card in fits_of(kind, least, safe) if card.gpu == gpu)
+    (card,) = (card for card in fits_of(resolve_step(HALF), kind, least, safe) if card.gpu == gpu)
     assert card.verdict == verdict
     assert card.usable_is_known == (gpu == "H200 SXM")
+
+
+def test_a_gpu_without_a_kernel_for_the_attention_is_not_among_those_that_a_step_fits() -> None:
+    cards = {
+        attention: {card.gpu for card in predict_memory(resolve_step(HALF | {"attention": attention})).cards}
+        for attention in ("sdpa", "sdpa_cudnn")
+    }
+    assert cards["sdpa"] - cards["sdpa_cudnn"] == {"MI300X"}
+
+
+@pytest.mark.parametrize("attention", ["sdpa_cudnn", "flash_triton", "flash_attn_4"])
+def test_a_plan_for_a_gpu_without_a_kernel_for_the_attention_is_refused(attention: str) -> None:
+    asked = HALF | {"attention": attention}
+    for plan in (plan_time, plan_memory, partial(plan_layout, gpus=8, global_batch=64)):
+        with pytest.raises(Unsupported, match=f"{attention} on rocm .*it is for cuda; use --attention sdpa"):
+            plan(gpu="MI300X", **asked)
+    assert plan_time(gpu="A100 SXM 80GB", **asked).central_s > 0
+
+
+@pytest.mark.parametrize("attention", ["plain", "sdpa_flash", "sdpa_efficient", "sdpa_math", "flex", "auto"])
+def test_attention_that_torch_has_on_rocm_is_planned_there(attention: str) -> None:
+    planned = plan_time(gpu="MI300X", **(HALF | {"attention": attention}))
+    assert planned.central_s > 0
+    assert attention != "auto" or any("auto: sdpa, nothing was measured on AMD" in note for note in planned.notes)
 
 
 def test_between_the_two_figures_nothing_is_promised() -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import msgspec
 import pytest
@@ -28,15 +29,18 @@ from steplab.costs.rates import (
 )
 from steplab.errors import Unsupported, UserError
 from steplab.lab.plan_checking import check_plan, read_table
+from steplab.plan import check as checking
 from steplab.plan.check import check_rows, check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
 from steplab.plan.layout.time import layout_step_s
+from steplab.plan.memory import predict_memory
 from steplab.plan.public import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
 from steplab.plan.search import search
 from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
 from steplab.records.codec import decode
+from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit import html
@@ -288,8 +292,10 @@ def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() 
 
 def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
     runs = chosen_runs()
-    found = {check.id: check for check in check_runs(runs)}
+    told: list[tuple[int, int]] = []
+    found = {check.id: check for check in check_runs(runs, lambda done, total: told.append((done, total)))}
     assert set(found) == {run.id for run in runs}
+    assert told == [(done, len(runs)) for done in range(len(runs))]
     for run in runs:
         assert run.spec is not None
         check = found[run.id]
@@ -442,6 +448,26 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
             "implementations",
             f"{len(runs)} steps of steplab's own Transformer by one process, and {len(fitted) - len(runs)} benchmarks",
         )
+
+
+def test_runs_that_differ_in_how_they_were_measured_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = next(run for run in chosen_runs() if run.spec and run.spec.model.kind == "transformer" and run.timing)
+    assert run.spec is not None
+    predicted = list[str]()
+
+    def counting(*given: Any, **options: Any) -> MemoryPrediction:
+        predicted.append(options["device"])
+        return predict_memory(*given, **options)
+
+    monkeypatch.setattr(checking, "predict_memory", counting)
+    changes: list[dict[str, Any]] = [{}, {"seed": 7}, {"warmup": 2, "steps": 20}, {"context": run.spec.context // 2}]
+    runs = [
+        dataclasses.replace(run, id=f"{number}", spec=dataclasses.replace(run.spec, **change))
+        for number, change in enumerate(changes)
+    ]
+    peaks = [check.predicted_peak_bytes for check in check_runs(runs)]
+    assert peaks[0] == peaks[1] == peaks[2] != peaks[3]
+    assert len(predicted) == 2
 
 
 def test_a_step_in_tf32_that_no_fit_has_seen_is_predicted_by_the_share_that_fp32_reaches() -> None:

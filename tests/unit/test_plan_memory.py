@@ -583,7 +583,7 @@ SERVED = STEPS.filter(is_served)
 @settings(max_examples=25)
 @given(STEPS.filter(lambda fields: not is_served(fields)))
 def test_a_step_that_no_kernel_serves_is_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(Unsupported, match=r"on CUDA is not supported: that kernel takes .*; use --attention sdpa, "):
+    with pytest.raises(Unsupported, match=r"on cuda is not supported: that kernel takes .*; use --attention sdpa, "):
         predict_memory(resolve_step(fields))
     found = predict_memory(resolve_step(fields | {"attention": "sdpa"}))  # what is to be used instead
     assert found.peak_bytes > 0

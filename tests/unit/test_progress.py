@@ -4,7 +4,9 @@ import time
 
 import pytest
 
-from steplab.cli.progress import ProgressLine
+from steplab.cli import progress
+from steplab.cli.progress import ProgressLine, shown
+from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
 
 
@@ -35,3 +37,46 @@ def test_the_first_step_of_a_long_run_foretells_the_others(
 
 def test_a_short_run_is_not_foretold(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     assert "more steps" not in told(monkeypatch, capsys, step_s=0.5, warmup=5)
+
+
+def test_a_long_stage_is_told_of_now_and_then(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    now = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    with ProgressLine() as line:
+        for done in range(30):
+            line.within(Progress(stage="predict", done=done, total=30))
+            now[0] += 1.0
+    assert capsys.readouterr().err.splitlines() == [
+        "predicting …",
+        "predicting, run 10 of 30  (0:10 elapsed)",
+        "predicting, run 20 of 30  (0:20 elapsed)",
+    ]
+
+
+@pytest.mark.parametrize(("least_s", "said"), [(0.0, "planning …\n"), (60.0, "")])
+def test_what_has_no_steps_is_told_of_once_it_takes_long(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], least_s: float, said: str
+) -> None:
+    monkeypatch.setattr(progress, "_SHORT_S", least_s)
+    with shown("planning"):
+        time.sleep(0.2)
+    assert capsys.readouterr().err == said
+
+
+@pytest.mark.parametrize(
+    ("resume", "skipped", "said"),
+    [
+        (True, 3, "3 measurements made already, 2 to go\n"),
+        (True, 0, "nothing to resume: no measurement of this study is in the store, 2 to go\n"),
+        (False, 0, ""),
+    ],
+)
+def test_a_resumed_sweep_says_what_it_goes_on_with(
+    capsys: pytest.CaptureFixture[str], resume: bool, skipped: int, said: str
+) -> None:
+    with ProgressLine(resume=resume) as line:
+        for index in range(2):
+            line.sweep(SweepProgress(index=index, to_run=2, skipped=skipped, what="tiny", num_steps=5))
+    assert capsys.readouterr().err == said

@@ -7,6 +7,7 @@ import pydoc
 import re
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
@@ -20,7 +21,7 @@ from tests.runs import make_run, out_of_memory, recorder_run
 
 import steplab
 from steplab.cli.app import main
-from steplab.errors import SteplabError, UserError
+from steplab.errors import Remark, SteplabError, UserError
 from steplab.records.codec import encode_with_summary
 from steplab.store.database import Store
 
@@ -28,6 +29,24 @@ COMMANDS = {path.stem.strip("_") for path in (Path(steplab.__file__).parent / "c
 UNDER_ANOTHER_NAME: dict[str, str | None] = {"run": "measure", "list": "list_records", "import": "import_files"}
 UNDER_ANOTHER_NAME |= {"rm": "Store", "export": "Store", "store": "Store", "schema": None, "completion": None}
 """Commands without a function of their name: the name that there is, or None."""
+
+
+# --- warnings ---------------------------------------------------------------------------------------------
+
+
+def test_a_warning_points_to_the_line_that_called_steplab(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr("steplab.store.connection.network_file_system", lambda path: "nfs4")
+    record = tmp_path / "record.jsonl"
+    record.write_bytes(encode_with_summary(make_run()))
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", Remark)
+        steplab.plan_time("tiny", recipe="fast")
+        steplab.import_files([record], store=tmp_path / "store.db")
+    code, first = inspect.getsourcelines(test_a_warning_points_to_the_line_that_called_steplab)
+    assert [(each.filename, code[each.lineno - first].strip().partition("(")[0]) for each in told] == [
+        (__file__, "steplab.plan_time"),
+        (__file__, "steplab.import_files"),
+    ]
 
 
 # --- names ------------------------------------------------------------------------------------------------

@@ -123,11 +123,12 @@ def test_programs_get_raw_values_with_every_field() -> None:
     "name", ["=1+1", "+1", "-2+3", "@SUM(A1)", "\t=1", "\n=1", "＝1", "\x1b[0m=1", "'=1", "'quoted"]
 )
 def test_no_text_of_csv_is_a_formula_to_a_spreadsheet_and_each_can_be_had_back(name: str) -> None:
-    rows = ({"name": name, "time_s": -0.5},)
+    rows = ({"name": name, "time_s": -0.5, name: 1},)
     [row] = csv.DictReader(io.StringIO(render(document(data=rows), "csv")))
     assert row["name"][0] == "'"
     assert row["name"].removeprefix("'") == plain(name)
     assert row["time_s"] == "-0.5", "a number is no formula"
+    assert row[row["name"]] == "1", "the name of a column is written as any text"
     assert json.loads(render(document(data=rows), "json"))[0]["name"] == name
 
 

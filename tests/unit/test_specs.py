@@ -16,7 +16,7 @@ import steplab.records
 import steplab.specs
 from steplab.errors import UserError
 from steplab.ops.attention.api import IMPLEMENTATIONS
-from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
+from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, FIELDS, STEP_FIELDS, StepSpec
 from steplab.store.cells import cell_key
@@ -110,6 +110,11 @@ def test_the_planning_size_has_feed_forward_blocks_alone() -> None:
     shape = MODEL_SIZES["xxl"]
     assert (shape.d_model, shape.d_ff, shape.num_layers) == (16384, 53248, 126)
     assert tuple(name for name, size in MODEL_SIZES.items() if size.num_heads == 0) == PLANNING_ONLY == ("xxl",)
+
+
+def test_the_help_names_every_built_in_model() -> None:
+    named = re.findall(r"[\w.]+", FIELDS["model"].help)
+    assert {*MODEL_SIZES, *EXAMPLES} <= set(named)
 
 
 # --- defaults and overrides -------------------------------------------------------------------------------

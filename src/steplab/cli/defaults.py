@@ -4,7 +4,6 @@ import difflib
 import os
 import stat
 import tomllib
-import warnings
 from collections.abc import Collection, Mapping
 from dataclasses import fields
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import Any
 from cyclopts import App, ArgumentCollection
 from cyclopts.config import Dict
 
-from steplab.errors import Remark, UserError
+from steplab.errors import Remark, UserError, warn_caller
 from steplab.unpacking import small_file
 
 FILE = "steplab.toml"
@@ -89,7 +88,7 @@ def _is_anyones(file: Path) -> bool:
     """Whether another user put the file into a folder in which all users may make files."""
     if not file.parent.stat().st_mode & stat.S_IWOTH or file.stat().st_uid in (_ROOT, os.getuid()):
         return False
-    warnings.warn(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"), stacklevel=2)
+    warn_caller(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"))
     return True
 
 

@@ -1,7 +1,9 @@
-"""Progress on standard error: one live line at a terminal; elsewhere one line per stage, or in a sweep per cell."""
+"""Progress on standard error: one live line at a terminal; elsewhere one line per stage, and in a long one now and
+then, or in a sweep per cell."""
 
 import os
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,7 +20,9 @@ from steplab.records.run import Run
 from steplab.units import counted, counted_results, format_bytes, format_clock, format_time
 
 _LONG_S = 10.0
-"""Time from which it is worth saying how long the remaining steps take."""
+"""Time from which it is worth saying how long the remaining steps take, and after which a stage is told of again."""
+_SHORT_S = 2.0
+"""What takes less needs no line."""
 
 _STAGES = {
     "starting": "starting a process",
@@ -40,7 +44,7 @@ _STAGES = {
     "reference": "running the step in fp32",
     "audit": "auditing the step",
     "scaling": "trying a loss scale",
-    "predict": "predicting memory",
+    "predict": "predicting",
     "draw": "drawing the page",
     "check": "reading the whole store",
 }
@@ -60,22 +64,28 @@ def _words(progress: Progress) -> str:
 
 @contextmanager
 def shown(stage: str) -> Iterator[None]:
-    """Shows at a terminal that something is under way, which may take seconds."""
+    """Shows that something is under way: at a terminal at once, elsewhere when it has taken two seconds."""
     with ProgressLine() as line:
-        line.alive(Progress(stage=stage, done=0, total=0))
-        yield
+        progress = Progress(stage=stage, done=0, total=0)
+        telling = threading.Timer(0 if _is_live() else _SHORT_S, line.within, [progress])
+        telling.start()
+        try:
+            yield
+        finally:
+            telling.cancel()
 
 
 class ProgressLine:
     """Shows the present stage, how far it is, the time elapsed and, in a sweep, the time left."""
 
-    def __init__(self, *, num_steps: int = 0) -> None:
-        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold."""
-        self._num_steps = num_steps
+    def __init__(self, *, num_steps: int = 0, resume: bool = False) -> None:
+        """`num_steps`: warm-up and measured steps of a single measurement, from which a long one is foretold. `resume`:
+        whether a sweep was asked to go on with what is in the store."""
+        self._num_steps, self._resume = num_steps, resume
 
     def __enter__(self) -> Self:
         self._started_s = self._stage_began_s = time.monotonic()
-        self._stage = ""
+        self._stage, self._told_s = "", 0.0
         self._bar: Any = None
         self._task: Any = None
         if _is_live():
@@ -108,9 +118,15 @@ class ProgressLine:
         if self._bar:
             total = progress.total or None
             self._bar.update(self._task, description=plain(_words(progress)), total=total, completed=progress.done)
-        elif progress.stage != self._stage and progress.stage != "starting":
-            self._stage = progress.stage
+            return
+        now_s = time.monotonic()
+        if progress.stage != self._stage and progress.stage != "starting":
             say(f"{_STAGES.get(progress.stage, progress.stage)} …")
+        elif progress.done and now_s - self._told_s >= _LONG_S:
+            say(f"{_words(progress)}  ({format_clock(now_s - self._started_s)} elapsed)")
+        else:
+            return
+        self._stage, self._told_s = progress.stage, now_s
 
     def _foretell(self, progress: Progress) -> None:
         """After the first step, say how long the others take; of short ones nothing.
@@ -144,9 +160,11 @@ class ProgressLine:
 
     def sweep(self, progress: SweepProgress) -> None:
         """Show a cell of a sweep that is under way or has ended."""
-        if progress.skipped and not self._stage:
+        if self._resume and not self._stage:
             self._stage = "resumed"
-            say(f"{counted(progress.skipped, 'measurement')} made already, {progress.to_run} to go")
+            made = f"{counted(progress.skipped, 'measurement')} made already"
+            none = "nothing to resume: no measurement of this study is in the store"
+            say(f"{made if progress.skipped else none}, {progress.to_run} to go")
         ended = bool(progress.record or progress.refusal)
         number = progress.index + ended
         if progress.within:

@@ -22,7 +22,7 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
         _submit(study, how.slurm, out, resume=how.resume, timeout_s=timeout_s)
         return 0
     chosen = chosen_format(out.format, out)
-    with ProgressLine() as line:
+    with ProgressLine(resume=how.resume) as line:
         try:
             result = sweep(study, store=out.store, resume=how.resume, timeout_s=timeout_s, on_progress=line.sweep)
         except KeyboardInterrupt as error:

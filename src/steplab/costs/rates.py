@@ -164,6 +164,8 @@ class Gpu:
     """Where each peak comes from."""
     device_names: tuple[str, ...] = ()
     """What torch calls it."""
+    platform: str = "cuda"
+    """What its kernels are compiled for: cuda or rocm."""
 
 
 @functools.cache
@@ -220,6 +222,7 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
         bandwidth_bytes_per_s=hardware.memory_bandwidth_bytes_per_s,
         multiprocessors=hardware.multiprocessors,
         device_names=tuple(hardware.device_names),
+        platform=hardware.platform,
         rates=rates,
         is_fitted=own,
         sources=(

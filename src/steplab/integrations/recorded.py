@@ -4,7 +4,6 @@ After the steps that were asked for, the record is stored and the callbacks do n
 length can be recorded.
 """
 
-import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from steplab.errors import SteplabError
+from steplab.errors import SteplabError, warn_caller
 from steplab.lab.recording import recorder
 from steplab.measurement.recorder.recorder import Recorder
 from steplab.records.run import Run
@@ -81,7 +80,7 @@ class RecordedTraining:
         try:
             self._open.__exit__(type(error) if error else None, error, error.__traceback__ if error else None)
         except SteplabError as failure:  # the training goes on
-            warnings.warn(f"steplab: {failure}", stacklevel=2)
+            warn_caller(UserWarning(f"steplab: {failure}"))
         self.run = ended.run
 
 

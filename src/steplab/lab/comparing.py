@@ -88,15 +88,7 @@ def find_records(text: str, *, store: Path | str | None = None) -> Found:
 def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
     """The records of a store that texts stand for, each once: ids, studies, names, tags and revisions, as in
     `find_records`. Raises UserError for a text that stands for none."""
-    return list({record.id: record for text in texts for record in _at_once(opened, text)}.values())
-
-
-def _at_once(opened: Store, text: str) -> list[Record]:
-    """The record with this id, found without reading others; where there is none, all records that the text names."""
-    try:
-        return [opened.get(text)]
-    except UserError:
-        return _in_store(opened, text)
+    return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
 
 
 def _beginning(path: Path) -> bytes:
@@ -127,17 +119,15 @@ def _found(text: str, records: Sequence[Record]) -> Found:
 def _in_store(opened: Store, text: str) -> list[Record]:
     if not text:
         raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
-    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
     if text == LAST or text.startswith(BACK):
         return [opened.get(text)]
-    ids = [str(row["id"]) for row in rows if str(row["id"]).startswith(text)]
-    if len(ids) == 1 or text in ids:
-        return [opened.get(text)]
-    if len(ids) > 1:
-        raise UserError(f"'{text}' is the beginning of more than one record: {', '.join(ids[:5])}; give more digits")
-    studies = [row for row in opened.studies() if str(row["id"]).startswith(text) or row["name"] == text]
-    if studies:
-        return list(opened.iterate(study=str(studies[0]["id"])))
+    if (record_id := opened.id_beginning(text)) is not None:
+        return [opened.get(record_id)]
+    studies = [str(row["id"]) for row in opened.studies() if str(row["id"]).startswith(text) or row["name"] == text]
+    for study in studies:
+        if records := list(opened.iterate(study=study)):
+            return records
+    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
     for having in (
         [row for row in rows if row["name"] == text],
         [row for row in rows if text in str(row.get("tags") or "").split()],

@@ -170,7 +170,7 @@ def plans_of(runs: Sequence[Run]) -> dict[str, PlannedStep]:
     How a step is measured makes no difference; at most _MOST_PLANNED are predicted, the first and the last among them.
     """
     steps = {
-        replace(run.spec, device="auto", warmup=5, steps=10, seed=0): run
+        run.spec.as_predicted: run
         for run in runs
         if run.spec and run.spec.pass_name == "train" and run.spec.model.kind == "transformer"
     }

@@ -15,7 +15,6 @@ not pay by itself, all that is left of the recipe is a change too, so that the w
 """
 
 import math
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
@@ -23,7 +22,7 @@ from typing import Any
 
 from steplab.comparison.samples import FEWEST, SEPARATE
 from steplab.comparison.turns import chained, step_ratio
-from steplab.errors import Remark, UserError
+from steplab.errors import Remark, UserError, warn_caller
 from steplab.lab.explaining import failure_words
 from steplab.lab.outlook import Outlook, Promise
 from steplab.lab.turns import StoredSession
@@ -283,7 +282,7 @@ class Walk:
         anew = self.taking.session.alternating
         doing, as_long = ("measuring", "at least twice as long") if anew else ("building", "as long")
         why = f"{doing} the step as given took {took} of the budget of {budget}, and each change takes {as_long}"
-        warnings.warn(Remark(f"{why}: only the step as given is measured"), stacklevel=2)
+        warn_caller(Remark(f"{why}: only the step as given is measured"))
 
     # --- trying -------------------------------------------------------------------------------------------
 

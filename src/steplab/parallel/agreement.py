@@ -1,6 +1,5 @@
 """What the ranks have to agree on, once at the start and then at every step, exchanged from CPU to CPU."""
 
-import warnings
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
@@ -9,7 +8,7 @@ from typing import Any
 
 import torch
 
-from steplab.errors import UserError
+from steplab.errors import UserError, warn_caller
 from steplab.parallel.collectives import Collectives
 from steplab.parallel.launch_order import LaunchOrder
 
@@ -105,10 +104,9 @@ class StepAgreement:
                         f"gradients become ready in another order on rank {rank} than on rank 0: as number {place} "
                         f"came {self._names[found]} there and {self._names[expected]} on rank 0"
                     )
-                    warnings.warn(
-                        f"{self.difference}; buckets are still launched in one fixed order, so the result is "
-                        "correct, but a rank that is early waits for the others",
-                        RuntimeWarning,
-                        stacklevel=4,
+                    told = (
+                        f"{self.difference}; buckets are still launched in one fixed order, so the result is correct, "
+                        "but a rank that is early waits for the others"
                     )
+                    warn_caller(RuntimeWarning(told))
                     return

@@ -6,7 +6,9 @@ out.
 """
 
 from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
+from steplab.specs.attention_kernels import why_attention_cannot
 from steplab.specs.hardware import HardwareSpec, catalogue
+from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
 OUTSIDE_BYTES = 784 * MIB
@@ -45,9 +47,11 @@ def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_c
     return round(reserved_bytes * (1 + margin)) + outside
 
 
-def fits_of(kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """A verdict on each card of the catalogue, the one with most usable memory first; safe_bytes None: not known."""
-    fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in catalogue())
+def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
+    """A verdict on each card of the catalogue that has a kernel for the step's attention, the one with most usable
+    memory first; safe_bytes None: not known."""
+    able = (card for card in catalogue() if why_attention_cannot(spec, card.platform) is None)
+    fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in able)
     return tuple(sorted(fits, key=lambda fit: (-fit.usable_bytes, fit.gpu)))
 
 

@@ -6,7 +6,8 @@ some were fitted (plan.stack_fit), by a fit that has not seen its like; else wit
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import cache
 from statistics import median
 
 from steplab.costs.flops import DTYPE_OF_MATMULS
@@ -19,6 +20,7 @@ from steplab.plan.seen import was_fitted
 from steplab.plan.stack_fit import counts, loaded_rows, unseen_stacks
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
+from steplab.records.step_time import StepTimePrediction
 from steplab.records.time_check import TimeCheck
 from steplab.records.timing import waits_for_host
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
@@ -30,14 +32,30 @@ _KINDS = {"matmul": "matmul", "attention": "attention"}
 """Categories of a profile -> kinds of operators; all others are streaming."""
 
 
-def check_runs(runs: Sequence[Run]) -> list[TimeCheck]:
-    """A check of every measured step of one process on a GPU, in the order of the runs."""
+def check_runs(
+    runs: Sequence[Run], on_progress: Callable[[int, int], None] = lambda done, total: None
+) -> list[TimeCheck]:
+    """A check of every measured step of one process on a GPU, in the order of the runs; on_progress: called with how
+    many have been checked, and of how many."""
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
-    waiting = _that_waited(timed)
-    return [_check_run(run, run.id in waiting) for run in timed]
+    waiting, predicted, found = _that_waited(timed), cache(_predicted), list[TimeCheck]()
+    for run in timed:
+        on_progress(len(found), len(timed))
+        found.append(_check_run(run, run.id in waiting, predicted))
+    return found
 
 
-def _check_run(run: Run, device_waited: bool) -> TimeCheck:
+_Predicted = tuple[StepTimePrediction, int | None]
+"""The time of a step, and bytes of its peak; None: not known."""
+
+
+def _predicted(spec: StepSpec, device_name: str) -> _Predicted:
+    """Raises UserError for a step or a GPU whose time is not known."""
+    time = predict_step_time(spec, _gpu_of(device_name))
+    return time, _peak_bytes(spec, device_name)
+
+
+def _check_run(run: Run, device_waited: bool, predict: Callable[[StepSpec, str], _Predicted]) -> TimeCheck:
     assert run.spec is not None
     assert run.timing is not None
     spec = run.spec
@@ -54,8 +72,8 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         device_waited=device_waited,
     )
     try:
-        gpu = _gpu_of(run)
-        predicted = predict_step_time(spec, gpu)
+        gpu = _gpu_of(blank.gpu)
+        predicted, peak_bytes = predict(spec.as_predicted, blank.gpu)
     except UserError as error:
         return dataclasses.replace(blank, unsupported=_reason(error))
     kinds: dict[str, float] = defaultdict(float)
@@ -67,7 +85,7 @@ def _check_run(run: Run, device_waited: bool) -> TimeCheck:
         predicted_step_time_s=predicted.central_s,
         low_s=predicted.low_s,
         high_s=predicted.high_s,
-        predicted_peak_bytes=_peak_bytes(spec, run.device_name),
+        predicted_peak_bytes=peak_bytes,
         fitted=gpu.is_fitted and was_fitted(run, gpu.rates),
         # of a foreign model, whose records are not grouped by phase for a host's pace, by its record and the prediction
         device_waited=device_waited
@@ -84,14 +102,14 @@ def _reason(error: UserError) -> str:
     return error.why if isinstance(error, Unsupported) else str(error)
 
 
-def _gpu_of(run: Run) -> Gpu:
-    hardware = find_hardware(run.device_name or "")
+def _gpu_of(device_name: str) -> Gpu:
+    hardware = find_hardware(device_name)
     if hardware is None:
-        raise UserError(f"{run.device_name} is not in the catalogue of hardware")
+        raise UserError(f"{device_name} is not in the catalogue of hardware")
     return gpu_of(hardware)
 
 
-def _peak_bytes(spec: StepSpec, device_name: str | None) -> int | None:
+def _peak_bytes(spec: StepSpec, device_name: str) -> int | None:
     try:
         return predict_memory(spec, device=device_name).peak_bytes
     except Unsupported:
@@ -118,9 +136,9 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
     by_gpu: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         by_gpu[run.device_name or ""].append(run)
-    for own in by_gpu.values():
+    for device_name, own in by_gpu.items():
         try:
-            gpu = _gpu_of(own[0])
+            gpu = _gpu_of(device_name)
         except UserError:
             continue
         found |= runs_that_waited([run for run in own if run.spec and run.spec.model.kind == "transformer"], gpu)

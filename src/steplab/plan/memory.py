@@ -25,6 +25,7 @@ from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_at
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
+from steplab.specs.hardware import find_hardware
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
@@ -61,15 +62,18 @@ def predict_memory(
     `open_step` runs the step of any model by other means than the dry run (fake_step).
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
+    hardware = find_hardware(device) if device else None
+    platform = hardware.platform if hardware else "cuda"
     if open_step is not dry_step:
         refuse_untraced(spec, what)
+        refuse_unserved_attention(spec, platform)
         ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)
         return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
     shape = shape_of(spec.model, what)
     _refuse_what_is_not_known(spec, shape, what)
     spec, said = with_attention_chosen(spec, shape, [device] if device else [])
     spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
-    refuse_unserved_attention(spec)
+    refuse_unserved_attention(spec, platform)
     if shape.num_heads == 0:
         return _without_activations(spec)
     workspace = workspace_of(device)
@@ -99,7 +103,7 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
         reserved_bytes=ledger.reserved_bytes,
         least_device_bytes=least,
         safe_device_bytes=safe,
-        cards=fits_of(kind, least, safe),
+        cards=fits_of(spec, kind, least, safe),
         spec=spec,
     )
 
@@ -236,7 +240,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
         notes=(why,),
         kind="at_least",
         least_device_bytes=least,
-        cards=fits_of("at_least", least, None),
+        cards=fits_of(spec, "at_least", least, None),
         spec=spec,
     )
 

@@ -402,8 +402,7 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
     if dtype not in gpu.peaks:
         why = f"no peak of {gpu.name} is stated in {dtype}"
         raise Unsupported(f"{what} in {spec.precision}", why, f"give one with --peak {dtype}=FLOP/s")
-    if not operators_are_known:
-        refuse_unserved_attention(spec)
+    refuse_unserved_attention(spec, gpu.platform)
 
 
 def _at(name: str, operators: Sequence[Operator]) -> str:

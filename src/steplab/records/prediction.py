@@ -107,7 +107,7 @@ class MemoryPrediction:
     safe_device_bytes: int | None = None
     """Memory of a device that is sure to run the step, including room for fragmentation; None: not known."""
     cards: tuple[CardFit, ...] = ()
-    """Whether the step fits each GPU of the catalogue, the largest GPU first."""
+    """Whether the step fits each GPU of the catalogue that has a kernel for its attention, the largest GPU first."""
     rank: str = ""
     """Ranks of a layout that need most and that the other figures are of, such as 'ranks 0 to 3'; empty for a step of
     one process."""

@@ -1,10 +1,9 @@
 """Draws sections of a page; a record on which a section fails is left out of that section and reported."""
 
-import warnings
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from steplab.errors import LeftOut
+from steplab.errors import LeftOut, warn_caller
 from steplab.printing import plain
 from steplab.report.kit.document import Identified
 
@@ -57,4 +56,4 @@ class Attempts:
         why = plain(" ".join(f"{type(error).__name__}: {error}".split()))[:_MOST_LETTERS]
         line = f"record {plain(record.id)} is left out of {section}, which cannot be drawn from it: {why}"
         self.left_out.append(line)
-        warnings.warn(LeftOut(line, error), stacklevel=4)
+        warn_caller(LeftOut(line, error))

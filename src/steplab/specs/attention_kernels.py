@@ -1,7 +1,7 @@
 """Which attention implementation runs a step: which ones can on a device, and which one `auto` chooses."""
 
-import dataclasses
 from collections.abc import Sequence
+from dataclasses import replace
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_table import FALLBACK, Choice, choose
@@ -15,23 +15,28 @@ _DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master"
 
 
 def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
-    """Raise Unsupported if the attention that `spec` names cannot take its tensors on such a device, or, on a CPU, has
-    no backward pass and the step has one."""
-    shape = spec.model.shape
+    """Raise Unsupported if the attention that `spec` names cannot run it on a device of this kind: cuda, rocm, cpu or
+    mps."""
+    why = why_attention_cannot(spec, device)
+    if why is None:
+        return
+    helps = _DTYPES[spec.precision] == FP32 and not why_attention_cannot(replace(spec, precision="bf16"), device)
+    instead = "use --attention sdpa, which chooses a kernel by itself" + (", or --precision bf16" if helps else "")
+    raise Unsupported(f"attention {spec.attention} on {device}", why, instead)
+
+
+def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
+    """Why the attention that `spec` names cannot take its tensors on a device of this kind, or, on a CPU, has no
+    backward pass and the step has one; None: it can run the step."""
+    shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
-        return  # it has built its attention itself, or has none
-    row = implementation(spec.attention)
-    if device != "cuda" and not (row.package == "triton" and runs_on(device)):
-        why = why_not(spec.attention, device=device, dtype=_DTYPES[spec.precision])
-        if why is None and device == "cpu" and not row.trains_on_cpu and spec.pass_name != "forward":
-            why = "it has no backward pass there"
-        if why is not None:
-            raise Unsupported(f"attention {spec.attention} on {device}", why, "use --attention sdpa")
-    elif why := _why_not(spec.attention, spec):
-        in_half = dataclasses.replace(spec, precision="bf16")
-        other = "" if _DTYPES[spec.precision] != FP32 or _why_not(spec.attention, in_half) else ", or --precision bf16"
-        instead = f"use --attention sdpa, which chooses a kernel that does{other}"
-        raise Unsupported(f"attention {spec.attention} with --precision {spec.precision} on CUDA", why, instead)
+        return None  # it has built its attention itself, or has none
+    if row.package == "triton" and runs_on(device):
+        device = "cuda"  # Triton's interpreter takes what a GPU does
+    why = _why_not(spec.attention, spec, device)
+    if why is None and device == "cpu" and not row.trains_on_cpu and spec.pass_name != "forward":
+        return "it has no backward pass there"
+    return why
 
 
 def chosen_attention(spec: StepSpec) -> str:
@@ -63,7 +68,7 @@ def with_attention_chosen(
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]
     chosen = next((each for each in choices if each.implementation != FALLBACK), choices[0])
-    return dataclasses.replace(spec, attention=chosen.implementation), (choice_told(chosen),)
+    return replace(spec, attention=chosen.implementation), (choice_told(chosen),)
 
 
 def choice_told(choice: Choice) -> str:
@@ -71,11 +76,11 @@ def choice_told(choice: Choice) -> str:
     return f"attention auto: {choice.implementation}, {choice.reason}"
 
 
-def _why_not(attention: str, spec: StepSpec) -> str | None:
-    """Why an implementation cannot run the step; None: it can, or the width of its heads is not known."""
+def _why_not(attention: str, spec: StepSpec, device: str = "cuda") -> str | None:
+    """Why an implementation does not take the step's tensors; None: it does, or the width of its heads is not known."""
     return why_not(
         attention,
-        device="cuda",
+        device=device,
         dtype=_DTYPES[spec.precision],
         head_dim=spec.model.shape.head_dim if spec.model.shape else None,
         num_queries=spec.context,

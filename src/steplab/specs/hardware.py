@@ -24,7 +24,7 @@ import functools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -52,6 +52,8 @@ class HardwareSpec:
     """Short name in steplab, such as H200 SXM; unique without regard to case."""
     device_names: tuple[str, ...] = ()
     """What torch.cuda.get_device_name() returns for this GPU, exactly; none for a TPU."""
+    platform: Literal["cuda", "rocm"] = "cuda"
+    """What its kernels are compiled for; without a meaning for a TPU."""
     memory_bytes: _Count
     """Stated capacity in bytes, with GB read as 2**30 bytes."""
     usable_bytes: _Count | None = None

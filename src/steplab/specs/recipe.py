@@ -1,10 +1,9 @@
 """The recipe `fast`: fields of a step that made it faster where that was measured, set where they are not given."""
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import get_args
 
-from steplab.errors import Remark, Unsupported, UserError
+from steplab.errors import Remark, Unsupported, UserError, warn_caller
 from steplab.specs.changes import CHANGES, DeviceKind
 from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import StepSpec
@@ -48,7 +47,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
     if added:
         sets = f"sets {' '.join(added.values())}, which made steps faster on {_MEASURED_ON[kind]}"
     changing = [f"{added[field]} changes the numbers" for field in numerics]
-    warnings.warn(Remark("; ".join([f"recipe {name} on {kind} {sets}", *changing, *refused])), stacklevel=2)
+    warn_caller(Remark("; ".join([f"recipe {name} on {kind} {sets}", *changing, *refused])))
     return spec
 
 

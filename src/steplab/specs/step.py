@@ -1,6 +1,6 @@
 """The training step under test: one frozen spec, validated once, before anything is built."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from steplab.errors import UserError
@@ -55,7 +55,8 @@ class StepSpec:
     model: Annotated[
         ModelSpec,
         Declared(
-            help=f"Model: {_MODELS}; hf:PATH/config.json; or package.module:function",
+            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, for `plan memory` and `plan accounting` alone; "
+            "hf:PATH/config.json; or package.module:function",
             default_words=DEFAULT_MODEL,
             shown=lambda spec: spec.model.label,
             order=tuple(MODEL_SIZES),
@@ -398,6 +399,11 @@ class StepSpec:
     def tokens(self) -> int:
         """Tokens in a micro-step of one process: batch x context."""
         return self.batch * self.context
+
+    @property
+    def as_predicted(self) -> "StepSpec":
+        """The step with defaults for how it is measured, which makes no difference to a prediction."""
+        return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property
     def micro_steps(self) -> int:

@@ -4,14 +4,13 @@ import itertools
 import os
 import sqlite3
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from steplab.errors import Remark, SteplabError
+from steplab.errors import Remark, SteplabError, warn_caller
 from steplab.store import schema
 from steplab.store.failures import NAME_ANOTHER, locked, not_writable, sqlite_errors
 from steplab.store.file_system import network_file_system
@@ -150,7 +149,7 @@ def _keep_earlier_format(connection: Connection) -> None:
             f"the store {connection.path} is upgraded from format {seen} to {schema.CURRENT_VERSION}, which earlier "
             f"versions of steplab cannot read; {kept.name} beside it is a copy for them"
         )
-        warnings.warn(Remark(text), stacklevel=2)
+        warn_caller(Remark(text))
 
 
 def _make_folder(path: Path) -> None:
@@ -277,7 +276,7 @@ def _use_journal(path: Path, sqlite: sqlite3.Connection, timeout_s: float) -> No
     network = network_file_system(path)
     if network and schema.is_blank(sqlite):
         text = f"the store {path} is on a network file system ({network}); docs/reliability.md says what that means"
-        warnings.warn(Remark(text), stacklevel=2)
+        warn_caller(Remark(text))
     mode = "DELETE" if network else "WAL"
     deadline_s = time.monotonic() + timeout_s
     while True:

@@ -20,6 +20,24 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
     """
     if prefix == LAST or prefix.startswith(BACK):
         return _newest(connection, table, prefix)
+    found = id_beginning(connection, table, prefix)
+    if found is not None:
+        return found
+    query = f"SELECT id FROM {table} WHERE name = ? AND name != '' ORDER BY created_utc DESC, seq DESC LIMIT ?"
+    called = [str(row[0]) for row in connection.query(query, prefix, _NUM_SHOWN + 1)]
+    if len(called) == 1 or (called and table == "study"):
+        return called[0]
+    if called:
+        raise UserError(
+            f"'{prefix}' is the name of more than one record: {_some(called)}; give an id; `steplab report` "
+            "and `steplab export` take all of a name"
+        )
+    raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
+
+
+def id_beginning(connection: Connection, table: Literal["record", "study"], prefix: str) -> str | None:
+    """The only id in `table` that begins with `prefix`, a complete one before longer ones; None: none does. An empty
+    prefix begins no other id. Raises UserError if more than one does."""
     # No character sorts behind the last code point, so the range is exactly the ids with this prefix.
     found = connection.query(
         f"SELECT id FROM {table} WHERE id >= ? AND id < ? ORDER BY id LIMIT ?",
@@ -30,18 +48,8 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
     ids = [str(row[0]) for row in found]
     if ids and (ids[0] == prefix or (prefix and len(ids) == 1)):
         return ids[0]
-    if prefix and not ids:
-        query = f"SELECT id FROM {table} WHERE name = ? ORDER BY created_utc DESC, seq DESC LIMIT ?"
-        called = [str(row[0]) for row in connection.query(query, prefix, _NUM_SHOWN + 1)]
-        if len(called) == 1 or (called and table == "study"):
-            return called[0]
-        if called:
-            raise UserError(
-                f"'{prefix}' is the name of more than one record: {_some(called)}; give an id; `steplab report` "
-                "and `steplab export` take all of a name"
-            )
-    if not prefix or not ids:
-        raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
+    if not ids or not prefix:
+        return None
     raise UserError(f"'{prefix}' is the beginning of more than one {table}: {_some(ids)}; give more digits")
 
 

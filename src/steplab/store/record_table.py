@@ -1,7 +1,6 @@
 """Records in the store: adding, finding, listing."""
 
 import dataclasses
-import warnings
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +8,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import astuple
 
-from steplab.errors import LeftOut, SteplabError
+from steplab.errors import LeftOut, SteplabError, warn_caller
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import decode, encode
 from steplab.records.record import Record
@@ -18,7 +17,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
-from steplab.store.prefix import unique_id
+from steplab.store.prefix import id_beginning, unique_id
 from steplab.store.selection import Selection
 
 _ROWS = msgspec.json.Decoder(Row)
@@ -96,6 +95,11 @@ class RecordTable:
         record_id = unique_id(self._connection, "record", id_prefix)
         body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
         return _decode(self._connection, record_id, body)
+
+    def id_beginning(self, prefix: str) -> str | None:
+        """The id of the record that begins so, whatever records are called; None: none does. Raises UserError if more
+        than one does."""
+        return id_beginning(self._connection, "record", prefix)
 
     def find(self, record_id: str) -> Record | None:
         """The record with this id; None, with a LeftOut warning, if it cannot be read."""
@@ -311,7 +315,7 @@ def _leave_out_figures(record_id: str, error: Exception) -> None:
 
 
 def _leave_out(error: SteplabError) -> None:
-    warnings.warn(LeftOut(f"left out: {error}", error), stacklevel=3)
+    warn_caller(LeftOut(f"left out: {error}", error))
 
 
 def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...]:

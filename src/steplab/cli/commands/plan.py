@@ -78,8 +78,8 @@ def memory(
 
     Nothing is allocated and nothing is stored: the step is run dry, operator
     by operator, with a model of torch's allocator. Each summand is shown with
-    its formula, followed by the GPUs that the step fits. Besides the sizes
-    below there is xxl, for which only a lower bound is predicted.
+    its formula, followed by the GPUs that the step fits. Of model xxl only a
+    lower bound is predicted.
 
     With --layout each group of ranks is predicted, and the ranks that need
     most are shown in full.
@@ -289,13 +289,13 @@ def check(
 
     For example: steplab plan check --output check.html
     """
-    from steplab.cli.progress import shown
+    from steplab.cli.progress import ProgressLine
     from steplab.lab.plan_checking import check_plan
     from steplab.report.plan.check import check_document
 
     chosen = _chosen(out)
-    with shown("predicting"):
-        checked = check_plan(out.store, table)
+    with ProgressLine() as line:
+        checked = check_plan(out.store, table, line.within)
     _write(check_document(checked), chosen, out)
 
 
@@ -329,8 +329,7 @@ def accounting(
 
     Each question is answered in one sentence, followed by its formulas with
     the figures put in, and by their source. Formats md and latex write them as
-    mathematics. Besides the sizes below there is xxl, which has feed-forward
-    blocks alone.
+    mathematics. Model xxl has feed-forward blocks alone.
 
     For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
     """

@@ -4,8 +4,9 @@ Choices, help, refusals, `auto`, plans, FLOPs, memory and documentation all come
 implementation adds a row, its code, and the name of its function in api.py. It imports nothing, torch least of all, so
 that a plan can be made where there is no torch.
 
-Limits are those of the kernels on CUDA. torch's are as its aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has
-them, for NVIDIA GPUs from Ampere on; tests/gpu/test_attention_table_on_gpu.py tries them all.
+Limits are those of the kernels on CUDA, and taken to be those on ROCm too. torch's are as its
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has them, for NVIDIA GPUs from Ampere on;
+tests/gpu/test_attention_table_on_gpu.py tries them all.
 """
 
 from dataclasses import dataclass
@@ -81,8 +82,8 @@ class Implementation:
     """Name that --attention takes."""
     summary: str
     """Short description, for the help text."""
-    devices: tuple[str, ...] = ("cuda", "cpu", "mps")
-    """Kinds of devices that it runs on."""
+    devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
+    """Kinds of devices that it runs on; rocm: AMD GPUs, which torch calls cuda."""
     trains_on_cpu: bool = True
     """Whether it has a backward pass on a CPU."""
     package: str | None = None
@@ -169,7 +170,7 @@ TABLE = (
         name="sdpa_flash",
         summary="torch's FlashAttention-2",
         deterministic=False,
-        devices=("cuda", "cpu"),
+        devices=("cuda", "rocm", "cpu"),
         dtypes=_HALVES,
         widest=256,
         empty=False,
@@ -208,7 +209,7 @@ TABLE = (
         name="sdpa_efficient",
         summary="torch's memory-efficient kernel",
         deterministic=False,
-        devices=("cuda",),
+        devices=("cuda", "rocm"),
         dtypes=(FP32, BF16, FP16),
         row_bytes=16,
         empty=False,
@@ -234,7 +235,7 @@ TABLE = (
         name="flex",
         summary="torch's FlexAttention",
         deterministic=True,
-        devices=("cuda", "cpu"),
+        devices=("cuda", "rocm", "cpu"),
         trains_on_cpu=False,
         empty=False,
         workspaces=(_ROW_SUMS,),
@@ -336,17 +337,17 @@ def why_not(
 ) -> str | None:
     """Why an implementation does not take such inputs, as half a sentence; None: it does, as far as is known.
 
-    `device` is a kind (cuda, cpu, mps), `dtype` a name of this table. head_dim None: not known. On other devices than
-    CUDA the kernels are others, and only what the table says of devices counts. on_every_gpu: refuse what some GPU, or
-    some version of a library, does not take.
+    `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. head_dim None: not known. On other devices
+    than GPUs of these two the kernels are others, and only what the table says of devices counts. on_every_gpu: refuse
+    what some GPU, or some version of a library, does not take.
     """
     row = _BY_NAME[name]
     if device not in row.devices:
         return f"it has no kernel for {device}; it is for {' and '.join(row.devices)}"
-    if device != "cuda":
+    if device not in ("cuda", "rocm"):
         return None
     if dtype not in row.dtypes:
-        return f"that kernel takes {_listed(row.dtypes)} alone"
+        return f"that kernel takes {_listed(row.dtypes)} alone, not {dtype}"
     if head_dim is not None:
         widest = row.widest_on_all if on_every_gpu and row.widest_on_all else row.widest
         if widest is not None and head_dim > widest:

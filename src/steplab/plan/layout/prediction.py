@@ -37,7 +37,7 @@ def predict_layout_memory(
         reserved_bytes=worst.reserved_bytes,
         least_device_bytes=least,
         safe_device_bytes=safe,
-        cards=fits_of("estimate", least, safe),
+        cards=fits_of(spec, "estimate", least, safe),
         rank="" if alone else worst.ranks,
         ranks=() if alone else ranks,
         spec=spec,

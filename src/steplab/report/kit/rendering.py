@@ -26,12 +26,13 @@ def csv_rows(rows: Sequence[Row]) -> str:
     """A header and one line per row, without a newline at the end.
 
     A text that a spreadsheet would run as a formula has an apostrophe before it, and so has one that begins with an
-    apostrophe: a reader that takes one away has every text as it was. Numbers stay as they are.
+    apostrophe: a reader that takes one away has every text as it was. That holds for names of columns, too, which are
+    another's in a store from elsewhere. Numbers stay as they are.
     """
     keys = list(dict.fromkeys(key for row in rows for key in row))
     target = io.StringIO()
     writer = csv.DictWriter(target, keys, lineterminator="\n")
-    writer.writeheader()
+    writer.writerow({key: _inert(key) for key in keys})
     for row in rows:
         writer.writerow({key: _inert(value) if isinstance(value, str) else value for key, value in row.items()})
     return target.getvalue().removesuffix("\n")

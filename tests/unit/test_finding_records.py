@@ -1,0 +1,42 @@
+"""Which records a text stands for: the same ones in every command that takes several."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tests.runs import make_run
+
+from steplab.lab.comparing import find_records
+from steplab.lab.reporting import records_to_report
+from steplab.specs.study import study_from_grids
+from steplab.store.database import Store
+
+RUN = make_run({"model": "tiny", "context": 32})
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A store with a study and a single run of its name, and a run that is called as an id begins."""
+    path = tmp_path / "store.db"
+    with Store.open(path, write=True) as store:
+        study = store.begin_study(study_from_grids("nightly", "", [{"model": ["tiny"], "context": [32]}]))
+        store.begin_study(study_from_grids("nightly", "", [{"model": ["tiny"], "context": [64]}]))  # without a record
+        store.add(replace(RUN, id="a" * 12, name="cell", study=study))
+        store.add(replace(RUN, id="b" * 12, name="nightly", created_utc="2026-11-22T07:30:00Z"))
+        store.add(replace(RUN, id="c" * 12, name="aaaa"))
+        store.add(replace(RUN, id="d" * 12, name="alone"))
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "id"),
+    [
+        ("last", "b"),  # the newest, of whatever name
+        ("aaaa", "a"),  # the beginning of an id before a name
+        ("nightly", "a"),  # a study before a name
+        ("alone", "d"),
+    ],
+)
+def test_a_text_stands_for_the_same_records_everywhere(path: Path, text: str, id: str) -> None:
+    for found in (find_records(text, store=path).records, records_to_report([text], store=path).records):
+        assert [record.id for record in found] == [id * 12]
