@@ -292,7 +292,7 @@ class Walk:
         attempt = self._attempt(candidate.change, candidate.promise)
         if attempt.side is not None and not self._decide(attempt, began_s):
             why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
-            warnings.warn(Remark(why), stacklevel=2)
+            warn_caller(Remark(why))
             return
         self._settle(attempt)
 
