@@ -270,7 +270,7 @@ def test_a_rate_that_was_changed_holds_for_an_update_of_other_parameters_than_th
     optimizer.param_groups[0]["lr"] = 0.5
     for parameter in (two, three):
         update.of([parameter])
-    assert [float(parameter) for parameter in (two, three)] == [-0.5, -0.5]
+    assert [parameter.item() for parameter in (two, three)] == [-0.5, -0.5]
     assert optimizer.param_groups[0]["lr"] == 0.5
 
 
