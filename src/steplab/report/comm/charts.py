@@ -16,7 +16,6 @@ from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, p
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S
-from steplab.report.kit.text import why_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -198,8 +197,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
         y = plot.y(cell)
         if cell.slowest is None or y is None:
             if cell.failure:
-                word = ax.mark_failure(axes, plot.x(cell), ax.failure_word(cell.failure.kind), top=True)
-                picture.tip(word, f"{cell.spec.label}: {why_failed(cell.failure)}")
+                ax.mark_failure(picture, axes, plot.x(cell), cell.failure, cell.spec.label, top=True)
             continue
         x = plot.x(cell)
         picture.tip(
@@ -218,7 +216,7 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
     ys = [fit.alpha_s + fit.beta_s_per_byte * factor * x for x in xs]
     color = series_color(plot.series.index(series))
-    axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
+    axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=ax.DASHED, zorder=1)
 
 
 def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:

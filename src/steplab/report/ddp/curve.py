@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 640, 280
 _LEFT, _BELOW, _RIGHT, _TOP = 64, 44, 16, 10
-_OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
+_OVERLAPPED = (0, (6, 3))
 
 
 def bucket_curve(run: DdpRun) -> Chart | None:
@@ -43,7 +43,7 @@ def bucket_curve(run: DdpRun) -> Chart | None:
         axes = _frame(picture, [size for points in lines.values() for size, _ in points], scale)
         line = axes.axhline(without_s, color=MUTED, linewidth=1)
         picture.tip(line, f"without communication: {units.format_time(without_s)}")
-        for (name, points), style in zip(curves.items(), (_OVERLAPPED, _SERIAL), strict=False):
+        for (name, points), style in zip(curves.items(), (_OVERLAPPED, ax.DOTTED), strict=False):
             (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
             picture.tip(line, name)
         for index, (family, points) in enumerate(lines.items()):

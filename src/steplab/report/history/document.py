@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.history import ChangePoint, Point, Series
-from steplab.report.kit.charts import MUTED, SERIES, drawing
+from steplab.report.kit.charts import DOTTED, MUTED, SERIES, drawing
 from steplab.report.kit.document import Chart, Column, Document, Row, Section, Table, Verdict, later
 from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of
 
@@ -113,7 +113,7 @@ def history_chart(series: Series, quantity: Quantity) -> Chart | None:
         for first, last, level in zip(starts, starts[1:], levels, strict=False):
             axes.plot([first - 0.5, last - 0.5], [level, level], color=MUTED, linewidth=2)
         for change in series.changes:
-            axes.axvline(change.index - 0.5, color=MUTED, linestyle=(0, (2, 3)))
+            axes.axvline(change.index - 0.5, color=MUTED, linestyle=DOTTED)
         axes.plot(range(len(values)), values, color=SERIES[0], linewidth=1, alpha=0.4)
         for index, point in enumerate(series.points):
             (mark,) = axes.plot([index], [point.value], "o", color=SERIES[0], markersize=5)

@@ -13,10 +13,10 @@ from steplab import units
 from steplab.printing import plain
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
+from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color, svg
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
-from steplab.report.kit.timelines import LETTERS, shade, short_enough, svg, titled, words_at
+from steplab.report.kit.timelines import LETTERS, shade, short_enough, titled, words_at
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
@@ -165,7 +165,7 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
     areas = short_enough(lambda column_px: _areas(one.profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     body += [areas, *_borders(phases, frame), *_phase_names(phases, frame), *_marks(one.profile, frame, capacity)]
     name = f"memory over time{f', {one.title}' if one.title else ''}"
-    return svg(name, frame.bottom + BOTTOM, "".join(body), width=width)
+    return svg(name, width, frame.bottom + BOTTOM, "".join(body))
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:

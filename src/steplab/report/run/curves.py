@@ -6,7 +6,7 @@ from steplab import stats, units
 from steplab.records.run import Run
 from steplab.records.timing import curve, find_phase
 from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit.charts import DOTTED, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.figures import spread, steady_words
@@ -78,7 +78,7 @@ def _curve(picture: Drawing, run: Run) -> None:
         axes.axhline(settled, color=SERIES[0], linewidth=1, alpha=0.5)
     steady = steady_step(run)
     if steady is not None:
-        axes.axvline(steady - 0.5, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
+        axes.axvline(steady - 0.5, color=MUTED, linewidth=1, linestyle=DOTTED)
     axes.plot(numbers, samples, color=SERIES[0], linewidth=1, alpha=0.55)
     for number, sample in zip(numbers, samples, strict=True):
         fill = PAPER if number <= num_warmup else SERIES[0]
