@@ -207,7 +207,7 @@ def _cells(scored: Sequence[TimeCheck]) -> Table:
             Column(key="predicted_peak_bytes", header="predicted peak", rank=3),
         ),
         rows=tuple(check_rows(worst)),
-        first=_WORST if len(worst) > _WORST else None,
+        first=_WORST,
     )
 
 
@@ -267,7 +267,7 @@ def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
     axes.set_xlabel("measured step time", fontsize=11)
     axes.plot([low, high], [low, high], color=ax.MUTED, linewidth=1)
     for factor in (1.1, 1 / 1.1):
-        axes.plot([low, high], [factor * low, factor * high], color=ax.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot([low, high], [factor * low, factor * high], color=ax.MUTED, linewidth=1, linestyle=ax.DASHED)
     return axes
 
 

@@ -9,12 +9,12 @@ from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
-from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Sentences, Table, later
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Fact, Facts, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
-from steplab.report.run.by_size import MOST_ROWS, effects_sections, passes_table
+from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
