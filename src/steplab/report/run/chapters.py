@@ -188,7 +188,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
     """One row per run, one column per convention, and the peak that the shares are relative to."""
     fields = varying(cells)
     rows: list[Row] = []
-    kinds: dict[str, str] = {}
+    shares: dict[str, None] = {}
     for cell in cells:
         if not cell.run.utilizations:
             continue
@@ -196,8 +196,8 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
         row: Row = {"run": label(cell, fields), "peak": first.peak_flops_per_s, "dtype": first.dtype}
         row["source"] = first.peak_source
         for used in cell.run.utilizations:
-            kinds[f"{used.kind} {used.convention}"] = f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
-            row[f"{used.kind} {used.convention}"] = used.value
+            shares[used.label] = None
+            row[used.label] = used.value
             if (used.kind, used.convention) == ("mfu", "causal"):
                 row["achieved"] = achieved_flops_per_s(used)
         rows.append(row)
@@ -205,7 +205,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
         name="utilization",
         columns=(
             Column(key="run", wraps_from=20),
-            *(Column(key=key, header=header, quantity=SHARE) for key, header in kinds.items()),
+            *(Column(key=name, header=name, quantity=SHARE) for name in shares),
             Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
             Column(key="dtype", header="type"),

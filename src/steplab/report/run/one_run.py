@@ -126,15 +126,11 @@ def utilization_blocks(run: Run) -> Iterator[Block]:
 
 def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
     """The same of a measured or predicted step."""
-
-    def name(used: Utilization) -> str:
-        return f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
-
     yield Table.of(
         "utilization",
         utilizations,
         (
-            Column(key="figure", header="", value=name),
+            Column(key="label", header=""),
             Column(key="value", quantity=SHARE),
             Column(key="achieved", quantity=FLOPS_PER_S, value=achieved_flops_per_s),
             Column(key="flops", header="FLOPs per step", quantity=COUNT),
