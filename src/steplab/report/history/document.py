@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.history import ChangePoint, Point, Series
+from steplab.records.history import ChangePoint, Series
 from steplab.report.kit.charts import DOTTED, MUTED, SERIES, drawing
 from steplab.report.kit.document import Chart, Column, Document, Row, Section, Table, Verdict, later
 from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of
@@ -70,20 +70,17 @@ def _section(series: Series) -> Section:
 def _rows(series: Series) -> Iterator[Row]:
     changes = {change.index: change for change in series.changes}
     for index, point in enumerate(series.points):
-        yield _row(series, point, changes.get(index))
-
-
-def _row(series: Series, point: Point, change: ChangePoint | None) -> Row:
-    return {
-        "series": series.label,
-        "metric": series.metric,
-        "created_utc": point.created_utc,
-        "commit": point.commit,
-        "runs": len(point.ids),
-        "value": point.value,
-        "change": change.ratio if change else None,
-        "p": change.p if change else None,
-    }
+        change = changes.get(index)
+        yield {
+            "series": series.label,
+            "metric": series.metric,
+            "created_utc": point.created_utc,
+            "commit": point.commit,
+            "runs": len(point.ids),
+            "value": point.value,
+            "change": change.ratio if change else None,
+            "p": change.p if change else None,
+        }
 
 
 def _name(metric: str) -> str:

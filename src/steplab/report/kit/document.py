@@ -130,8 +130,6 @@ class Fact:
     """The sentence."""
     wide: bool = False
     """Whether the sentence is long."""
-    bad: bool = False
-    """Whether it is about failures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -17,6 +17,7 @@ from steplab.report.kit.document import (
     later,
     records_in_full,
 )
+from steplab.report.kit.grouping import spread
 from steplab.report.memory import words
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
 from steplab.report.memory.comparison import comparison_sentences
@@ -27,7 +28,6 @@ from steplab.report.memory.timeline import Shown, memory_timelines
 from steplab.report.memory.verdict import memory_verdict
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
-from steplab.report.run.figures import spread
 from steplab.report.run.one_run import memory_blocks
 from steplab.report.run.words import run_subtitle, run_title
 

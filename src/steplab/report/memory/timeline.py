@@ -163,7 +163,8 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
     )
     body = [*_phases(phases, frame), *_bytes_axis(frame), *_time_axis(timeline, frame)]
     areas = short_enough(lambda column_px: _areas(one.profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
-    body += [areas, *_borders(phases, frame), *_phase_names(phases, frame), *_marks(one.profile, frame, capacity)]
+    names = [words_at(left, 15, text) for left, text in phase_labels(phases, frame)]
+    body += [areas, *_borders(phases, frame), *names, *_marks(one.profile, frame, capacity)]
     name = f"memory over time{f', {one.title}' if one.title else ''}"
     return svg(name, width, frame.bottom + BOTTOM, "".join(body))
 
@@ -237,11 +238,6 @@ def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
         yield f'<path {line} stroke="{css_color(INK)}" stroke-opacity="0.45" stroke-dasharray="2 3"/>'
 
 
-def _phase_names(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    for left, text in phase_labels(phases, frame):
-        yield words_at(left, 15, text)
-
-
 def _bytes_axis(frame: Frame) -> Iterator[str]:
     for tick in frame.scale.ticks:
         y = frame.y(tick)
@@ -286,7 +282,8 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
         name = fitted(f"device memory {units.format_bytes(capacity)}", frame.right - LEFT, LETTERS)
         at, above, side = _capacity_place(name, line, text_box(x, y - 9, text, anchor), frame)
         yield words_at(at, above, name, MUTED, side)
-    yield titled(f"{text}, {profile.peak_phase or 'the peak'}", dot(x, y, INK))
+    look = f'fill="{css_color(INK)}" stroke="{css_color(PAPER)}" stroke-width="1.5"'
+    yield titled(f"{text}, {profile.peak_phase or 'the peak'}", f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {look}/>')
     yield words_at(x, y - 9, text, INK, anchor)
 
 
@@ -324,9 +321,3 @@ def _spread(middles: Sequence[float], widths: Sequence[float], left: float, righ
         lefts[index] = min(lefts[index], right - widths[index])
         right = lefts[index] - GAP
     return lefts
-
-
-def dot(x: float, y: float, color: str) -> str:
-    """A dot with a rim in the page's background colour."""
-    fill, rim = css_color(color), css_color(PAPER)
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'

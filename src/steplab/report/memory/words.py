@@ -12,7 +12,6 @@ from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
 from steplab.specs.step import AUTOCAST
-from steplab.units import format_share
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
@@ -79,10 +78,10 @@ def parts_sentence(profile: MemoryProfile) -> str:
     rest = sum(part.share for part in found[len(told) :])
     if figures.has_owners(profile):
         texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
-        texts += [f"the rest {format_share(rest)}"] if rest else []
+        texts += [f"the rest {units.format_share(rest)}"] if rest else []
         return f"It is made of {', '.join(texts)}."
     texts = [f"{units.format_percent(part.share)} {_WAS[part.category]}" for part in told]
-    texts += [f"{format_share(rest)} is the rest"] if rest else []
+    texts += [f"{units.format_share(rest)} is the rest"] if rest else []
     return f"Of the peak, {', '.join(texts)}."
 
 
@@ -116,7 +115,7 @@ def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]
 
 def _against(size: int, other: int) -> str:
     off = size - other
-    share = f" ({format_share(abs(off) / other)})" if other else ""
+    share = f" ({units.format_share(abs(off) / other)})" if other else ""
     return f"{exactly(size)}, {units.format_bytes(abs(off))} {'more' if off > 0 else 'less'}{share}" if off else "equal"
 
 
@@ -252,7 +251,7 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
 
 
 def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:
-    share = format_share(tensors.stored_bytes / total)
+    share = units.format_share(tensors.stored_bytes / total)
     return f"{saved_by(tensors, run.spec)} {units.format_bytes(tensors.stored_bytes)} ({share})"
 
 

@@ -8,6 +8,7 @@ from steplab.records.finding import Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import MOST_IN_FULL, Document, Section, Sentences, Verdict, later, records_in_full
+from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
@@ -23,7 +24,6 @@ from steplab.report.profile.tables import (
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.figures import spread
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import interval_words, run_subtitle, run_title
 from steplab.stats import summarize
@@ -102,4 +102,4 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield Section.of("Communication", words.communication_sentence(run, profile))
     yield Section.of("Timeline of one step", later(timeline_chart, profile))
     yield Section.of("Host calls that wait or copy", host_call_table(profile))
-    yield Section.notes(words.further_notes(profile))
+    yield Section.notes(note for note in profile.notes if note not in profile.doubts)  # which begin the section

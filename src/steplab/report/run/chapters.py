@@ -9,7 +9,7 @@ from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
-from steplab.report.kit.document import MOST_ROWS, Block, Column, Fact, Facts, Section, Sentences, Table, later
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
 from steplab.report.kit.text import why_failed
@@ -21,7 +21,6 @@ from steplab.report.run.curves import relative, settling, warmup_curves, worth_a
 from steplab.report.run.figures import WARMUP_COUNTS, achieved_flops_per_s, steady_sentence, steady_words, warmup_study
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.gaps import choices, doubts, gaps
-from steplab.report.run.narrative import facts
 from steplab.report.run.one_run import (
     failure_blocks,
     phase_blocks,
@@ -69,11 +68,6 @@ TERMS = (
 """Terms of these chapters, and what they mean."""
 
 _MANY = 4  # runs, more of which are listed apart
-
-
-def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section:
-    """The most important figures, including those of findings and memory profiles."""
-    return Section.of("", Facts(facts=tuple(facts(cells, of_others))))
 
 
 def failure_chapter(cells: Sequence[RunCell]) -> Section:

@@ -8,8 +8,9 @@ from steplab.records.timing import curve, find_phase
 from steplab.report.kit import charts as ax
 from steplab.report.kit.charts import DOTTED, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart
+from steplab.report.kit.grouping import spread
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import spread, steady_words
+from steplab.report.run.figures import steady_words
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150
