@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
 from steplab.report.ddp import figures
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import INK, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
@@ -43,7 +43,7 @@ def bucket_curve(run: DdpRun) -> Chart | None:
         axes = _frame(picture, [size for points in lines.values() for size, _ in points], scale)
         line = axes.axhline(without_s, color=MUTED, linewidth=1)
         picture.tip(line, f"without communication: {units.format_time(without_s)}")
-        for (name, points), style in zip(curves.items(), (_OVERLAPPED, ax.DOTTED), strict=False):
+        for (name, points), style in zip(curves.items(), (_OVERLAPPED, kit.DOTTED), strict=False):
             (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
             picture.tip(line, name)
         for index, (family, points) in enumerate(lines.items()):
@@ -59,7 +59,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, flo
     )
 
 
-def _scale(values: Sequence[float]) -> ax.Scale:
+def _scale(values: Sequence[float]) -> kit.Scale:
     """Scale that begins just below the least value, because the differences may be a few per cent of the step."""
     from matplotlib.ticker import MaxNLocator
 
@@ -67,7 +67,7 @@ def _scale(values: Sequence[float]) -> ax.Scale:
     room = max(high - low, 0.02 * high)
     low, high = low - 0.1 * room, high + 0.15 * room
     ticks = tuple(float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high)
-    return ax.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
+    return kit.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
 
 
 def _model_curves(
@@ -89,7 +89,7 @@ def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: S
         picture.tip(put_mark(axes, size_mb, seconds, index), f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
 
 
-def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axes":
+def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: kit.Scale) -> "Axes":
     axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
     axes.set_xscale("log")
     axes.set_xlim(min(sizes_mb) / 1.6, max(sizes_mb) * 1.6)

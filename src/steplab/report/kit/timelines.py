@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Timeline
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import GRID, INK, MUTED, category_color, css_color, svg
 from steplab.report.kit.document import Picture
 
@@ -163,11 +163,11 @@ def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
 
 def axis(frame: Frame) -> Iterator[str]:
     """Time axis: grid lines and labels."""
-    scale = ax.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
+    scale = kit.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
     for tick in scale.ticks:
         x = frame.x(frame.start_ns + tick * 1e9)
         yield f'<path d="M{x:.1f} {frame.top - 2:g}V{frame.bottom + 4:g}" stroke="{css_color(GRID)}"/>'
-        yield words_at(x, frame.bottom + 18, ax.tidy(scale.show(tick)), MUTED, "middle")
+        yield words_at(x, frame.bottom + 18, kit.tidy(scale.show(tick)), MUTED, "middle")
 
 
 def stream_names(frame: Frame) -> Iterator[str]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from steplab import units
 from steplab.printing import plain
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color, svg
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
@@ -54,7 +54,7 @@ class Frame:
     """Time at the left edge, on the timeline's axis."""
     end_s: float
     """Time at the right edge."""
-    scale: ax.Scale
+    scale: kit.Scale
     """Scale of the bytes."""
 
     @property
@@ -124,9 +124,9 @@ def capacity_to_show(shown: Sequence[Shown]) -> int | None:
     return capacity if capacity is not None and highest >= _CAPACITY_MATTERS * capacity else None
 
 
-def byte_scale(peaks: Sequence[int], capacity: int | None) -> ax.Scale:
+def byte_scale(peaks: Sequence[int], capacity: int | None) -> kit.Scale:
     """Scale from zero, with room for a label above the highest mark."""
-    scale = ax.bytes_scale([max(1, *peaks)], capacity)
+    scale = kit.bytes_scale([max(1, *peaks)], capacity)
     return replace(scale, high=1.08 * scale.high)
 
 
@@ -153,7 +153,7 @@ def _note(shown: Sequence[Shown]) -> str:
     return note
 
 
-def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) -> str:
+def _picture(one: Shown, width: float, scale: kit.Scale, capacity: int | None) -> str:
     timeline, phases = one.profile.timeline, one.profile.phases
     frame = Frame(
         width=width,
@@ -242,14 +242,14 @@ def _bytes_axis(frame: Frame) -> Iterator[str]:
     for tick in frame.scale.ticks:
         y = frame.y(tick)
         yield f'<path d="M{LEFT} {y:.1f}H{frame.right:g}" stroke="{css_color(GRID)}"/>'
-        yield words_at(LEFT - 8, y + 4, ax.tidy(frame.scale.show(tick)), MUTED, "end")
+        yield words_at(LEFT - 8, y + 4, kit.tidy(frame.scale.show(tick)), MUTED, "end")
 
 
 def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
-    scale = ax.time_scale([0.0, frame.end_s - frame.start_s])
+    scale = kit.time_scale([0.0, frame.end_s - frame.start_s])
     ticks = [tick for tick in scale.ticks if tick <= frame.end_s - frame.start_s]
     show = (lambda count: units.format_count(count).rstrip()) if timeline.by_event else scale.show
-    texts = [ax.tidy(show(tick)) for tick in ticks]
+    texts = [kit.tidy(show(tick)) for tick in ticks]
     room = (frame.right - LEFT) / max(len(ticks), 1)
     every = 1 if max(text_width(text, LETTERS) for text in texts) + GAP <= room else 2
     for tick, text in list(zip(ticks, texts, strict=True))[::every]:

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from steplab import stats, units
 from steplab.records.run import Run
 from steplab.records.timing import curve, find_phase
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import DOTTED, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import spread
@@ -65,7 +65,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     samples = curve(run.timing)
     warmup = find_phase(run.timing.warmup, "step")
     num_warmup = len(warmup.best_s) if warmup else 0
-    scale = ax.time_scale(samples, log_from=4)
+    scale = kit.time_scale(samples, log_from=4)
     axes = picture.axes(56, 26, 8, 6)
     scale.put_on(axes)
     axes.grid(axis="y")
