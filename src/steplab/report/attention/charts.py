@@ -61,10 +61,7 @@ class _Plot:
 
 def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
     """FLOP/s of a pass, with the dense peak of the device where all cells share a dtype; None if no cell timed it."""
-
-    def figure(cell: AttentionCell) -> float | None:
-        return flops_per_s(cell, name)
-
+    figure = partial(flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None

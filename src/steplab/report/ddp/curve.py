@@ -47,7 +47,10 @@ def bucket_curve(run: DdpRun) -> Chart | None:
             (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
             picture.tip(line, name)
         for index, (family, points) in enumerate(lines.items()):
-            _measured(picture, axes, index, family, points)
+            put_line(axes, points, index)
+            for size_mb, seconds in points:
+                mark = put_mark(axes, size_mb, seconds, index)
+                picture.tip(mark, f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
     return Chart(pictures=(picture.picture(),), legend=series_legend(lines), note=_note(run.model))
 
 
@@ -81,12 +84,6 @@ def _model_curves(
     curves = {"model, all calls overlapped": exposed, "model, each call's overhead exposed": serial}
     kept = {name: [point for point in points if point[1] <= highest] for name, points in curves.items()}
     return {name: points for name, points in kept.items() if len(points) > 1}
-
-
-def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]) -> None:
-    put_line(axes, points, index)
-    for size_mb, seconds in points:
-        picture.tip(put_mark(axes, size_mb, seconds, index), f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
 
 
 def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: kit.Scale) -> "Axes":

@@ -107,7 +107,8 @@ def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
         return None
     width = WIDE if len(drawable) == 1 else NARROW
     near = capacity_to_show(drawable)
-    scale = byte_scale([one.profile.peak_bytes for one in drawable], near)
+    scale = kit.bytes_scale([1, *(one.profile.peak_bytes for one in drawable)], near)
+    scale = replace(scale, high=1.08 * scale.high)  # room for a label above the highest mark
     pictures = tuple(
         Picture(title=one.title, svg=_picture(one, width, scale, near), width=width, subtitle=_subtitle(one))
         for one in drawable
@@ -122,12 +123,6 @@ def capacity_to_show(shown: Sequence[Shown]) -> int | None:
     capacity = found.pop() if len(found) == 1 else None
     highest = max(one.profile.peak_bytes for one in shown)
     return capacity if capacity is not None and highest >= _CAPACITY_MATTERS * capacity else None
-
-
-def byte_scale(peaks: Sequence[int], capacity: int | None) -> kit.Scale:
-    """Scale from zero, with room for a label above the highest mark."""
-    scale = kit.bytes_scale([max(1, *peaks)], capacity)
-    return replace(scale, high=1.08 * scale.high)
 
 
 def categories_of(timeline: MemoryTimeline) -> list[str]:

@@ -133,16 +133,20 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
 
 
 def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
-    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is."""
-    stream = figures.residual(profile)
-    if stream is None:
+    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is.
+
+    It is the input of the first block; None where no block was seen, or the type of its input is not known.
+    """
+    inputs = ((block.input_shape or (), block.input_dtype) for block in profile.blocks)
+    shape, dtype = next((one for one in inputs if one[0] and tensor_bytes(*one)), ((), None))
+    size = tensor_bytes(shape, dtype)
+    if size is None:
         return None
-    steps = derivation(stream.shape, stream.dtype, run.spec)
     text = (
-        f"One residual-stream tensor is {units.format_bytes(stream.num_bytes)}: {steps} = {stream.num_bytes:,} bytes; "
-        f"the peak is {units.three_digits(profile.peak_bytes / stream.num_bytes)} times that."
+        f"One residual-stream tensor is {units.format_bytes(size)}: {derivation(shape, dtype, run.spec)} = {size:,} "
+        f"bytes; the peak is {units.three_digits(profile.peak_bytes / size)} times that."
     )
-    if run.spec and run.spec.precision in AUTOCAST and stream.dtype == "float32":
+    if run.spec and run.spec.precision in AUTOCAST and dtype == "float32":
         text += " Under autocast it stays float32: a low-precision tensor added to a float32 one gives float32."
     return text
 
@@ -168,7 +172,8 @@ def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 def smaller_sentence(profile: MemoryProfile) -> str | None:
     """What was alive at the peak beyond the allocations of the record; None: nothing."""
-    size = figures.smaller_at_peak(profile)
+    asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
+    size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 

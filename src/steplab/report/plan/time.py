@@ -9,7 +9,7 @@ from steplab.records.step_time import PhaseTimes, StepTimePrediction
 from steplab.report.kit.document import Column, Document, Section, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIME
 from steplab.report.plan.document import ANSWERS
-from steplab.report.run.one_run import utilization_figures
+from steplab.report.run.one_run import utilization_blocks
 from steplab.specs.step import StepSpec, describe
 
 _BOUND = {
@@ -78,7 +78,7 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
     else:
         host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
     yield Section.of("Phases", _phases(prediction), host)
-    yield Section.of("Utilization", *utilization_figures(prediction.utilizations))
+    yield Section.of("Utilization", *utilization_blocks(prediction.utilizations))
     yield Section.of("Where the device's time goes", _parts(prediction))
     yield Section.notes(prediction.notes)
     yield Section.notes(prediction.sources, "Sources")

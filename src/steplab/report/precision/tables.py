@@ -25,7 +25,7 @@ from steplab.report.precision.figures import (
     short,
     shorts,
 )
-from steplab.report.precision.words import rule_words, why
+from steplab.report.precision.words import RULES, why
 from steplab.report.run.columns import COLUMNS, rows_table
 
 _TEXT = 24  # least width to which a terminal wraps a sentence
@@ -263,7 +263,7 @@ def _operation_rows(numerics: Numerics) -> list[Row]:
         _head(numerics)
         | {
             "operation": operation.op,
-            "rule": rule_words(operation),
+            "rule": RULES[operation.rule],
             "inputs": _types(operation.inputs),
             "outputs": _types(operation.outputs),
             "calls": operation.calls,

@@ -24,7 +24,7 @@ _LOW = ("fp16", "bf16")
 COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
 """Precision -> the low type in which the step computes; the others compute in fp32."""
 
-_RULES = {
+RULES = {
     "low_precision": "low precision",
     "fp32": "fp32",
     "promote": "widest input",
@@ -33,6 +33,7 @@ _RULES = {
     "cast": "the model's own cast",
     "off": "autocast off",
 }
+"""What autocast does with an operation, in words."""
 _WHY = {
     "low_precision": "a product of matrices, its sums in fp32 inside",
     "promote": "needs inputs of one type: the widest of them",
@@ -105,11 +106,6 @@ def heading(numerics: Numerics) -> str:
 def title(numerics: Numerics) -> str:
     """The precision, in words."""
     return precision_words(numerics.spec.precision) if numerics.spec else ""
-
-
-def rule_words(operation: OperationAudit) -> str:
-    """What autocast does with an operation."""
-    return _RULES[operation.rule]
 
 
 def why(operation: OperationAudit, precision: str) -> str:

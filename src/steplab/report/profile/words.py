@@ -9,7 +9,6 @@ from steplab.report.profile.figures import (
     TOLERANCE,
     Span,
     TopKernel,
-    kernel_time_s,
     passes,
     shown_categories,
     top_kernels,
@@ -243,7 +242,7 @@ def uncategorised_sentence(run: Run, profile: Profile) -> str:
 
 def overlap_note(run: Run, profile: Profile) -> str | None:
     """A note where durations add up to more than the busy time."""
-    busy_s, total_s = whole(run, profile).busy_s, kernel_time_s(profile)
+    busy_s, total_s = whole(run, profile).busy_s, sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
     if total_s <= busy_s * 1.001:
         return None
     return (

@@ -11,23 +11,17 @@ from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
+from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
 from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
-from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
 from steplab.report.run.figures import WARMUP_COUNTS, achieved_flops_per_s, steady_sentence, steady_words, warmup_study
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.gaps import choices, doubts, gaps
-from steplab.report.run.one_run import (
-    failure_blocks,
-    phase_blocks,
-    step_time_pairs,
-    utilization_blocks,
-    warmup_effects,
-)
+from steplab.report.run.one_run import failure_blocks, phase_blocks, step_time_pairs, utilization_blocks, warmup_effects
 from steplab.report.run.phases import phases
 from steplab.report.run.ranks import rank_blocks
 
@@ -136,7 +130,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         assert timing is not None  # chosen for its curve
         row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
         for effect in warmup_study(timing):
-            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": relative(effect.mean_s, cell.run)}
+            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": quotient(effect.mean_s, cell.run.median_s)}
         rows.append(row)
     columns = [
         column
@@ -172,7 +166,8 @@ def utilization_chapter(cells: Sequence[RunCell]) -> Section:
     """MFU and HFU under each convention."""
     blocks: Iterable[Block] = ()
     if len(cells) == 1:
-        blocks = utilization_blocks(cells[0].run)
+        run = cells[0].run
+        blocks = (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
     elif any(cell.run.utilizations for cell in cells):
         blocks = (later(charts.mfu, cells), utilization_table(cells), *_told_once(cells, doubts))
     return Section.of("Utilization", *blocks, anchor="utilization")

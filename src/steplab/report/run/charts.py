@@ -108,11 +108,8 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
             width = 0.86 * place.step
             axes.bar(x, peak.peak_reserved_bytes, width, color=color, alpha=0.3)
             (bar,) = axes.bar(x, peak.peak_allocated_bytes, width, color=color)
-            sizes = (
-                units.format_bytes(peak.peak_allocated_bytes),
-                units.format_bytes(peak.peak_reserved_bytes),
-            )
-            picture.tip(bar, f"{label(cell, fields)}: {sizes[0]} allocated, {sizes[1]} reserved")
+            sizes = map(units.format_bytes, (peak.peak_allocated_bytes, peak.peak_reserved_bytes))
+            picture.tip(bar, "{}: {} allocated, {} reserved".format(label(cell, fields), *sizes))
 
     note = "Peak memory of a step. Solid: bytes in live tensors. Pale: bytes held by the allocator. "
     note += "OOM: the cell ran out of memory." if any(c.run.failure for c in cells) else ""

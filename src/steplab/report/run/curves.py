@@ -95,8 +95,3 @@ def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
     steps = [steady_step(run) for run in long_enough]
     counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]
     return counts + ([("not settled", steps.count(None))] if None in steps else [])
-
-
-def relative(value: float | None, run: Run) -> float | None:
-    """A mean as a multiple of the run's own median, which shows what too few warm-up steps add."""
-    return value / run.median_s if value is not None and run.median_s else None
