@@ -81,7 +81,7 @@ def test_the_bars_are_the_exposed_communication_sorted_and_the_best_stand_out(ru
     exposed = {cell.contender.label: s for cell in run.cells if (s := figures.exposed_s(cell)) is not None}
     assert drawn == {name: max(seconds, 0.0) for name, seconds in exposed.items()}
     assert list(drawn) == sorted(exposed, key=lambda name: exposed[name])
-    theirs = figures.best(run.cells, "torch_ddp")
+    theirs = figures.best_ddp(run.cells)
     assert theirs is not None
     winner = min(exposed, key=lambda name: figures.step_s(cell_of(run, name)) or 0.0)
     assert {bar.label for bar in bars.bars if bar.strong} == {winner, theirs.contender.label}

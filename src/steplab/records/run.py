@@ -69,6 +69,11 @@ class Utilization:
     """Number of devices that executed those FLOPs together."""
 
     @property
+    def label(self) -> str:
+        """The share with its convention: MFU (causal)."""
+        return f"{self.kind.upper()} ({self.convention.replace('_', ' ')})"
+
+    @property
     def exceeds_peak(self) -> bool:
         """Whether the share is above 100 %, so that its peak is too low or its convention counts too much."""
         return self.value is not None and self.value > 1

@@ -50,8 +50,7 @@ def _times(run: Run, row: dict[str, Scalar]) -> Iterator[MeasuredFigure]:
             if used.peak_flops_per_s:
                 peak = used.peak_flops_per_s * used.num_devices
                 shares = tuple(used.flops / (step_s * peak) for step_s in phase.best_s)
-                name = f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
-                yield MeasuredFigure(name=name, group="speed", unit="share", samples=shares)
+                yield MeasuredFigure(name=used.label, group="speed", unit="share", samples=shares)
     if isinstance(compile_s := row["compile_s"], float) and compile_s > 0:
         yield _single("compile time", "time", "s", compile_s)
 

@@ -85,9 +85,9 @@ def find_phase(phases: Sequence[PhaseSamples], name: str) -> PhaseSamples | None
     return next((phase for phase in phases if phase.phase == name), None)
 
 
-def curve(timing: Timing) -> tuple[float, ...]:
-    """Step times from the first step on: the warm-up steps, then the measured ones."""
-    warmup, measured = find_phase(timing.warmup, "step"), timing.phase("step")
+def curve(timing: Timing, name: str = "step") -> tuple[float, ...]:
+    """Times of the step, or of a phase of it, from the first step on: the warm-up steps, then the measured ones."""
+    warmup, measured = find_phase(timing.warmup, name), timing.phase(name)
     return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
 
 

@@ -24,7 +24,7 @@ from steplab.report.ddp import document as ddp
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import asked
 from steplab.report.environments import environment_section
-from steplab.report.kit.document import Document, Section, Verdict
+from steplab.report.kit.document import Document, Facts, Section, Verdict
 from steplab.report.memory import document as memory
 from steplab.report.memory.facts import memory_facts
 from steplab.report.memory.verdict import memory_verdict
@@ -33,10 +33,11 @@ from steplab.report.precision.document import precision_chapter, precision_docum
 from steplab.report.precision.verdict import precision_verdict
 from steplab.report.precision.words import title
 from steplab.report.profile.document import profile_chapter, profile_verdict
-from steplab.report.profile.facts import saving_facts
+from steplab.report.profile.verdict import saving_facts
 from steplab.report.run import chapters as run
 from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import RunCell, cells_of, varying
+from steplab.report.run.narrative import facts
 from steplab.report.run.verdict import runs_verdict
 from steplab.report.run.words import run_subtitle, run_title
 from steplab.units import counted
@@ -88,12 +89,12 @@ class Sections:
 
     document: Callable[[Any, Context], Document]
     """One record in full."""
-    together: Callable[[Sequence[Any]], Document] | None
-    """Several records in one document with one table; None: each has a document of its own."""
     verdict: Callable[[Sequence[Any], Context], Verdict]
     """The answer that one or more records (for runs, their cells) give together."""
     chapters: tuple[Chapter, ...]
     """The chapters of a page about such records, in this order."""
+    together: Callable[[Sequence[Any]], Document] | None = None
+    """Several records in one document with one table; None: each has a document of its own."""
 
     def documents(self, records: Sequence[Any]) -> list[Document]:
         """One or more records in as many documents as their kind needs."""
@@ -107,10 +108,11 @@ def _of_cells(
 
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
+    """The most important figures of several runs, including those of findings and memory profiles."""
     several = cells if len(cells) > 1 else ()
     fields = varying(several)
-    of_others = (*saving_facts(several, context.findings, fields), *memory_facts(several, fields))
-    return run.summary_chapter(several, of_others)
+    found = (*facts(several), *saving_facts(several, context.findings, fields), *memory_facts(several, fields))
+    return Section.of("", Facts(facts=found))
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section:
@@ -197,7 +199,6 @@ SECTIONS: dict[str, Sections] = {
     ),
     "advice": Sections(
         document=lambda record, context: advice_document(record),
-        together=None,
         verdict=_of_each(advice_verdict, lambda record: record.name or advice_title(record)),
         chapters=(Chapter(name="advice", make=lambda records, context: advice_chapter(records, context.answered)),),
     ),
@@ -214,7 +215,6 @@ SECTIONS: dict[str, Sections] = {
     ),
     "attention": Sections(
         document=lambda record, context: attention_document(record),
-        together=None,
         verdict=_of_each(
             lambda run: attention_verdict(run, default_peer(run.cells)), lambda run: run.name or run.study.name
         ),
@@ -229,7 +229,6 @@ SECTIONS: dict[str, Sections] = {
     ),
     "comm": Sections(
         document=lambda record, context: comm.comm_document(record),
-        together=None,
         verdict=_of_each(comm_verdict, comm_name),
         chapters=(
             Chapter(
@@ -241,7 +240,6 @@ SECTIONS: dict[str, Sections] = {
     ),
     "ddp": Sections(
         document=lambda record, context: ddp.ddp_document(record),
-        together=None,
         verdict=_of_each(ddp_verdict, lambda run: run.name or asked(run)),
         chapters=(
             Chapter(
@@ -253,7 +251,6 @@ SECTIONS: dict[str, Sections] = {
     ),
     "ceilings": Sections(
         document=lambda record, context: ceilings_document(record),
-        together=None,
         verdict=_of_each(ceilings_verdict, lambda record: record.environment.device.name),
         chapters=(Chapter(name="ceilings", make=lambda records, context: ceilings_chapter(records, context.answered)),),
     ),

@@ -13,10 +13,9 @@ from steplab.records.attention import AttentionCell
 from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
-from steplab.report.kit.charts import AXES_HEIGHT, MUTED, Drawing, drawing, put_line, put_mark, series_legend
+from steplab.report.kit.charts import MUTED, Drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.text import why_failed
 from steplab.specs.hardware import Peak, find_hardware
 
 if TYPE_CHECKING:
@@ -62,10 +61,7 @@ class _Plot:
 
 def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
     """FLOP/s of a pass, with the dense peak of the device where all cells share a dtype; None if no cell timed it."""
-
-    def figure(cell: AttentionCell) -> float | None:
-        return flops_per_s(cell, name)
-
+    figure = partial(flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None
@@ -111,12 +107,10 @@ def _chart(cells: Sequence[AttentionCell], plot: _Plot, note: str) -> Chart:
         outer = "sequence" if panel.ordered else None
         layout = ax.Layout(outer=outer, inner=None, positions=positions, series=series, ordered=panel.ordered)
         width = ax.chart_width(layout) if len(panels) == 1 or not panel.ordered else _BESIDE_OTHERS
-        place = ax.places(layout, width)
         title = f"{plot.name}, {panel.title}" if panel.title else plot.name
-        with drawing(width, AXES_HEIGHT + ax.below(layout, place).height_px, title) as picture:
-            axes = ax.frame(picture, layout, plot.scale, place)
+        with ax.panel(layout, plot.scale, title, width) as (picture, axes, place):
             if plot.limit is not None:
-                line = axes.axhline(plot.limit, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+                line = axes.axhline(plot.limit, color=MUTED, linewidth=1, linestyle=kit.DASHED)
                 picture.tip(line, f"dense peak: {plot.show(plot.limit)}")
             for index, column in enumerate(series):
                 _paint(picture, axes, panel, place, plot, index, column)
@@ -140,10 +134,7 @@ def _paint(
             points.append((x, value))
         elif cell.failure:
             x = _beside_others(panel, place, plot, position, cell) if panel.ordered else place.x(position, index)
-            word = kit.mark_failure(
-                axes, x, kit.failure_word(cell.failure.kind), top=plot.limit is None and plot.scale.log
-            )
-            picture.tip(word, f"{name}: {why_failed(cell.failure)}")
+            kit.mark_failure(picture, axes, x, cell.failure, name, top=plot.limit is None and plot.scale.log)
     if panel.ordered:
         put_line(axes, points, index)
 

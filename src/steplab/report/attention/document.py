@@ -5,14 +5,7 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.report.attention.charts import memory_chart, rate_chart
-from steplab.report.attention.figures import (
-    PASS_WORDS,
-    attention_rows,
-    default_peer,
-    median_s,
-    notes_of,
-    telling_pass,
-)
+from steplab.report.attention.figures import PASS_WORDS, attention_rows, default_peer, median_s, notes_of, telling_pass
 from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict, speed_bars
 from steplab.report.environments import environment_section

@@ -11,12 +11,11 @@ from typing import TYPE_CHECKING, Any
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
 from steplab.report.comm.figures import bus_bandwidth
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, put_mark, series_color, series_legend
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S
-from steplab.report.kit.text import why_failed
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +58,7 @@ class _Plot:
     """A cell's value along y."""
     series: tuple[str, ...]
     """The series of all panels, in the order of their colours."""
-    scales: dict[str, ax.Scale]
+    scales: dict[str, kit.Scale]
     """The scale of seconds of each family of panels."""
 
 
@@ -142,7 +141,7 @@ def _chart(
         series=tuple(dict.fromkeys(series for panel in panels for series in panel.lines)),
         y=y,
         scales={
-            family: ax.time_scale(values, log_from=1) if y is _median_s else _gigabytes(values)
+            family: kit.time_scale(values, log_from=1) if y is _median_s else _gigabytes(values)
             for family, values in times_of.items()
         },
     )
@@ -163,7 +162,7 @@ def _picture(panel: _Panel, plot: _Plot, width: float) -> Picture:
 
 
 def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
-    axes, scale = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP), plot.scales[panel.family]
+    axes, scale = picture.axes(kit.LEFT, _BELOW, kit.RIGHT, kit.TOP), plot.scales[panel.family]
     places = sorted({plot.x(cell) for cells in panel.lines.values() for cell in cells})
     axes.set_xscale("log")
     margin = 1.25 if len(places) == 1 else (places[-1] / places[0]) ** 0.06
@@ -175,9 +174,9 @@ def _frame(picture: Drawing, panel: _Panel, plot: _Plot) -> "Axes":
     return axes
 
 
-def _gigabytes(values: Sequence[float]) -> ax.Scale:
+def _gigabytes(values: Sequence[float]) -> kit.Scale:
     """Bytes per second from zero, in GB/s."""
-    return replace(ax.percent_scale(values), show=lambda value: f"{value / 1e9:g}")
+    return replace(kit.percent_scale(values), show=lambda value: f"{value / 1e9:g}")
 
 
 def _apart(places: Sequence[int], width: float) -> list[int]:
@@ -185,7 +184,7 @@ def _apart(places: Sequence[int], width: float) -> list[int]:
     whole = math.log(places[-1] / places[0]) or 1.0
     kept = [places[0]]
     for place in places[1:]:
-        if math.log(place / kept[-1]) / whole * (width - ax.LEFT - ax.RIGHT) >= _LEAST_TICKS_PX:
+        if math.log(place / kept[-1]) / whole * (width - kit.LEFT - kit.RIGHT) >= _LEAST_TICKS_PX:
             kept.append(place)
     return kept
 
@@ -198,8 +197,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
         y = plot.y(cell)
         if cell.slowest is None or y is None:
             if cell.failure:
-                word = ax.mark_failure(axes, plot.x(cell), ax.failure_word(cell.failure.kind), top=True)
-                picture.tip(word, f"{cell.spec.label}: {why_failed(cell.failure)}")
+                kit.mark_failure(picture, axes, plot.x(cell), cell.failure, cell.spec.label, top=True)
             continue
         x = plot.x(cell)
         picture.tip(
@@ -218,7 +216,7 @@ def _paint_fit(axes: "Axes", plot: _Plot, series: str, cells: Sequence[CommCell]
     xs = [low * (high / low) ** (step / _CURVE_POINTS) for step in range(_CURVE_POINTS + 1)]
     ys = [fit.alpha_s + fit.beta_s_per_byte * factor * x for x in xs]
     color = series_color(plot.series.index(series))
-    axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=(0, (4, 3)), zorder=1)
+    axes.plot(xs, ys, color=color, linewidth=1.5, linestyle=kit.DASHED, zorder=1)
 
 
 def _groups(cells: Sequence[CommCell], *names: str) -> list[tuple[tuple[Any, ...], str, list[CommCell]]]:

@@ -1,6 +1,7 @@
 """What a report says of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
 
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit, CommRun
@@ -11,7 +12,7 @@ from steplab.report.comm.verdict import comm_name, comm_verdict
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
 from steplab.report.kit.grouping import grouped
-from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME
+from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
 from steplab.report.kit.text import dotted, made, why_failed
 from steplab.specs.comm import COLLECTIVES
 
@@ -88,14 +89,13 @@ def _page_heading(run: CommRun) -> str:
 def _processes(run: CommRun) -> str:
     """'2 ranks: node1 cuda:0 NVIDIA H200, cuda:1 NVIDIA H200', by machine."""
     hosts = grouped(run.ranks, lambda rank: rank.host)
-    machines = "; ".join(f"{host} {_counted_devices([rank.device for rank in own])}" for host, own in hosts.items())
+    machines = "; ".join(f"{host} {_counted_devices(rank.device for rank in own)}" for host, own in hosts.items())
     return f"{units.counted(len(run.ranks), 'rank')}: {machines}"
 
 
-def _counted_devices(devices: list[str]) -> str:
+def _counted_devices(devices: Iterable[str]) -> str:
     """Each device once, with the number of times it occurs."""
-    counts = {device: devices.count(device) for device in devices}
-    return ", ".join(device if count == 1 else f"{count} × {device}" for device, count in counts.items())
+    return ", ".join(device if count == 1 else f"{count} × {device}" for device, count in Counter(devices).items())
 
 
 def _sections(run: CommRun) -> Iterator[Section]:
@@ -193,9 +193,14 @@ def _profile(profile: Sequence[CommFit]) -> Table:
         profile,
         (
             *_HEAD[:3],
-            Column(key="ranks", quantity=LABEL, shared="{} rank{s}", value=_ranks_of),
+            Column(key="ranks", quantity=LABEL, shared="{} rank{s}", value=lambda fit: fit.world_size or "all"),
             Column(key="alpha_s", header="α"),
-            Column(key="bandwidth_bytes_per_s", header="1/β GB/s", quantity=GB_PER_S, value=_bandwidth_of),
+            Column(
+                key="bandwidth_bytes_per_s",
+                header="1/β GB/s",
+                quantity=GB_PER_S,
+                value=lambda fit: quotient(1, fit.beta_s_per_byte),
+            ),
             Column(key="gamma_s_per_rank", header="γ per rank", quantity=TIME),
             Column(key="rms_relative", header="residual", quantity=PERCENT),
             Column(key="worst_relative", header="worst", quantity=PERCENT, rank=1),
@@ -203,11 +208,3 @@ def _profile(profile: Sequence[CommFit]) -> Table:
         ),
         caption,
     )
-
-
-def _ranks_of(fit: CommFit) -> int | str:
-    return "all" if fit.world_size is None else fit.world_size
-
-
-def _bandwidth_of(fit: CommFit) -> float | None:
-    return 1 / fit.beta_s_per_byte if fit.beta_s_per_byte else None

@@ -17,8 +17,8 @@ def exposed_bars(run: DdpRun) -> Bars | None:
     timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
     if not timed:
         return None
-    winner = min((cell for _, cell in timed), key=lambda cell: figures.step_s(cell) or 0.0)
-    theirs = figures.best([cell for _, cell in timed], "torch_ddp")
+    cells = [cell for _, cell in timed]
+    winner, theirs = figures.best(cells), figures.best_ddp(cells)
     bars = [_exposed_bar(cell, added_s, winner, theirs) for added_s, cell in sorted(timed, key=lambda pair: pair[0])]
     bars += [
         Bar(label=cell.contender.label, figure=why_failed(cell.failure), bad=True) for cell in run.cells if cell.failure
@@ -30,7 +30,7 @@ def exposed_bars(run: DdpRun) -> Bars | None:
     return Bars(bars=tuple(bars), note=note)
 
 
-def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell, theirs: DdpCell | None) -> Bar:
+def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: DdpCell | None) -> Bar:
     show, bounds, name = units.format_time, figures.exposed_range_s(cell), cell.contender.label
     between = f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else ""
     told = [f"step {show(figures.step_s(cell) or 0.0)}"]

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.ddp import DdpCell, DdpRun, OverheadModel
 from steplab.report.ddp import figures
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import INK, MUTED, Drawing, drawing, put_line, put_mark, series_legend
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import grouped
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _WIDTH, _HEIGHT = 640, 280
 _LEFT, _BELOW, _RIGHT, _TOP = 64, 44, 16, 10
-_OVERLAPPED, _SERIAL = (0, (6, 3)), (0, (2, 3))
+_OVERLAPPED = (0, (6, 3))
 
 
 def bucket_curve(run: DdpRun) -> Chart | None:
@@ -43,11 +43,14 @@ def bucket_curve(run: DdpRun) -> Chart | None:
         axes = _frame(picture, [size for points in lines.values() for size, _ in points], scale)
         line = axes.axhline(without_s, color=MUTED, linewidth=1)
         picture.tip(line, f"without communication: {units.format_time(without_s)}")
-        for (name, points), style in zip(curves.items(), (_OVERLAPPED, _SERIAL), strict=False):
+        for (name, points), style in zip(curves.items(), (_OVERLAPPED, kit.DOTTED), strict=False):
             (line,) = axes.plot(*zip(*points, strict=True), color=INK, linewidth=1.4, linestyle=style)
             picture.tip(line, name)
         for index, (family, points) in enumerate(lines.items()):
-            _measured(picture, axes, index, family, points)
+            put_line(axes, points, index)
+            for size_mb, seconds in points:
+                mark = put_mark(axes, size_mb, seconds, index)
+                picture.tip(mark, f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
     return Chart(pictures=(picture.picture(),), legend=series_legend(lines), note=_note(run.model))
 
 
@@ -59,7 +62,7 @@ def _points(cells: Sequence[DdpCell], without_s: float) -> list[tuple[float, flo
     )
 
 
-def _scale(values: Sequence[float]) -> ax.Scale:
+def _scale(values: Sequence[float]) -> kit.Scale:
     """Scale that begins just below the least value, because the differences may be a few per cent of the step."""
     from matplotlib.ticker import MaxNLocator
 
@@ -67,7 +70,7 @@ def _scale(values: Sequence[float]) -> ax.Scale:
     room = max(high - low, 0.02 * high)
     low, high = low - 0.1 * room, high + 0.15 * room
     ticks = tuple(float(tick) for tick in MaxNLocator(6).tick_values(low, high) if low <= tick <= high)
-    return ax.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
+    return kit.Scale(low=low, high=high, log=False, ticks=ticks, show=lambda value: f"{1e3 * value:.5g} ms")
 
 
 def _model_curves(
@@ -83,13 +86,7 @@ def _model_curves(
     return {name: points for name, points in kept.items() if len(points) > 1}
 
 
-def _measured(picture: Drawing, axes: "Axes", index: int, family: str, points: Sequence[tuple[float, float]]) -> None:
-    put_line(axes, points, index)
-    for size_mb, seconds in points:
-        picture.tip(put_mark(axes, size_mb, seconds, index), f"{family}, {size_mb:g} MB: {units.format_time(seconds)}")
-
-
-def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: ax.Scale) -> "Axes":
+def _frame(picture: Drawing, sizes_mb: Sequence[float], scale: kit.Scale) -> "Axes":
     axes = picture.axes(_LEFT, _BELOW, _RIGHT, _TOP)
     axes.set_xscale("log")
     axes.set_xlim(min(sizes_mb) / 1.6, max(sizes_mb) * 1.6)

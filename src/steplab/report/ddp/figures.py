@@ -105,18 +105,22 @@ def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
 
-def best(cells: Iterable[DdpCell], kind: str) -> DdpCell | None:
-    """The variant of a kind with the shortest step; None where none was timed.
+def best(cells: Iterable[DdpCell]) -> DdpCell | None:
+    """The variant with the shortest step; None where none was timed.
 
     The exposed communication would be a worse criterion, because a disturbed baseline makes it smaller.
     """
-    times = [(seconds, cell) for cell in cells if cell.contender.kind == kind and (seconds := step_s(cell)) is not None]
-    return min(times, key=lambda pair: pair[0])[1] if times else None
+    return min((cell for cell in cells if step_s(cell) is not None), key=lambda cell: step_s(cell) or 0.0, default=None)
+
+
+def best_ddp(cells: Iterable[DdpCell]) -> DdpCell | None:
+    """torch's DDP at its best bucket size; None where it was not timed."""
+    return best(cell for cell in cells if cell.contender.kind == "torch_ddp")
 
 
 def best_ddp_s(cells: Iterable[DdpCell]) -> float | None:
     """Exposed communication of torch's DDP at its best bucket size; None where it was not measured, or is nothing."""
-    found = best(cells, "torch_ddp")
+    found = best_ddp(cells)
     added = exposed_s(found) if found else None
     return added if added and added > 0 else None
 

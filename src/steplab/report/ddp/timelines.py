@@ -9,6 +9,7 @@ from steplab.records.profile import CATEGORIES
 from steplab.report.ddp import figures
 from steplab.report.kit.charts import category_legend
 from steplab.report.kit.document import Chart, Picture
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.timelines import step_end_ns, step_picture
 
 _ROWS = {COMPUTE_ROW: "compute", COMMUNICATION_ROW: "messages"}
@@ -19,13 +20,9 @@ def timelines(run: DdpRun) -> Chart | None:
 
     Of variants that differ in their bucket size alone, which look alike, it has the one with the shortest step.
     """
-    fastest: dict[str, DdpCell] = {}
-    for cell in run.cells:
-        if cell.traced and cell.traced.timeline.kernel:
-            best = fastest.setdefault(cell.contender.family, cell)
-            if _step_s(cell) < _step_s(best):
-                fastest[cell.contender.family] = cell
-    traced = [(cell, cell.traced) for cell in fastest.values() if cell.traced]
+    drawable = (cell for cell in run.cells if cell.traced and cell.traced.timeline.kernel)
+    families = grouped(drawable, lambda cell: cell.contender.family).values()
+    traced = [(cell, cell.traced) for cell in (min(family, key=_step_s) for family in families) if cell.traced]
     if not traced:
         return None
     until_ns = max(step_end_ns(steps.timeline) for _, steps in traced)

@@ -21,19 +21,16 @@ def ddp_verdict(run: DdpRun) -> Verdict:
 
 def _sentences(run: DdpRun) -> Iterator[str]:
     compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
-    if not compared:
-        if timed := figures.timed(run):
-            first = min(timed, key=lambda cell: figures.step_s(cell) or 0.0)
+    winner, theirs = figures.best(compared), figures.best_ddp(compared)
+    if winner is None:
+        if first := figures.best(run.cells):
             took = units.format_time(figures.step_s(first) or 0.0)
-            if len(timed) > 1:
+            if len(figures.timed(run)) > 1:
                 yield f"{first.contender.label} has the shortest step, {took}."
             else:
                 yield f"Of the step one variant alone was measured: {first.contender.label}, {took}."
         return
-    winner = min(compared, key=lambda cell: figures.step_s(cell) or 0.0)
-    theirs = figures.best(compared, "torch_ddp")
-    others = [cell for cell in compared if cell.contender.kind not in ("torch_ddp", winner.contender.kind)]
-    next_best = min(others, key=lambda cell: figures.step_s(cell) or 0.0, default=None)
+    next_best = figures.best(c for c in compared if c.contender.kind not in ("torch_ddp", winner.contender.kind))
     verb = "has the shortest step and adds"
     if _saves(winner):
         yield _saved(winner)

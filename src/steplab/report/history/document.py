@@ -3,8 +3,8 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.history import ChangePoint, Point, Series
-from steplab.report.kit.charts import MUTED, SERIES, drawing
+from steplab.records.history import ChangePoint, Series
+from steplab.report.kit.charts import DOTTED, MUTED, SERIES, drawing
 from steplab.report.kit.document import Chart, Column, Document, Row, Section, Table, Verdict, later
 from steplab.report.kit.quantities import DIGITS, LABEL, TEXT, TIMES, Quantity, quantity_of
 
@@ -70,20 +70,17 @@ def _section(series: Series) -> Section:
 def _rows(series: Series) -> Iterator[Row]:
     changes = {change.index: change for change in series.changes}
     for index, point in enumerate(series.points):
-        yield _row(series, point, changes.get(index))
-
-
-def _row(series: Series, point: Point, change: ChangePoint | None) -> Row:
-    return {
-        "series": series.label,
-        "metric": series.metric,
-        "created_utc": point.created_utc,
-        "commit": point.commit,
-        "runs": len(point.ids),
-        "value": point.value,
-        "change": change.ratio if change else None,
-        "p": change.p if change else None,
-    }
+        change = changes.get(index)
+        yield {
+            "series": series.label,
+            "metric": series.metric,
+            "created_utc": point.created_utc,
+            "commit": point.commit,
+            "runs": len(point.ids),
+            "value": point.value,
+            "change": change.ratio if change else None,
+            "p": change.p if change else None,
+        }
 
 
 def _name(metric: str) -> str:
@@ -113,7 +110,7 @@ def history_chart(series: Series, quantity: Quantity) -> Chart | None:
         for first, last, level in zip(starts, starts[1:], levels, strict=False):
             axes.plot([first - 0.5, last - 0.5], [level, level], color=MUTED, linewidth=2)
         for change in series.changes:
-            axes.axvline(change.index - 0.5, color=MUTED, linestyle=(0, (2, 3)))
+            axes.axvline(change.index - 0.5, color=MUTED, linestyle=DOTTED)
         axes.plot(range(len(values)), values, color=SERIES[0], linewidth=1, alpha=0.4)
         for index, point in enumerate(series.points):
             (mark,) = axes.plot([index], [point.value], "o", color=SERIES[0], markersize=5)

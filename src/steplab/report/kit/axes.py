@@ -1,11 +1,24 @@
 """Axes along which groups of cells stand side by side: width, places, labels."""
 
+import contextlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from steplab.report.kit.charts import GRID, INK, LEFT, MUTED, PX_PER_INCH, RIGHT, TOP, Drawing, Scale
+from steplab.report.kit.charts import (
+    AXES_HEIGHT,
+    GRID,
+    INK,
+    LEFT,
+    MUTED,
+    PX_PER_INCH,
+    RIGHT,
+    TOP,
+    Drawing,
+    Scale,
+    drawing,
+)
 from steplab.report.kit.labels import LINE, fit_all, fitted, text_width, wrap
 
 if TYPE_CHECKING:
@@ -141,10 +154,18 @@ def _extra_lines(texts: Sequence[str]) -> int:
     return max(text.count("\n") for text in texts)
 
 
-def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axes":
-    """Axes with the scale's rules, and below them the labels of positions and groups."""
+@contextlib.contextmanager
+def panel(layout: Layout, scale: Scale, title: str, width: float) -> Iterator[tuple[Drawing, "Axes", Places]]:
+    """A drawing to fill in, its axes, and the places of marks along them."""
+    place = places(layout, width)
     labels = below(layout, place)
-    axes = drawing.axes(LEFT, labels.height_px, RIGHT, TOP)
+    with drawing(width, AXES_HEIGHT + labels.height_px, title) as picture:
+        yield picture, _frame(picture, layout, scale, place, labels), place
+
+
+def _frame(picture: Drawing, layout: Layout, scale: Scale, place: Places, labels: Below) -> "Axes":
+    """Axes with the scale's rules, and below them the labels of positions and groups."""
+    axes = picture.axes(LEFT, labels.height_px, RIGHT, TOP)
     axes.set_xlim(-0.6, place.centers[-1] + 0.6)
     scale.put_on(axes)
     axes.grid(axis="y")
@@ -155,11 +176,11 @@ def frame(drawing: Drawing, layout: Layout, scale: Scale, place: Places) -> "Axe
         if labels.slanted:
             text.set(rotation=_SLANT_DEGREES, ha="right", rotation_mode="anchor")
         if text.get_text() != name:
-            drawing.tip(text, name)
+            picture.tip(text, name)
     if not labels.slanted:  # slanted labels reach into the margin where the name would stand
         _axis_name(axes, layout.inner or layout.outer, -16)
     if layout.inner:
-        _group_labels(drawing, axes, labels)
+        _group_labels(picture, axes, labels)
         _axis_name(axes, layout.outer, -(labels.ticks_px + 18))
     return axes
 
@@ -171,7 +192,7 @@ def _axis_name(axes: "Axes", name: str | None, offset_px: float) -> None:
                       ha="right", va="baseline", fontsize=11, color=MUTED)  # fmt: skip
 
 
-def _group_labels(drawing: Drawing, axes: "Axes", labels: Below) -> None:
+def _group_labels(picture: Drawing, axes: "Axes", labels: Below) -> None:
     """Names of the groups under their positions, with a rule that spans them."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -182,6 +203,6 @@ def _group_labels(drawing: Drawing, axes: "Axes", labels: Below) -> None:
                              textcoords="offset points", ha="center", va="top", fontsize=_GROUP_SIZE,
                              linespacing=LINE, color=INK)  # fmt: skip
         if shown != name:
-            drawing.tip(text, name)
+            picture.tip(text, name)
         rule = axes.hlines(0, first - 0.42, last + 0.42, color=GRID, linewidth=1)
         rule.set(transform=row + lower, clip_on=False)

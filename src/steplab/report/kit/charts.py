@@ -16,13 +16,14 @@ from typing import TYPE_CHECKING, Any, Literal
 from xml.etree import ElementTree
 
 from steplab import units
+from steplab.records.failure import Failure
 from steplab.records.profile import CATEGORIES
 from steplab.report.kit.document import Legend, Picture
+from steplab.report.kit.text import why_failed
 
 if TYPE_CHECKING:
     from matplotlib.artist import Artist
     from matplotlib.axes import Axes
-    from matplotlib.text import Text
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 GLYPHS = ("●", "■", "▲", "◆", "▼", "✚", "✖", "★")
@@ -69,6 +70,8 @@ _STYLE: dict[Any, Any] = {
     "xtick.minor.size": 0,
     "ytick.minor.size": 0,
 }
+DASHED, DOTTED = (0, (4, 3)), (0, (2, 3))
+"""Line styles of limits, fits and levels."""
 PX_PER_INCH = 72
 """matplotlib's SVG counts 72 units an inch: one unit is one CSS pixel."""
 
@@ -135,11 +138,7 @@ class Drawing:
         body = "".join(ElementTree.tostring(part, encoding="unicode") for part in self._parts(whole))
         body = re.sub(r"\s+", " ", body).replace("> <", "><").replace(" />", "/>")
         body = re.sub(r"<[^>]*>", lambda tag: _shorter(tag[0]), body)  # and no text: names and figures stay whole
-        label = html.escape(self.title)
-        return (
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {self.width:g} {self.height:g}" '
-            f'width="100%" role="img" aria-label="{label}">{body.strip()}</svg>'
-        )
+        return svg(self.title, self.width, self.height, body.strip())
 
     def _parts(self, group: ElementTree.Element) -> Iterator[ElementTree.Element]:
         """The elements of a group, those of its nameless groups in their place, and hover texts of named ones."""
@@ -173,6 +172,14 @@ def _shorter(tag: str) -> str:
     tag = re.sub(r"(\d\.\d\d)\d+", r"\1", tag)  # a hundredth of a pixel is enough
     tag = re.sub(r'(?<=[ "]d=")[^"]*', lambda found: re.sub(r" ?([A-Za-z]) ?", r"\1", found[0]).strip(), tag)
     return re.sub(r"#0102[0-9a-f]{2}", lambda found: css_color(found[0]), tag)
+
+
+def svg(title: str, width: float, height: float, body: str) -> str:
+    """One responsive, labelled <svg> of these pixels around the elements in `body`."""
+    return (
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
+        f'aria-label="{html.escape(title)}">{body}</svg>'
+    )
 
 
 @contextlib.contextmanager
@@ -292,14 +299,13 @@ def put_line(axes: "Axes", points: Sequence[tuple[float, float]], index: int) ->
         axes.plot(*zip(*points, strict=True), color=series_color(index), linewidth=1, alpha=0.55, zorder=1)
 
 
-def failure_word(status: str) -> str:
-    """What stands in a chart where a cell has no figure."""
-    return _FAILURES.get(status, "failed")
+def mark_failure(picture: Drawing, axes: "Axes", x: float, failure: Failure, name: str, *, top: bool) -> None:
+    """A word for a failure, upright where a mark would be, from the top or the bottom of the axes; hovering says why.
 
-
-def mark_failure(axes: "Axes", x: float, word: str, *, top: bool) -> "Text":
-    """The word for a failure, upright where a mark would be, from the top or the bottom of the axes."""
-    return axes.text(
-        x, 0.985 if top else 0.015, word, transform=axes.get_xaxis_transform(), rotation=90, fontsize=10,
-        ha="center", va="top" if top else "bottom", color=BAD,
+    `name` is what failed.
+    """
+    word = axes.text(
+        x, 0.985 if top else 0.015, _FAILURES.get(failure.kind, "failed"), transform=axes.get_xaxis_transform(),
+        rotation=90, fontsize=10, ha="center", va="top" if top else "bottom", color=BAD,
     )  # fmt: skip
+    picture.tip(word, f"{name}: {why_failed(failure)}")

@@ -130,8 +130,6 @@ class Fact:
     """The sentence."""
     wide: bool = False
     """Whether the sentence is long."""
-    bad: bool = False
-    """Whether it is about failures."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -364,6 +362,14 @@ def row_of(item: object | None, *names: str) -> dict[str, Scalar]:
     return {name: None if item is None else getattr(item, name) for name in names}
 
 
+def even(rows: Sequence[Row]) -> list[dict[str, Scalar]]:
+    """The rows, each with the fields of all, None where it lacked one."""
+    fields: dict[str, Scalar] = dict.fromkeys(key for row in rows for key in row)
+    return [{**fields, **row} for row in rows]
+
+
+MOST_ROWS = 40
+"""Number of rows of a long table that a terminal shows."""
 MOST_IN_FULL = 6
 """Number of records of one chapter that are shown in full."""
 

@@ -1,6 +1,6 @@
-"""Items by what they have in common, and remarks that are about several of them."""
+"""Items by what they have in common, remarks that are about several of them, and some of many."""
 
-from collections.abc import Callable, Hashable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 _Item = TypeVar("_Item")
@@ -18,3 +18,10 @@ def grouped(items: Iterable[_Item], key: Callable[[_Item], _Key]) -> dict[_Key, 
 def told_once(remarks: Iterable[tuple[str, str]]) -> dict[str, list[str]]:
     """Each remark once, with all that it is about; from pairs of what a remark is about and the remark."""
     return {told: [about for about, _ in pairs] for told, pairs in grouped(remarks, lambda pair: pair[1]).items()}
+
+
+def spread(items: Sequence[_Item], most: int) -> list[_Item]:
+    """At most `most` of the items, evenly spaced, the first and the last among them."""
+    if len(items) <= most:
+        return list(items)
+    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -41,10 +41,10 @@ def drawn(section: Section) -> Section:
     return replace(section, blocks=tuple(blocks))
 
 
-def section_html(section: Section, level: int = 2) -> str:
-    """The section with everything in it as an HTML element, its heading one of `level`; safe to insert as it is."""
+def section_html(section: Section) -> str:
+    """The section with everything in it as an HTML element, its heading one below a title; safe to insert as it is."""
     macros = environment().get_template("blocks.html.j2").module
-    return str(macros.section(drawn(section), level))  # type: ignore[attr-defined]  # a macro of the template
+    return str(macros.section(drawn(section), 2))  # type: ignore[attr-defined]  # a macro of the template
 
 
 def to_html(page: Document, ready: Mapping[str, str] | None = None) -> str:
@@ -92,11 +92,8 @@ def environment() -> "Environment":
         "first_rows": _first_rows,
         "look": _look,
     }
-    kinds = {"section": Section, "chart": Chart, "table": Table, "sentences": Sentences, "facts": Facts}
-    kinds["bars"] = Bars
-    kinds["equations"] = Equations
-    for name, kind in kinds.items():
-        made.tests[name] = lambda block, kind=kind: isinstance(block, kind)
+    for kind in (Section, Chart, Bars, Table, Sentences, Facts, Equations):
+        made.tests[kind.__name__.lower()] = lambda block, kind=kind: isinstance(block, kind)
     return made
 
 

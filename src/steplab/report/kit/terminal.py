@@ -81,9 +81,7 @@ def _block(block: Block, width: int, style: Style) -> Iterator[str]:
         yield from _sentences(block, min(width, _LONGEST_LINE), style)
     elif isinstance(block, Facts):
         for fact in block.facts:
-            first, *rest = flowed(f"{plain(fact.figure)}  {plain(fact.text)}", min(width, _LONGEST_LINE))
-            yield style(first, "red") if fact.bad else first
-            yield from rest
+            yield from flowed(f"{plain(fact.figure)}  {plain(fact.text)}", min(width, _LONGEST_LINE))
     elif isinstance(block, Equations):
         for line in block.lines:
             first, *rest = flowed(f"{plain(line.text)} ({plain(line.what)})", width)

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Timeline
-from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GRID, INK, MUTED, category_color, css_color
+from steplab.report.kit import charts as kit
+from steplab.report.kit.charts import GRID, INK, MUTED, category_color, css_color, svg
 from steplab.report.kit.document import Picture
 
 if TYPE_CHECKING:
@@ -80,7 +80,7 @@ def step_picture(timeline: Timeline, names: Mapping[int, str], *, title: str = "
     body = [*_phases(timeline, frame), *axis(frame), *stream_names(frame)]
     drawn = short_enough(lambda column_px: _columns(timeline, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
     title = f"{title or 'the step'}, {units.format_time(end_ns / 1e9)}"
-    return Picture(title=title, svg=svg(title, frame.bottom + BOTTOM, "".join(body) + drawn), width=WIDTH)
+    return Picture(title=title, svg=svg(title, WIDTH, frame.bottom + BOTTOM, "".join(body) + drawn), width=WIDTH)
 
 
 def column_shares(
@@ -163,11 +163,11 @@ def _phases(timeline: Timeline, frame: Frame) -> Iterator[str]:
 
 def axis(frame: Frame) -> Iterator[str]:
     """Time axis: grid lines and labels."""
-    scale = ax.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
+    scale = kit.time_scale([0.0, (frame.end_ns - frame.start_ns) / 1e9])
     for tick in scale.ticks:
         x = frame.x(frame.start_ns + tick * 1e9)
         yield f'<path d="M{x:.1f} {frame.top - 2:g}V{frame.bottom + 4:g}" stroke="{css_color(GRID)}"/>'
-        yield words_at(x, frame.bottom + 18, ax.tidy(scale.show(tick)), MUTED, "middle")
+        yield words_at(x, frame.bottom + 18, kit.tidy(scale.show(tick)), MUTED, "middle")
 
 
 def stream_names(frame: Frame) -> Iterator[str]:
@@ -202,11 +202,3 @@ def short_enough(paint: Callable[[float], Iterable[str]], widths_px: Sequence[fl
         if len(drawn) <= most:
             break
     return drawn
-
-
-def svg(title: str, height: float, body: str, *, width: float = WIDTH) -> str:
-    """One responsive, labelled <svg> of these pixels around the elements in `body`."""
-    return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="100%" role="img" '
-        f'aria-label="{html.escape(title)}">{body}</svg>'
-    )

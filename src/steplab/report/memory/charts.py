@@ -12,7 +12,6 @@ from steplab.report.memory.categories import category_word, color_of, legend_of
 from steplab.report.memory.figures import error_text, parts, peak_of, whole
 from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
 from steplab.report.run.cells import RunCell, label, said, varying
-from steplab.units import format_share
 
 _FIRST = 12
 
@@ -43,7 +42,7 @@ def _peak_bar(cell: RunCell, fields: Sequence[str], prediction: MemoryPrediction
     for part in parts(profile):
         if part.num_bytes:
             tip = f"{name}: {category_word(part.category)} {units.format_bytes(part.num_bytes)}"
-            tip += f", {format_share(part.share)} of the peak"
+            tip += f", {units.format_share(part.share)} of the peak"
             segments.append(Segment(value=part.num_bytes, color=color_number(color_of(part.category)), tip=tip))
     error = whole(profile, prediction).error if prediction else None
     predicted = f"predicted {units.format_bytes(prediction.peak_bytes)}" if prediction else ""

@@ -144,7 +144,8 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
 
 def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
     """How much of what is saved for backward autocast has in low precision, and what it leaves in float32."""
-    every = figures.saved_activations(profile)
+    every = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
+    every.sort(key=lambda tensors: -tensors.stored_bytes)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
     unsure = [tensors for tensors in every if _is_cast(tensors, run) is None]
     saved = [tensors for tensors in every if tensors not in casts]

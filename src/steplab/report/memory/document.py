@@ -17,6 +17,7 @@ from steplab.report.kit.document import (
     later,
     records_in_full,
 )
+from steplab.report.kit.grouping import spread
 from steplab.report.memory import words
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
 from steplab.report.memory.comparison import comparison_sentences
@@ -27,7 +28,6 @@ from steplab.report.memory.timeline import Shown, memory_timelines
 from steplab.report.memory.verdict import memory_verdict
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
-from steplab.report.run.figures import spread
 from steplab.report.run.one_run import memory_blocks
 from steplab.report.run.words import run_subtitle, run_title
 
@@ -76,8 +76,10 @@ def memory_chapter(
     fields = varying(cells)
 
     def record(cell: RunCell) -> Section:
-        title = label(cell, fields) if len(cells) > 1 else ""
-        return _record(cell, cells, predictions.get(cell.id), references, title=title)
+        profile, title = profile_of(cell), label(cell, fields) if len(cells) > 1 else ""
+        told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
+        sections = _sections(cell, cells, predictions.get(cell.id), references)
+        return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
     blocks: Iterable[Block] = ()
     if len(cells) > 1:
@@ -105,20 +107,6 @@ def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction
 
 def _shown(cell: RunCell, title: str) -> Shown:
     return Shown(title=title, profile=profile_of(cell), capacity=capacity(cell.run))
-
-
-def _record(
-    cell: RunCell,
-    cells: Sequence[RunCell],
-    prediction: MemoryPrediction | None,
-    references: MemoryReferences | None,
-    *,
-    title: str,
-) -> Section:
-    profile = profile_of(cell)
-    sections = _sections(cell, cells, prediction, references)
-    told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
-    return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
 
 def _sections(

@@ -56,11 +56,7 @@ def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequen
             text += f"{most} at {label(highest, others)}."
             raised = sum(change > 0 for change, _ in pairs)
             text += f" It raises the peak in {raised}." if 0 < raised < len(pairs) else ""
-        yield Fact(
-            figure=" to ".join(dict.fromkeys((least, most))),
-            text=text,
-            wide=True,
-        )
+        yield Fact(figure=" to ".join(dict.fromkeys((least, most))), text=text, wide=True)
 
 
 def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors, tensor_bytes
+from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory.categories import in_order
@@ -86,37 +86,9 @@ def has_owners(profile: MemoryProfile) -> bool:
     return not set(profile.at_peak) & {"before", "during"}
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Residual:
-    """One tensor of the residual stream: the input of a block."""
-
-    shape: tuple[int, ...]
-    """Batch, context, width."""
-    dtype: str
-    """Number format of its elements."""
-    num_bytes: int
-    """Size in bytes."""
-
-
-def residual(profile: MemoryProfile) -> Residual | None:
-    """The first block's input; None where no block was seen, or its type is not known."""
-    for block in profile.blocks:
-        if block.input_shape and block.input_dtype:
-            size = tensor_bytes(block.input_shape, block.input_dtype)
-            if size:
-                return Residual(shape=block.input_shape, dtype=block.input_dtype, num_bytes=size)
-    return None
-
-
 def allocated_bytes(allocations: Iterable[Allocation]) -> int:
     """Bytes requested by these groups of allocations together."""
     return sum(made.requested_bytes * made.count for made in allocations)
-
-
-def smaller_at_peak(profile: MemoryProfile) -> int:
-    """Bytes asked for and alive at the peak beyond the allocations of the record."""
-    asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
-    return asked - allocated_bytes(made for made in profile.largest if made.at_peak)
 
 
 def all_saved_bytes(profile: MemoryProfile) -> int:
@@ -127,12 +99,6 @@ def all_saved_bytes(profile: MemoryProfile) -> int:
 def saved_bytes(saved: Iterable[SavedTensors]) -> int:
     """Memory that these saved tensors hold."""
     return sum(tensors.stored_bytes for tensors in saved)
-
-
-def saved_activations(profile: MemoryProfile) -> list[SavedTensors]:
-    """The saved tensors that are activations and hold memory of their own, most bytes first."""
-    found = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
-    return sorted(found, key=lambda tensors: -tensors.stored_bytes)
 
 
 def peak_of(run: Run) -> int | None:

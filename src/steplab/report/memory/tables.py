@@ -83,8 +83,7 @@ def allocation_table(
     run: Run, allocations: Sequence[Allocation], *, remark: str | None = None, folded: bool = False
 ) -> Table:
     """Allocations, those together that look alike, most bytes first; `remark` ends the caption."""
-    groups = _alike(allocations, lambda made: _allocation_look(made, run))
-    groups.sort(key=lambda group: -allocated_bytes(group[1]))
+    groups = _alike(allocations, lambda made: _allocation_look(made, run), allocated_bytes)
     rest = [made for _, group in groups[_MOST_ROWS:] for made in group]
     left_out = _left_out(len(groups) - _MOST_ROWS, allocated_bytes(rest))
     return Table(
@@ -136,8 +135,7 @@ def _allocation_look(made: Allocation, run: Run) -> Row:
 def saved_table(saved: Sequence[SavedTensors], left_out: LeftOut | None = None) -> Table:
     """Saved tensors, those together that look alike, most bytes first; `left_out` are kinds that the record had no room
     for, which count in the total."""
-    groups = _alike(saved, _saved_look)
-    groups.sort(key=lambda group: -saved_bytes(group[1]))
+    groups = _alike(saved, _saved_look, saved_bytes)
     rest = [tensors for _, group in groups[_MOST_ROWS:] for tensors in group]
     beyond = left_out or LeftOut(count=0, num_bytes=0)
     total = saved_bytes(saved) + beyond.num_bytes
@@ -178,13 +176,15 @@ def _saved_look(tensors: SavedTensors) -> Row:
     }
 
 
-def _alike(items: Iterable[_Item], look: Callable[[_Item], Row]) -> list[tuple[Row, list[_Item]]]:
-    """The items that look alike together, with their look."""
+def _alike(
+    items: Iterable[_Item], look: Callable[[_Item], Row], size: Callable[[list[_Item]], int]
+) -> list[tuple[Row, list[_Item]]]:
+    """The items that look alike together, with their look, most bytes first."""
     found: dict[tuple[Scalar, ...], tuple[Row, list[_Item]]] = {}
     for item in items:
         seen = look(item)
         found.setdefault(tuple(seen.values()), (seen, []))[1].append(item)
-    return list(found.values())
+    return sorted(found.values(), key=lambda group: -size(group[1]))
 
 
 def _left_out(count: int, num_bytes: int) -> str:

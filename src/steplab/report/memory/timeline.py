@@ -12,11 +12,11 @@ from dataclasses import dataclass, replace
 from steplab import units
 from steplab.printing import plain
 from steplab.records.memory_profile import MemoryPhase, MemoryProfile, MemoryTimeline
-from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color
+from steplab.report.kit import charts as kit
+from steplab.report.kit.charts import GRID, INK, MUTED, PAPER, css_color, svg
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.labels import fitted, text_width
-from steplab.report.kit.timelines import LETTERS, shade, short_enough, svg, titled, words_at
+from steplab.report.kit.timelines import LETTERS, shade, short_enough, titled, words_at
 from steplab.report.memory.categories import category_word, color_of, legend_of
 
 WIDE, NARROW = 1040, 324
@@ -54,7 +54,7 @@ class Frame:
     """Time at the left edge, on the timeline's axis."""
     end_s: float
     """Time at the right edge."""
-    scale: ax.Scale
+    scale: kit.Scale
     """Scale of the bytes."""
 
     @property
@@ -107,7 +107,8 @@ def memory_timelines(shown: Sequence[Shown]) -> Chart | None:
         return None
     width = WIDE if len(drawable) == 1 else NARROW
     near = capacity_to_show(drawable)
-    scale = byte_scale([one.profile.peak_bytes for one in drawable], near)
+    scale = kit.bytes_scale([1, *(one.profile.peak_bytes for one in drawable)], near)
+    scale = replace(scale, high=1.08 * scale.high)  # room for a label above the highest mark
     pictures = tuple(
         Picture(title=one.title, svg=_picture(one, width, scale, near), width=width, subtitle=_subtitle(one))
         for one in drawable
@@ -122,12 +123,6 @@ def capacity_to_show(shown: Sequence[Shown]) -> int | None:
     capacity = found.pop() if len(found) == 1 else None
     highest = max(one.profile.peak_bytes for one in shown)
     return capacity if capacity is not None and highest >= _CAPACITY_MATTERS * capacity else None
-
-
-def byte_scale(peaks: Sequence[int], capacity: int | None) -> ax.Scale:
-    """Scale from zero, with room for a label above the highest mark."""
-    scale = ax.bytes_scale([max(1, *peaks)], capacity)
-    return replace(scale, high=1.08 * scale.high)
 
 
 def categories_of(timeline: MemoryTimeline) -> list[str]:
@@ -153,7 +148,7 @@ def _note(shown: Sequence[Shown]) -> str:
     return note
 
 
-def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) -> str:
+def _picture(one: Shown, width: float, scale: kit.Scale, capacity: int | None) -> str:
     timeline, phases = one.profile.timeline, one.profile.phases
     frame = Frame(
         width=width,
@@ -163,9 +158,10 @@ def _picture(one: Shown, width: float, scale: ax.Scale, capacity: int | None) ->
     )
     body = [*_phases(phases, frame), *_bytes_axis(frame), *_time_axis(timeline, frame)]
     areas = short_enough(lambda column_px: _areas(one.profile, frame, column_px), _COLUMNS_PX, _MOST_CHARACTERS)
-    body += [areas, *_borders(phases, frame), *_phase_names(phases, frame), *_marks(one.profile, frame, capacity)]
+    names = [words_at(left, 15, text) for left, text in phase_labels(phases, frame)]
+    body += [areas, *_borders(phases, frame), *names, *_marks(one.profile, frame, capacity)]
     name = f"memory over time{f', {one.title}' if one.title else ''}"
-    return svg(name, frame.bottom + BOTTOM, "".join(body), width=width)
+    return svg(name, width, frame.bottom + BOTTOM, "".join(body))
 
 
 def fullest_moments(timeline: MemoryTimeline, start_s: float, end_s: float, num_columns: int) -> list[int | None]:
@@ -237,23 +233,18 @@ def _borders(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
         yield f'<path {line} stroke="{css_color(INK)}" stroke-opacity="0.45" stroke-dasharray="2 3"/>'
 
 
-def _phase_names(phases: Sequence[MemoryPhase], frame: Frame) -> Iterator[str]:
-    for left, text in phase_labels(phases, frame):
-        yield words_at(left, 15, text)
-
-
 def _bytes_axis(frame: Frame) -> Iterator[str]:
     for tick in frame.scale.ticks:
         y = frame.y(tick)
         yield f'<path d="M{LEFT} {y:.1f}H{frame.right:g}" stroke="{css_color(GRID)}"/>'
-        yield words_at(LEFT - 8, y + 4, ax.tidy(frame.scale.show(tick)), MUTED, "end")
+        yield words_at(LEFT - 8, y + 4, kit.tidy(frame.scale.show(tick)), MUTED, "end")
 
 
 def _time_axis(timeline: MemoryTimeline, frame: Frame) -> Iterator[str]:
-    scale = ax.time_scale([0.0, frame.end_s - frame.start_s])
+    scale = kit.time_scale([0.0, frame.end_s - frame.start_s])
     ticks = [tick for tick in scale.ticks if tick <= frame.end_s - frame.start_s]
     show = (lambda count: units.format_count(count).rstrip()) if timeline.by_event else scale.show
-    texts = [ax.tidy(show(tick)) for tick in ticks]
+    texts = [kit.tidy(show(tick)) for tick in ticks]
     room = (frame.right - LEFT) / max(len(ticks), 1)
     every = 1 if max(text_width(text, LETTERS) for text in texts) + GAP <= room else 2
     for tick, text in list(zip(ticks, texts, strict=True))[::every]:
@@ -286,7 +277,8 @@ def _marks(profile: MemoryProfile, frame: Frame, capacity: int | None) -> Iterat
         name = fitted(f"device memory {units.format_bytes(capacity)}", frame.right - LEFT, LETTERS)
         at, above, side = _capacity_place(name, line, text_box(x, y - 9, text, anchor), frame)
         yield words_at(at, above, name, MUTED, side)
-    yield titled(f"{text}, {profile.peak_phase or 'the peak'}", dot(x, y, INK))
+    look = f'fill="{css_color(INK)}" stroke="{css_color(PAPER)}" stroke-width="1.5"'
+    yield titled(f"{text}, {profile.peak_phase or 'the peak'}", f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" {look}/>')
     yield words_at(x, y - 9, text, INK, anchor)
 
 
@@ -324,9 +316,3 @@ def _spread(middles: Sequence[float], widths: Sequence[float], left: float, righ
         lefts[index] = min(lefts[index], right - widths[index])
         right = lefts[index] - GAP
     return lefts
-
-
-def dot(x: float, y: float, color: str) -> str:
-    """A dot with a rim in the page's background colour."""
-    fill, rim = css_color(color), css_color(PAPER)
-    return f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{fill}" stroke="{rim}" stroke-width="1.5"/>'

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 
 from steplab import units
+from steplab.records.memory_profile import MemoryProfile
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
@@ -21,17 +22,14 @@ _MOST_PARTS = 3
 def memory_verdict(
     run: Run, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
 ) -> Verdict:
-    """The peak and its greatest parts, which GPUs it fits, and the peak with fp32 or without checkpointing.
-
-    Raises AttributeError for a run without a memory profile.
-    """
-    sentences = (_peak(run), *_fits(run, prediction), *effect_sentences(run, references))
-    return Verdict(sentences=sentences)
-
-
-def _peak(run: Run) -> str:
+    """The peak and its greatest parts, which GPUs it fits, and the peak with fp32 or without checkpointing; of a run
+    with a memory profile."""
     profile = run.memory_profile
     assert profile is not None
+    return Verdict(sentences=(_peak(profile), *_fits(run, profile, prediction), *effect_sentences(run, references)))
+
+
+def _peak(profile: MemoryProfile) -> str:
     where = f", in {profile.peak_phase}" if profile.peak_phase else ""
     text = f"The peak is {units.format_bytes(profile.peak_bytes)}{where}"
     if not figures.has_owners(profile):
@@ -47,10 +45,8 @@ def _peak(run: Run) -> str:
     return f"{text}, then {rest}." if rest else f"{text}."
 
 
-def _fits(run: Run, prediction: MemoryPrediction | None) -> Iterator[str]:
+def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None) -> Iterator[str]:
     """How much of the device the step took, and the smallest GPU of the catalogue that it fits."""
-    profile = run.memory_profile
-    assert profile is not None
     total = run.memory.total_bytes if run.memory else None
     if profile.reserved_bytes is None or profile.outside_bytes is None:
         return

@@ -12,7 +12,6 @@ from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word
 from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
 from steplab.specs.step import AUTOCAST
-from steplab.units import format_share
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
@@ -79,10 +78,10 @@ def parts_sentence(profile: MemoryProfile) -> str:
     rest = sum(part.share for part in found[len(told) :])
     if figures.has_owners(profile):
         texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
-        texts += [f"the rest {format_share(rest)}"] if rest else []
+        texts += [f"the rest {units.format_share(rest)}"] if rest else []
         return f"It is made of {', '.join(texts)}."
     texts = [f"{units.format_percent(part.share)} {_WAS[part.category]}" for part in told]
-    texts += [f"{format_share(rest)} is the rest"] if rest else []
+    texts += [f"{units.format_share(rest)} is the rest"] if rest else []
     return f"Of the peak, {', '.join(texts)}."
 
 
@@ -116,7 +115,7 @@ def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]
 
 def _against(size: int, other: int) -> str:
     off = size - other
-    share = f" ({format_share(abs(off) / other)})" if other else ""
+    share = f" ({units.format_share(abs(off) / other)})" if other else ""
     return f"{exactly(size)}, {units.format_bytes(abs(off))} {'more' if off > 0 else 'less'}{share}" if off else "equal"
 
 
@@ -134,16 +133,20 @@ def around_sentences(profile: MemoryProfile) -> Iterator[str]:
 
 
 def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
-    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is."""
-    stream = figures.residual(profile)
-    if stream is None:
+    """The size of one residual-stream tensor, how it is computed, and how many times that the peak is.
+
+    It is the input of the first block; None where no block was seen, or the type of its input is not known.
+    """
+    inputs = ((block.input_shape or (), block.input_dtype) for block in profile.blocks)
+    shape, dtype = next((one for one in inputs if one[0] and tensor_bytes(*one)), ((), None))
+    size = tensor_bytes(shape, dtype)
+    if size is None:
         return None
-    steps = derivation(stream.shape, stream.dtype, run.spec)
     text = (
-        f"One residual-stream tensor is {units.format_bytes(stream.num_bytes)}: {steps} = {stream.num_bytes:,} bytes; "
-        f"the peak is {units.three_digits(profile.peak_bytes / stream.num_bytes)} times that."
+        f"One residual-stream tensor is {units.format_bytes(size)}: {derivation(shape, dtype, run.spec)} = {size:,} "
+        f"bytes; the peak is {units.three_digits(profile.peak_bytes / size)} times that."
     )
-    if run.spec and run.spec.precision in AUTOCAST and stream.dtype == "float32":
+    if run.spec and run.spec.precision in AUTOCAST and dtype == "float32":
         text += " Under autocast it stays float32: a low-precision tensor added to a float32 one gives float32."
     return text
 
@@ -169,7 +172,8 @@ def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 def smaller_sentence(profile: MemoryProfile) -> str | None:
     """What was alive at the peak beyond the allocations of the record; None: nothing."""
-    size = figures.smaller_at_peak(profile)
+    asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
+    size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
@@ -252,7 +256,7 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
 
 
 def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:
-    share = format_share(tensors.stored_bytes / total)
+    share = units.format_share(tensors.stored_bytes / total)
     return f"{saved_by(tensors, run.spec)} {units.format_bytes(tensors.stored_bytes)} ({share})"
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from steplab import units
 from steplab.records.rows import Row, Scalar
 from steplab.records.time_check import TimeCheck
-from steplab.report.kit import charts as ax
+from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import Drawing, drawing, put_mark, series_legend
 from steplab.report.kit.document import Chart, Column, Document, Section, Table, Verdict, later, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT
@@ -207,7 +207,7 @@ def _cells(scored: Sequence[TimeCheck]) -> Table:
             Column(key="predicted_peak_bytes", header="predicted peak", rank=3),
         ),
         rows=tuple(check_rows(worst)),
-        first=_WORST if len(worst) > _WORST else None,
+        first=_WORST,
     )
 
 
@@ -257,17 +257,17 @@ def _chart(scored: Sequence[TimeCheck]) -> Chart | None:
 
 
 def _frame(picture: Drawing, times: Sequence[float]) -> "Axes":
-    axes = picture.axes(ax.LEFT, _BELOW, ax.RIGHT, ax.TOP)
+    axes = picture.axes(kit.LEFT, _BELOW, kit.RIGHT, kit.TOP)
     low, high = min(times) / 1.3, max(times) * 1.3
-    scale = ax.time_scale(times, log_from=1)
+    scale = kit.time_scale(times, log_from=1)
     scale = replace(scale, low=low, high=high, ticks=tuple(tick for tick in scale.ticks if low <= tick <= high))
     scale.put_on(axes, along="x")
     scale.put_on(axes)
     axes.grid()
     axes.set_xlabel("measured step time", fontsize=11)
-    axes.plot([low, high], [low, high], color=ax.MUTED, linewidth=1)
+    axes.plot([low, high], [low, high], color=kit.MUTED, linewidth=1)
     for factor in (1.1, 1 / 1.1):
-        axes.plot([low, high], [factor * low, factor * high], color=ax.MUTED, linewidth=1, linestyle=(0, (4, 3)))
+        axes.plot([low, high], [factor * low, factor * high], color=kit.MUTED, linewidth=1, linestyle=kit.DASHED)
     return axes
 
 

@@ -5,13 +5,11 @@ from collections.abc import Iterator, Sequence
 from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan
 from steplab.records.rows import Row
-from steplab.report.kit.document import Column, Document, Section, Table, Verdict
+from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import COUNT, DIGITS, NUMBER, PERCENT
 from steplab.report.plan.layouts import network_words, time_words, training_days
 from steplab.specs.step import describe
 from steplab.specs.study import labels
-
-_MOST_ROWS = 40
 
 
 def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
@@ -112,25 +110,24 @@ def _table(plans: Sequence[LayoutPlan], names: Sequence[str]) -> Table:
         "interval. MFU counts causal FLOPs. Memory is of the ranks that need most; fitting is the number of layouts "
         "that fit for certain. Alternatives on one kind of GPU share most of their error, so their order is surer than "
         "the intervals suggest. `steplab plan layout` with one value for each option ranks all layouts of one of them.",
-        first=_MOST_ROWS,
+        first=MOST_ROWS,
     )
 
 
 def _row(name: str, plan: LayoutPlan) -> Row:
     best = _best(plan)
-    row: Row = {"alternative": name, "gpus": plan.gpus, "gpu": plan.gpu, "global_batch": plan.global_batch}
-    row |= {"network_bytes_per_s": plan.network_bytes_per_s, "options": None, "step_s": None}
-    row |= dict.fromkeys(("low_s", "high_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu", "days", "gpu_hours"))
-    row |= {"reserved_bytes": None, "verdict": None}
+    row: Row = {"alternative": name, **row_of(plan, "gpus", "gpu", "global_batch", "network_bytes_per_s")}
+    row |= dict.fromkeys(("options", "step_s", "low_s", "high_s", "tokens_per_s", "tokens_per_s_per_gpu", "mfu"))
+    row |= dict.fromkeys(("days", "gpu_hours", "reserved_bytes", "verdict"))
     row |= {"num_fitting": sum(each.verdict == "fits" for each in plan.candidates)}
     if best is None or best.time is None:
         closest = plan.candidates[0] if plan.candidates else None
         return row | {"options": f"{closest.layout}: {closest.reason}" if closest else None, "verdict": "does not fit"}
     rate = plan.tokens_per_step / best.time.seconds
-    row |= {"options": best.options, "step_s": best.time.seconds, "low_s": best.time.low_s, "high_s": best.time.high_s}
+    row |= {"options": best.options, "step_s": best.time.seconds, **row_of(best.time, "low_s", "high_s")}
     row |= {"tokens_per_s": round(rate), "tokens_per_s_per_gpu": rate / plan.gpus}
     row |= {"mfu": next((used.value for used in plan.utilizations if used.convention == "causal"), None)}
     if plan.tokens:
         days = training_days(plan, plan.tokens, best.time.seconds)
         row |= {"days": days, "gpu_hours": 24 * days * plan.gpus}
-    return row | {"reserved_bytes": best.reserved_bytes, "verdict": best.verdict}
+    return row | row_of(best, "reserved_bytes", "verdict")

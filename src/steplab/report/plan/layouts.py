@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from steplab import units
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.rows import Row
-from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table, Verdict, row_of
+from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import LABEL, MESSAGE, NUMBER
 from steplab.report.plan.time import mfu_words
 from steplab.specs.step import describe
@@ -198,9 +198,7 @@ def _row(plan: LayoutPlan, number: int, each: LayoutCandidate) -> Row:
 
 def layout_rows(plan: LayoutPlan) -> list[Row]:
     """One row for each layout, those that fit first, the fastest first; the others have a `reason`."""
-    rows = [_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)]
-    keys = dict.fromkeys(key for row in rows for key in row)
-    return [{**dict.fromkeys(keys), **row} for row in rows]
+    return even([_row(plan, number, each) for number, each in enumerate(plan.candidates, start=1)])
 
 
 def _time_bars(shown: list[LayoutCandidate]) -> Bars:

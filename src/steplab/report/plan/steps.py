@@ -3,24 +3,23 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
+from steplab.records.layout_plan import LayoutTime
 from steplab.records.prediction import FitVerdict, MemoryPrediction
 from steplab.records.rows import Row
-from steplab.records.step_time import PlannedStep
-from steplab.report.kit.document import Column, Document, Section, Sentences, Table, Verdict
+from steplab.records.step_time import PhaseTimes, PlannedStep
+from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Sentences, Table, Verdict
 from steplab.report.kit.grouping import told_once
 from steplab.report.plan.document import ANSWERS
 from steplab.specs.step import describe
 from steplab.specs.study import labels
-from steplab.units import counted
 
-_MOST_ROWS = 40
 _MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
 
 
 def planned_document(steps: Sequence[PlannedStep]) -> Document:
     """One row per step, and why a prediction is missing."""
     table = planned_table(steps)
-    title = describe(steps[0].spec) if len(steps) == 1 else counted(len(steps), "planned step")
+    title = describe(steps[0].spec) if len(steps) == 1 else units.counted(len(steps), "planned step")
     sections = (Section.of("", table, _missing(steps)),)
     return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table.rows)
 
@@ -31,11 +30,7 @@ def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
     if len(gpus) != 1:
         return
     (gpu,) = gpus
-    found: dict[str, list[str]] = {}
-    for name, step in zip(labels([step.spec for step in steps]), steps, strict=True):
-        verdict = next((card.verdict for card in step.memory.cards if card.gpu == gpu), None) if step.memory else None
-        if verdict:
-            found.setdefault(verdict, []).append(name)
+    found = told_once((name, verdict) for name, step in _named(steps) if (verdict := _verdict(step, gpu)))
     judged, fitting = sum(map(len, found.values())), len(found.get("fits", ()))
     if judged == 1:
         yield f"The step {ANSWERS[next(iter(found))].format(gpu)}."
@@ -53,21 +48,14 @@ def planning_chapter(steps: Sequence[PlannedStep], measured: Sequence[Row]) -> S
 def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) -> Table:
     """One row per step; `measured` are the rows of runs of the same steps."""
     rows: list[Row] = []
-    for step, told, seen in zip(
-        steps, labels([step.spec for step in steps]), measured or ({},) * len(steps), strict=True
-    ):
-        memory, time = step.memory, step.time
-        whole = next((phase for phase in time.phases if phase.phase == "step"), None) if time else None
-        layout = step.layout.candidates[0].time if step.layout else None
+    for (told, step), seen in zip(_named(steps), measured or ({},) * len(steps), strict=True):
+        memory, on = step.memory, step.time or step.layout
         row: Row = {"step": told, "peak_bytes": memory.peak_bytes if memory else None}
-        gpu = time.gpu if time else step.layout.gpu if step.layout else None
-        row |= {"fits": _smallest(memory) if memory else None, "gpu": gpu}
-        if layout:
-            row |= {"time_s": layout.seconds, "low_s": layout.low_s, "high_s": layout.high_s}
-            row |= {"tokens_per_s": step.spec.tokens_of_all / layout.seconds}
-        if whole:
-            row |= {"time_s": whole.seconds, "low_s": whole.low_s, "high_s": whole.high_s, "bound": whole.bound}
-            row |= {"tokens_per_s": time.tokens_per_s if time else None}
+        row |= {"fits": _smallest(memory) if memory else None, "gpu": on.gpu if on else None}
+        if time := _time(step):
+            row |= {"time_s": time.seconds, "low_s": time.low_s, "high_s": time.high_s}
+            row |= {"bound": time.bound} if isinstance(time, PhaseTimes) else {}
+            row |= {"tokens_per_s": step.time.tokens_per_s if step.time else step.spec.tokens_of_all / time.seconds}
         row |= {"why_not": "; ".join(step.why_not) or None}
         rows.append(row | {f"measured_{key}": seen.get(key) for key in _MEASURED})
     return Table(
@@ -90,7 +78,7 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
         rows=tuple(rows),
         caption="Predicted by a dry run: the peak of memory on a CUDA device, and the time with its 90 % interval. "
         "`steplab plan memory` and `steplab plan time` say of one step what they are made of.",
-        first=_MOST_ROWS,
+        first=MOST_ROWS,
     )
 
 
@@ -100,9 +88,20 @@ def _smallest(memory: MemoryPrediction) -> str:
     return min(fitting, key=lambda card: card.usable_bytes).gpu if fitting else "none"
 
 
+def _named(steps: Sequence[PlannedStep]) -> Iterator[tuple[str, PlannedStep]]:
+    """Each step after what tells it from the others."""
+    return zip(labels([step.spec for step in steps]), steps, strict=True)
+
+
+def _time(step: PlannedStep) -> PhaseTimes | LayoutTime | None:
+    """The predicted time of a step: on one GPU, or on those of its layout."""
+    if step.time:
+        return step.time.step
+    return step.layout.candidates[0].time if step.layout else None
+
+
 def _missing(steps: Sequence[PlannedStep]) -> Sentences:
-    named = zip(labels([step.spec for step in steps]), steps, strict=True)
-    found = told_once((name, why) for name, step in named for why in step.why_not)
+    found = told_once((name, why) for name, step in _named(steps) for why in step.why_not)
     return Sentences.of((f"{why} ({'; '.join(names)})" for why, names in found.items()), "finding")
 
 
@@ -113,32 +112,27 @@ def forecast_lines(steps: Sequence[PlannedStep], gpu: str) -> list[str]:
 
 def _expected(step: PlannedStep, gpu: str) -> str:
     parts = []
-    layout = step.layout.candidates[0].time if step.layout else None
-    if step.time is not None:
-        low, high = units.format_time(step.time.low_s), units.format_time(step.time.high_s)
-        parts.append(f"about {units.format_time(step.time.central_s)} a step ({low} to {high})")
-    elif layout is not None:
-        parts.append(
-            f"about {units.format_time(layout.seconds)} a step ({units.format_time(layout.low_s)} to "
-            f"{units.format_time(layout.high_s)})"
-        )
+    if time := _time(step):
+        low, high = units.format_time(time.low_s), units.format_time(time.high_s)
+        parts.append(f"about {units.format_time(time.seconds)} a step ({low} to {high})")
     if step.memory is not None:
         parts.append(f"peak {units.format_bytes(step.memory.peak_bytes)}")
         verdict = _verdict(step, gpu)
-        if verdict != "not known":
-            parts.append(verdict if verdict == "fits" else f"{verdict} on {gpu}")
+        if verdict not in (None, "not known"):
+            parts.append("fits" if verdict == "fits" else f"{verdict} on {gpu}")
     return ", ".join(parts) or f"not predicted: {'; '.join(step.why_not)}"
 
 
-def _verdict(step: PlannedStep, gpu: str) -> FitVerdict:
+def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
+    """Whether the step fits a GPU; None where its memory was not predicted for that."""
     cards = step.memory.cards if step.memory else ()
-    return next((card.verdict for card in cards if card.gpu == gpu), "not known")
+    return next((card.verdict for card in cards if card.gpu == gpu), None)
 
 
 def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
     """How many steps there are, and how many of them will not fit or are not predicted."""
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
-    unknown = sum(not (step.time or (step.layout and step.layout.candidates[0].time)) for step in steps)
+    unknown = sum(_time(step) is None for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"
     if unknown < len(steps):
         text += f"; predicted for {gpu} (--gpu)"

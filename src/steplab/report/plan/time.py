@@ -6,10 +6,10 @@ from steplab import units
 from steplab.records.rows import Row
 from steplab.records.run import Utilization
 from steplab.records.step_time import PhaseTimes, StepTimePrediction
-from steplab.report.kit.document import Column, Document, Section, Table, Verdict, row_of
+from steplab.report.kit.document import Column, Document, Section, Table, Verdict, even, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIME
 from steplab.report.plan.document import ANSWERS
-from steplab.report.run.one_run import utilization_figures
+from steplab.report.run.one_run import utilization_blocks
 from steplab.specs.step import StepSpec, describe
 
 _BOUND = {
@@ -78,26 +78,26 @@ def _sections(prediction: StepTimePrediction) -> Iterator[Section]:
     else:
         host = "CUDA graphs are launched by a few calls: the step takes what the device takes."
     yield Section.of("Phases", _phases(prediction), host)
-    yield Section.of("Utilization", *utilization_figures(prediction.utilizations))
+    yield Section.of("Utilization", *utilization_blocks(prediction.utilizations))
     yield Section.of("Where the device's time goes", _parts(prediction))
     yield Section.notes(prediction.notes)
     yield Section.notes(prediction.sources, "Sources")
 
 
 def _phases(prediction: StepTimePrediction) -> Table:
-    return Table.of(
-        "phases",
-        prediction.phases,
-        (
+    return Table(
+        name="phases",
+        columns=(
             Column(key="phase"),
             Column(key="seconds", header="time", quantity=TIME),
             Column(key="low_s", header="from"),
             Column(key="high_s", header="to"),
             Column(key="device_s", header="device", rank=1),
-            Column(key="host_s", header="quick host", rank=2, value=lambda phase: phase.host_s or None),
-            Column(key="slow_host_s", header="slow host", rank=2, value=lambda p: p.slow_host_s or None),
+            Column(key="host_s", header="quick host", rank=2),
+            Column(key="slow_host_s", header="slow host", rank=2),
             Column(key="bound", header="bound by"),
         ),
+        rows=tuple(map(_phase, prediction.phases)),
     )
 
 
@@ -129,7 +129,7 @@ def _parts(prediction: StepTimePrediction) -> Table:
             Column(key="bytes_per_s", header="bandwidth", rank=1),
         ),
         rows=tuple(rows),
-        first=_MOST_PARTS if len(rows) > _MOST_PARTS else None,
+        first=_MOST_PARTS,
         caption="Central values, gaps between kernels included; 'fused' are kernels that a compiler joins.",
     )
 
@@ -167,5 +167,4 @@ def time_rows(prediction: StepTimePrediction) -> list[Row]:
         rows.append({"row": "card", "what": fit.gpu, "verdict": fit.verdict, "total_bytes": fit.usable_bytes})
     rows += [{"row": "note", "what": note} for note in prediction.notes]
     rows += [{"row": "source", "what": source} for source in prediction.sources]
-    names = dict.fromkeys(name for row in rows for name in row)
-    return [dict.fromkeys(names) | row for row in rows]
+    return even(rows)

@@ -1,6 +1,6 @@
 """Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, fields
 
 from steplab.records.module_names import without_numbers
@@ -18,6 +18,8 @@ SMALLEST_NORMAL_EXPONENT = {"fp16": -14, "bf16": -126}
 
 THE_MODEL = "the model"
 """Name of the outermost module, whose own name is empty."""
+TYPES = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
+"""The fields of a module that say which types its tensors had."""
 KINDS = ("outputs", "output gradients", "parameter gradients")
 """The tensors whose elements are counted."""
 
@@ -61,7 +63,7 @@ def short(dtype: str) -> str:
     return _SHORT.get(dtype, dtype)
 
 
-def shorts(dtypes: Sequence[str]) -> str:
+def shorts(dtypes: Iterable[str]) -> str:
     """Types, one after the other; a dash where there are none."""
     return ", ".join(map(short, dtypes)) or "–"
 
@@ -70,8 +72,7 @@ def module_groups(audit: Audit) -> list[ModuleGroup]:
     """The modules, those alike taken together, in their order."""
 
     def key(module: ModuleAudit) -> tuple[object, ...]:
-        types = (module.parameters, module.inputs, module.outputs, module.gradients, module.output_gradients)
-        return (without_numbers(module.module), module.kind, *types)
+        return (without_numbers(module.module), module.kind, *(getattr(module, name) for name in TYPES))
 
     groups = grouped(audit.modules, key).values()
     return [ModuleGroup(name=without_numbers(group[0].module) or THE_MODEL, modules=tuple(group)) for group in groups]

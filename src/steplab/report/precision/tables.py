@@ -14,6 +14,7 @@ from steplab.report.precision import sums
 from steplab.report.precision.figures import (
     KINDS,
     THE_MODEL,
+    TYPES,
     ModuleGroup,
     all_elements,
     elements_of,
@@ -24,7 +25,7 @@ from steplab.report.precision.figures import (
     short,
     shorts,
 )
-from steplab.report.precision.words import rule_words, why
+from steplab.report.precision.words import RULES, why
 from steplab.report.run.columns import COLUMNS, rows_table
 
 _TEXT = 24  # least width to which a terminal wraps a sentence
@@ -36,7 +37,6 @@ _ELEMENTS = tuple(field.name for field in fields(Elements))
 
 def type_table(audit: Audit) -> Table:
     """The data types at each module; modules of one name that ran in the same types share a row."""
-    types = (("parameters", 0), ("inputs", 1), ("outputs", 0), ("gradients", 1), ("output_gradients", 1))
     return Table.of(
         "types",
         module_groups(audit),
@@ -46,7 +46,7 @@ def type_table(audit: Audit) -> Table:
             Column(key="class", rank=3, value=lambda group: group.first.kind),
             *(
                 Column(key=key, header=key.replace("_", " "), rank=rank, value=partial(_types_of, key))
-                for key, rank in types
+                for key, rank in zip(TYPES, (0, 1, 0, 1, 1), strict=True)
             ),
         ),
         caption="* stands for the number of a layer. Gradients are those of the parameters; output gradients are what "
@@ -250,9 +250,8 @@ def _module_rows(numerics: Numerics) -> list[Row]:
 
 
 def _module_row(module: ModuleAudit) -> Row:
-    types = ("parameters", "inputs", "outputs", "gradients", "output_gradients")
     row: Row = {"module": module.module or THE_MODEL, "class": module.kind}
-    row |= {name: _types(getattr(module, name)) for name in types}
+    row |= {name: _types(getattr(module, name)) for name in TYPES}
     for kind in KINDS:
         counted = row_of(elements_of(module, kind), *_ELEMENTS)
         row |= {f"{kind.replace(' ', '_')}_{name}": count for name, count in counted.items()}
@@ -264,7 +263,7 @@ def _operation_rows(numerics: Numerics) -> list[Row]:
         _head(numerics)
         | {
             "operation": operation.op,
-            "rule": rule_words(operation),
+            "rule": RULES[operation.rule],
             "inputs": _types(operation.inputs),
             "outputs": _types(operation.outputs),
             "calls": operation.calls,

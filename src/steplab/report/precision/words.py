@@ -24,7 +24,7 @@ _LOW = ("fp16", "bf16")
 COMPUTED_IN = {**AUTOCAST, "bf16_pure": "bf16"}
 """Precision -> the low type in which the step computes; the others compute in fp32."""
 
-_RULES = {
+RULES = {
     "low_precision": "low precision",
     "fp32": "fp32",
     "promote": "widest input",
@@ -33,6 +33,7 @@ _RULES = {
     "cast": "the model's own cast",
     "off": "autocast off",
 }
+"""What autocast does with an operation, in words."""
 _WHY = {
     "low_precision": "a product of matrices, its sums in fp32 inside",
     "promote": "needs inputs of one type: the widest of them",
@@ -107,11 +108,6 @@ def title(numerics: Numerics) -> str:
     return precision_words(numerics.spec.precision) if numerics.spec else ""
 
 
-def rule_words(operation: OperationAudit) -> str:
-    """What autocast does with an operation."""
-    return _RULES[operation.rule]
-
-
 def why(operation: OperationAudit, precision: str) -> str:
     """Why autocast does that in an audit of `precision`."""
     through = f"; made of {' and '.join(operation.parts)}" if operation.parts else ""
@@ -131,7 +127,7 @@ def norm_answers(numerics: Numerics) -> Iterator[str]:
     low = COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
     if low is None or numerics.audit is None:
         return
-    for name in _each(operation.op for operation in numerics.audit.operations if operation.op in NORMS):
+    for name in dict.fromkeys(use.op for use in numerics.audit.operations if use.op in NORMS):
         uses = [operation for operation in numerics.audit.operations if operation.op == name]
         yield " ".join(_norm_answer(NORMS[name], uses, low, numerics.audit, numerics.accumulations))
 
@@ -187,8 +183,8 @@ def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
 
 
 def _types(precision: str, audit: Audit) -> Iterator[str]:
-    parameters = shorts(_each(t for m in audit.modules for t in m.parameters))
-    gradients = shorts(_each(t for m in audit.modules for t in m.gradients))
+    parameters = shorts(dict.fromkeys(t for m in audit.modules for t in m.parameters))
+    gradients = shorts(dict.fromkeys(t for m in audit.modules for t in m.gradients))
     if precision == "bf16_master":
         yield (
             f"Parameters are {parameters}: weights of linear layers are kept as autocast would cast them, so it casts "
@@ -214,7 +210,7 @@ def _types(precision: str, audit: Audit) -> Iterator[str]:
 def _in_fp32(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
     if precision not in AUTOCAST:
         return
-    names = _each(operation.op for operation in audit.operations if operation.rule == "fp32")
+    names = dict.fromkeys(operation.op for operation in audit.operations if operation.rule == "fp32")
     yield f"Kept in fp32 by autocast: {', '.join(names) or 'nothing in this model'}."
     if audit.kept_on_cuda:
         kind = numerics.environment.device.kind if numerics.environment else "cpu"
@@ -285,7 +281,3 @@ def _scaling(scaling: LossScaling) -> str:
         f"an eighth of fp16's largest number, 65504. Of {scaling.unscaled.num_elements:,} gradients "
         f"{lost_words(scaling.unscaled)} without it; with it, {lost_words(scaling.scaled)}."
     )
-
-
-def _each(names: Iterator[str]) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(names))

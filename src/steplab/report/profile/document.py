@@ -8,6 +8,7 @@ from steplab.records.finding import Findings
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.report.kit.document import MOST_IN_FULL, Document, Section, Sentences, Verdict, later, records_in_full
+from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
@@ -23,7 +24,6 @@ from steplab.report.profile.tables import (
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.figures import spread
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import interval_words, run_subtitle, run_title
 from steplab.stats import summarize
@@ -50,15 +50,12 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
     """What would save time, the step time, and why to doubt it."""
-    samples = run.samples_s
-    summary = summarize(samples) if samples else None
-    timed = (
-        [f"A step takes {units.format_time(summary.median)} ({interval_words(summary)}) without the profiler."]
-        if summary
-        else []
-    )
-    doubts = (f"Caution: {doubt}." for doubt in profile.doubts)
-    return Verdict(sentences=(*finding_sentences(run, findings), *timed), cautions=(*doubts, *run_cautions(run)))
+    timed = []
+    if run.samples_s:
+        summary = summarize(run.samples_s)
+        timed = [f"A step takes {units.format_time(summary.median)} ({interval_words(summary)}) without the profiler."]
+    cautions = (*_doubts(profile), *run_cautions(run))
+    return Verdict(sentences=(*finding_sentences(run, findings), *timed), cautions=cautions)
 
 
 def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] | None = None) -> Section:
@@ -67,19 +64,21 @@ def profile_chapter(cells: Sequence[RunCell], findings: Mapping[str, Findings] |
     fields, found = varying(cells), findings or {}
 
     def record(cell: RunCell) -> Section:
-        assert cell.run.profile is not None
-        return _record(cell.run, cell.run.profile, label(cell, fields) if len(cells) > 1 else "", found.get(cell.id))
+        run, profile = cell.run, cell.run.profile
+        assert profile is not None
+        title = label(cell, fields) if len(cells) > 1 else ""
+        doubts = _doubts(profile) if title else ()  # else they open the report
+        told = Verdict(sentences=(words.time_sentence(run, profile),), cautions=doubts)
+        first = [findings_section(found[cell.id])] if cell.id in found else []
+        return Section.of_record(words.heading(run, profile), told, [*first, *_sections(run, profile)], title=title)
 
     cautions = Sentences.of(dict.fromkeys(words.caution(cell.run) for cell in profiled), "note")
     shown = records_in_full(spread(profiled, MOST_IN_FULL), profiled, record)
     return Section.of(TITLE, cautions, *shown, anchor="profiles")
 
 
-def _record(run: Run, profile: Profile, title: str, findings: Findings | None) -> Section:
-    doubts = tuple(f"Caution: {doubt}." for doubt in profile.doubts) if title else ()  # else they open the report
-    told = Verdict(sentences=(words.time_sentence(run, profile),), cautions=doubts)
-    sections = (*([findings_section(findings)] if findings else []), *_sections(run, profile))
-    return Section.of_record(words.heading(run, profile), told, sections, title=title)
+def _doubts(profile: Profile) -> tuple[str, ...]:
+    return tuple(f"Caution: {doubt}." for doubt in profile.doubts)
 
 
 def _sections(run: Run, profile: Profile) -> Iterator[Section]:
@@ -102,4 +101,4 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     yield Section.of("Communication", words.communication_sentence(run, profile))
     yield Section.of("Timeline of one step", later(timeline_chart, profile))
     yield Section.of("Host calls that wait or copy", host_call_table(profile))
-    yield Section.notes(words.further_notes(profile))
+    yield Section.notes(note for note in profile.notes if note not in profile.doubts)  # which begin the section

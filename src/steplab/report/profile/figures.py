@@ -40,9 +40,9 @@ class Span:
     timed_s: float | None
     """Unprofiled median of the same phase; None where it was not timed."""
 
-    def share(self, *categories: str) -> float | None:
-        """Share of the busy time; None where nothing ran."""
-        return sum(self.categories.get(c, 0.0) for c in categories) / self.busy_s if self.busy_s else None
+    def share(self, category: str) -> float | None:
+        """Share of a category in the busy time; None where nothing ran."""
+        return self.categories.get(category, 0.0) / self.busy_s if self.busy_s else None
 
 
 def spans(run: Run, profile: Profile) -> list[Span]:
@@ -171,8 +171,3 @@ def _median_of_medians(parts: list[KernelStats]) -> float:
                 middle.append(part.median_s)
                 break
     return median(middle) if middle else 0.0
-
-
-def kernel_time_s(profile: Profile) -> float:
-    """Durations of all kernels per step; above the busy time where kernels ran side by side."""
-    return sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps

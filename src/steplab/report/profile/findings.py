@@ -30,7 +30,7 @@ def findings_document(run: Run, findings: Findings) -> Document:
         verdict=Verdict(sentences=tuple(finding_sentences(run, findings)), cautions=tuple(run_cautions(run))),
         sections=(
             *(_finding(number, finding, findings.step_s) for number, finding in enumerate(found, start=1)),
-            _trials(findings),
+            Section.of("Time saved per step, predicted and measured", trials_table(findings), *_changed_step(findings)),
             Section.of("", Sentences.of([caption] if found else [], "note")),
             Section.notes(findings.not_looked_at, "Not looked at"),
         ),
@@ -103,11 +103,6 @@ def _predicted(finding: Finding) -> str | None:
     if finding.saves_s is None:
         return None
     return f"{'at most ' if finding.at_most else ''}{units.format_time(finding.saves_s)}"
-
-
-def _trials(findings: Findings) -> Section:
-    told = Sentences.of(_changed_step(findings))
-    return Section.of("Time saved per step, predicted and measured", trials_table(findings), told)
 
 
 def trials_table(findings: Findings) -> Table:

@@ -84,26 +84,23 @@ def roofline_points(run: Run, profile: Profile) -> list[Point]:
     """The operators that have FLOPs, bytes and time, largest share first."""
     roofs = find_roofs(run)
     total_s = sum(op.device_s for op in profile.ops)
-    return [
-        _point(run, profile, roofs, op, op.flops, op.moved_bytes, total_s)
-        for op in sorted(profile.ops, key=lambda op: -op.device_s)
-        if op.flops and op.moved_bytes and op.device_s > 0
-    ]
-
-
-def _point(
-    run: Run, profile: Profile, roofs: Roofline, op: OpStats, flops: float, moved_bytes: float, total_s: float
-) -> Point:
-    dtype = roof_dtype(run, profile, op)
-    least_s = roofs.least_time_s(flops, moved_bytes, dtype)
-    return Point(
-        op=op,
-        intensity=flops / moved_bytes,
-        flops_per_s=flops / op.device_s,
-        share=op.device_s / total_s,
-        ceiling_share=None if least_s is None else least_s / op.device_s,
-        dtype=dtype,
-    )
+    points = []
+    for op in sorted(profile.ops, key=lambda op: -op.device_s):
+        if not (op.flops and op.moved_bytes and op.device_s > 0):
+            continue
+        dtype = roof_dtype(run, profile, op)
+        least_s = roofs.least_time_s(op.flops, op.moved_bytes, dtype)
+        points.append(
+            Point(
+                op=op,
+                intensity=op.flops / op.moved_bytes,
+                flops_per_s=op.flops / op.device_s,
+                share=op.device_s / total_s,
+                ceiling_share=None if least_s is None else least_s / op.device_s,
+                dtype=dtype,
+            )
+        )
+    return points
 
 
 def roofline(run: Run, profile: Profile) -> Chart | None:

@@ -8,13 +8,7 @@ from steplab.records.profile import KernelStats, Profile
 from steplab.records.rows import Row, Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
-from steplab.report.kit.quantities import (
-    DIGITS,
-    FLOPS,
-    PERCENT,
-    TIME,
-    Quantity,
-)
+from steplab.report.kit.quantities import DIGITS, FLOPS, PERCENT, TIME, Quantity
 from steplab.report.profile import words
 from steplab.report.profile.attention import AttentionRow
 from steplab.report.profile.figures import Span, TopKernel, shown_categories, spans, top_kernels

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from steplab import units
 from steplab.records.profile import CATEGORIES, Profile, Timeline
-from steplab.report.kit.charts import MUTED, category_color, category_legend, css_color
+from steplab.report.kit.charts import MUTED, category_color, category_legend, css_color, svg
 from steplab.report.kit.document import Chart, Picture
 from steplab.report.kit.kernel_names import last_part, short_kernel
 from steplab.report.kit.timelines import (
@@ -17,7 +17,6 @@ from steplab.report.kit.timelines import (
     axis,
     step_picture,
     stream_names,
-    svg,
     titled,
     words_at,
 )
@@ -86,7 +85,7 @@ def _close_picture(timeline: Timeline, window: CloseUp, names: Mapping[int, str]
         if timeline.stream[index] in used:
             body.append(_kernel(timeline, index, frame))
     title = f"{window.title}, {units.format_time((window.end_ns - window.start_ns) / 1e9)}"
-    return Picture(title=title, svg=svg(title, frame.bottom + BOTTOM, "".join(body)), width=WIDTH)
+    return Picture(title=title, svg=svg(title, WIDTH, frame.bottom + BOTTOM, "".join(body)), width=WIDTH)
 
 
 def _kernel(timeline: Timeline, index: int, frame: Frame) -> str:

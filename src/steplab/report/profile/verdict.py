@@ -1,13 +1,14 @@
 """The answer of a profile: what would save time, by the findings on its run, or else where the time goes."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 
 from steplab import units
 from steplab.records.finding import Finding, Findings
 from steplab.records.run import Run
-from steplab.report.kit.document import Bar, Bars, Column, Section, Segment, Table
+from steplab.report.kit.document import Bar, Bars, Column, Fact, Section, Segment, Table
 from steplab.report.kit.quantities import PERCENT
 from steplab.report.profile.words import largest_categories, time_sentence
+from steplab.report.run.cells import RunCell, label
 from steplab.specs.step_fields import option_name
 
 _MOST_TOLD = 3
@@ -66,6 +67,22 @@ def saved_words(finding: Finding) -> str:
         return "not predicted"
     tokens = "" if finding.tokens_ratio == 1 else " for the same tokens"
     return f"{'at most' if finding.at_most else 'about'} {units.format_time(finding.saves_s)}{tokens}"
+
+
+def saving_facts(cells: Sequence[RunCell], findings: Mapping[str, Findings], fields: Sequence[str]) -> list[Fact]:
+    """The largest saving, as a share of its step, that is predicted of a run of a page; empty where none is."""
+    predicted = [
+        (finding.saves_s / found.step_s, cell, found)
+        for cell in cells
+        if (found := findings.get(cell.run.id)) and found.step_s and found.findings
+        if (finding := found.findings[0]).saves_s is not None
+    ]
+    if not predicted:
+        return []
+    share, cell, found = max(predicted, key=lambda one: one[0])
+    told = saving_sentence(found.findings[0], found.step_s)
+    text = f"of a step is the most that one change is predicted to save: {label(cell, fields)}. {told}"
+    return [Fact(figure=units.format_percent(share), text=text, wide=True)]
 
 
 def findings_section(findings: Findings) -> Section:

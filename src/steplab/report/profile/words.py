@@ -9,7 +9,6 @@ from steplab.report.profile.figures import (
     TOLERANCE,
     Span,
     TopKernel,
-    kernel_time_s,
     passes,
     shown_categories,
     top_kernels,
@@ -241,14 +240,9 @@ def uncategorised_sentence(run: Run, profile: Profile) -> str:
     return f"Uncategorised: {_share(unknown_s, step.busy_s)} of the busy time ({units.format_time(unknown_s)})."
 
 
-def further_notes(profile: Profile) -> list[str]:
-    """The profile's notes without its doubts, which the section shows at its beginning."""
-    return [note for note in profile.notes if note not in profile.doubts]
-
-
 def overlap_note(run: Run, profile: Profile) -> str | None:
     """A note where durations add up to more than the busy time."""
-    busy_s, total_s = whole(run, profile).busy_s, kernel_time_s(profile)
+    busy_s, total_s = whole(run, profile).busy_s, sum(kernel.total_s for kernel in profile.kernels) / profile.num_steps
     if total_s <= busy_s * 1.001:
         return None
     return (

@@ -5,14 +5,12 @@ from collections.abc import Iterator, Sequence
 from steplab import stats
 from steplab.records.disturbances import disturbance_words
 from steplab.records.rows import Row, Scalar
-from steplab.report.kit.document import Column, Section, Table
+from steplab.report.kit.document import MOST_ROWS, Column, Section, Table
 from steplab.report.kit.quantities import LABEL, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
 from steplab.report.run.effects import Effect, Pair, effects_of
 from steplab.report.run.figures import phase_names
 
-MOST_ROWS = 40
-"""Rows of a table that a terminal shows."""
 _RUN = Column(key="run", wraps_from=16)
 _RECORD = Column(key="id", header="record", rank=3)
 

@@ -9,26 +9,19 @@ from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
-from steplab.report.kit.document import Block, Column, Fact, Facts, Section, Sentences, Table, later
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES
+from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
-from steplab.report.run.by_size import MOST_ROWS, effects_sections, passes_table
+from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
-from steplab.report.run.curves import relative, settling, warmup_curves, worth_a_curve
+from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
 from steplab.report.run.figures import WARMUP_COUNTS, achieved_flops_per_s, steady_sentence, steady_words, warmup_study
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.run.gaps import choices, doubts, gaps
-from steplab.report.run.narrative import facts
-from steplab.report.run.one_run import (
-    failure_blocks,
-    phase_blocks,
-    step_time_pairs,
-    utilization_blocks,
-    warmup_effects,
-)
+from steplab.report.run.one_run import failure_blocks, phase_blocks, step_time_pairs, utilization_blocks, warmup_effects
 from steplab.report.run.phases import phases
 from steplab.report.run.ranks import rank_blocks
 
@@ -69,11 +62,6 @@ TERMS = (
 """Terms of these chapters, and what they mean."""
 
 _MANY = 4  # runs, more of which are listed apart
-
-
-def summary_chapter(cells: Sequence[RunCell], of_others: Iterable[Fact]) -> Section:
-    """The most important figures, including those of findings and memory profiles."""
-    return Section.of("", Facts(facts=tuple(facts(cells, of_others))))
 
 
 def failure_chapter(cells: Sequence[RunCell]) -> Section:
@@ -142,7 +130,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         assert timing is not None  # chosen for its curve
         row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
         for effect in warmup_study(timing):
-            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": relative(effect.mean_s, cell.run)}
+            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": quotient(effect.mean_s, cell.run.median_s)}
         rows.append(row)
     columns = [
         column
@@ -178,7 +166,8 @@ def utilization_chapter(cells: Sequence[RunCell]) -> Section:
     """MFU and HFU under each convention."""
     blocks: Iterable[Block] = ()
     if len(cells) == 1:
-        blocks = utilization_blocks(cells[0].run)
+        run = cells[0].run
+        blocks = (*utilization_blocks(run.utilizations), Sentences.of(doubts(run), "warning"))
     elif any(cell.run.utilizations for cell in cells):
         blocks = (later(charts.mfu, cells), utilization_table(cells), *_told_once(cells, doubts))
     return Section.of("Utilization", *blocks, anchor="utilization")
@@ -188,7 +177,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
     """One row per run, one column per convention, and the peak that the shares are relative to."""
     fields = varying(cells)
     rows: list[Row] = []
-    kinds: dict[str, str] = {}
+    shares: dict[str, None] = {}
     for cell in cells:
         if not cell.run.utilizations:
             continue
@@ -196,8 +185,8 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
         row: Row = {"run": label(cell, fields), "peak": first.peak_flops_per_s, "dtype": first.dtype}
         row["source"] = first.peak_source
         for used in cell.run.utilizations:
-            kinds[f"{used.kind} {used.convention}"] = f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
-            row[f"{used.kind} {used.convention}"] = used.value
+            shares[used.label] = None
+            row[used.label] = used.value
             if (used.kind, used.convention) == ("mfu", "causal"):
                 row["achieved"] = achieved_flops_per_s(used)
         rows.append(row)
@@ -205,7 +194,7 @@ def utilization_table(cells: Sequence[RunCell]) -> Table:
         name="utilization",
         columns=(
             Column(key="run", wraps_from=20),
-            *(Column(key=key, header=header, quantity=SHARE) for key, header in kinds.items()),
+            *(Column(key=name, header=name, quantity=SHARE) for name in shares),
             Column(key="achieved", header="achieved (causal)", quantity=FLOPS_PER_S),
             Column(key="peak", header="dense peak", quantity=FLOPS_PER_S),
             Column(key="dtype", header="type"),

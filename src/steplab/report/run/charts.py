@@ -14,20 +14,17 @@ from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.axes import Layout
 from steplab.report.kit.charts import (
-    AXES_HEIGHT,
     GLYPHS,
     INK,
     MUTED,
     PAPER,
     Drawing,
-    drawing,
     put_line,
     put_mark,
     series_color,
     series_legend,
 )
 from steplab.report.kit.document import Chart, Legend
-from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
 from steplab.report.run.words import interval_words
 
@@ -51,8 +48,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
     (layout, panels), fields = arrange(cells), varying(cells)
     scale = kit.time_scale([v for s in summaries.values() for v in (s.low, s.high)])
 
-    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
-        axes = ax.frame(picture, layout, scale, place)
+    def paint(picture: Drawing, axes: "Axes", layout: Layout, panel: Panel, place: ax.Places) -> None:
         lines: dict[tuple[int, str], list[tuple[float, float]]] = {}
         for position, series, cell in panel.marks:
             x, summary = place.x(position, series), summaries.get(cell.run.id)
@@ -81,7 +77,7 @@ def step_times(cells: Sequence[RunCell]) -> Chart | None:
     note += f"narrower than the mark. The scale {'is logarithmic' if scale.log else 'starts at zero'}."
     if any(disturbance_words(cell.run) for cell in cells):
         note += " Hollow marks are runs with a warning."
-    return _chart(layout, panels, "step time", paint, note=note, legend=_legend(layout, GLYPHS))
+    return _chart(layout, panels, "step time", scale, paint, note=note, legend=_legend(layout, GLYPHS))
 
 
 def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
@@ -99,10 +95,9 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
     near = total is not None and (highest >= _CAPACITY_MATTERS * total or any(c.run.failure for c in cells))
     scale = kit.bytes_scale([highest], total if near else None)
 
-    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
-        axes = ax.frame(picture, layout, scale, place)
+    def paint(picture: Drawing, axes: "Axes", layout: Layout, panel: Panel, place: ax.Places) -> None:
         if near and total is not None:
-            axes.axhline(total, color=MUTED, linewidth=1, linestyle=(0, (4, 3)))
+            axes.axhline(total, color=MUTED, linewidth=1, linestyle=kit.DASHED)
             axes.text(1, total, f"device memory, {units.format_bytes(total)}", ha="right", va="bottom",
                       transform=axes.get_yaxis_transform(), fontsize=10, color=MUTED)  # fmt: skip
         for position, series, cell in panel.marks:
@@ -113,15 +108,12 @@ def peak_memory(cells: Sequence[RunCell]) -> Chart | None:
             width = 0.86 * place.step
             axes.bar(x, peak.peak_reserved_bytes, width, color=color, alpha=0.3)
             (bar,) = axes.bar(x, peak.peak_allocated_bytes, width, color=color)
-            sizes = (
-                units.format_bytes(peak.peak_allocated_bytes),
-                units.format_bytes(peak.peak_reserved_bytes),
-            )
-            picture.tip(bar, f"{label(cell, fields)}: {sizes[0]} allocated, {sizes[1]} reserved")
+            sizes = map(units.format_bytes, (peak.peak_allocated_bytes, peak.peak_reserved_bytes))
+            picture.tip(bar, "{}: {} allocated, {} reserved".format(label(cell, fields), *sizes))
 
     note = "Peak memory of a step. Solid: bytes in live tensors. Pale: bytes held by the allocator. "
     note += "OOM: the cell ran out of memory." if any(c.run.failure for c in cells) else ""
-    return _chart(layout, panels, "peak memory", paint, note=note, legend=_legend(layout))
+    return _chart(layout, panels, "peak memory", scale, paint, note=note, legend=_legend(layout))
 
 
 def _host_memory(cells: Sequence[RunCell]) -> Chart | None:
@@ -152,8 +144,7 @@ def _bars(
 ) -> Chart:
     (layout, panels), fields = arrange(cells), varying(cells)
 
-    def paint(picture: Drawing, layout: Layout, panel: Panel, place: ax.Places) -> None:
-        axes = ax.frame(picture, layout, scale, place)
+    def paint(picture: Drawing, axes: "Axes", layout: Layout, panel: Panel, place: ax.Places) -> None:
         for position, series, cell in panel.marks:
             x, value = place.x(position, series), values.get(cell.run.id)
             if value is None:
@@ -165,14 +156,15 @@ def _bars(
                 axes.annotate(scale.show(value), (x, value), (0, 3), textcoords="offset points",
                               ha="center", va="bottom", fontsize=11, color=INK)  # fmt: skip
 
-    return _chart(layout, panels, name, paint, note=note, legend=_legend(layout))
+    return _chart(layout, panels, name, scale, paint, note=note, legend=_legend(layout))
 
 
 def _chart(
     layout: Layout,
     panels: Sequence[Panel],
     name: str,
-    paint: Callable[[Drawing, Layout, Panel, ax.Places], None],
+    scale: kit.Scale,
+    paint: Callable[[Drawing, "Axes", Layout, Panel, ax.Places], None],
     *,
     note: str,
     legend: Legend,
@@ -184,11 +176,9 @@ def _chart(
         used = sorted({position for position, _, _ in panel.marks})
         own = replace(layout, positions=tuple(layout.positions[position] for position in used))
         moved = replace(panel, marks=tuple((used.index(at), series, cell) for at, series, cell in panel.marks))
-        width = ax.chart_width(own)
         title = f"{name}, {panel.title}" if panel.title else name
-        place = ax.places(own, width)
-        with drawing(width, AXES_HEIGHT + ax.below(own, place).height_px, title) as picture:
-            paint(picture, own, moved, place)
+        with ax.panel(own, scale, title, ax.chart_width(own)) as (picture, axes, place):
+            paint(picture, axes, own, moved, place)
             pictures.append(picture.picture(panel.title))
     if left_out := sum(len(panels[index].marks) for index in ranked[_MOST_PANELS:]):
         note += f" {units.counted(left_out, 'more run')} in panels with fewer runs: the table of runs has them."
@@ -202,8 +192,5 @@ def _legend(layout: Layout, glyphs: Sequence[str] = ("■",)) -> Legend:
 def _failed(
     picture: Drawing, axes: "Axes", x: float, cell: RunCell, fields: Sequence[str], *, top: bool = False
 ) -> None:
-    failure = cell.run.failure
-    if failure is None:
-        return  # measured, but not this figure: the page says why
-    word = kit.mark_failure(axes, x, kit.failure_word(failure.kind), top=top)
-    picture.tip(word, f"{label(cell, fields)}: {why_failed(failure)}")
+    if cell.run.failure:  # else it was measured, but not this figure: the page says why
+        kit.mark_failure(picture, axes, x, cell.run.failure, label(cell, fields), top=top)

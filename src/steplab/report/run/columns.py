@@ -7,7 +7,7 @@ show the columns that differ, and what all rows share once, in the caption.
 from collections.abc import Sequence
 from dataclasses import replace
 
-from steplab.records.rows import Row, Scalar
+from steplab.records.rows import Row
 from steplab.records.run_figures import RUN_FIGURES, RunFigure
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
 from steplab.report.kit.quantities import LABEL, Quantity
@@ -15,11 +15,6 @@ from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
 _DAY = Quantity(lambda value: str(value)[:10], numeric=False)
-
-
-def _unsaid(value: Scalar) -> str:
-    """An empty text, because the environment names the device."""
-    return ""
 
 
 def _figure_column(figure: RunFigure) -> Column | None:
@@ -39,7 +34,7 @@ def _field_column(field: StepField) -> Column:
         key=field.column,
         header=field.header,
         quantity=Quantity(field.text, numeric=field.type in (int, float)),
-        shared=_unsaid if field.about.role == "device" else field.say,
+        shared=(lambda value: "") if field.about.role == "device" else field.say,  # the environment names the device
         quiet=str(field.default) if field.about.quiet else None,
         rank=field.about.rank,
         folds=True,

@@ -5,11 +5,12 @@ from collections.abc import Sequence
 from steplab import stats, units
 from steplab.records.run import Run
 from steplab.records.timing import curve, find_phase
-from steplab.report.kit import charts as ax
-from steplab.report.kit.charts import MUTED, PAPER, SERIES, Drawing, drawing
+from steplab.report.kit import charts as kit
+from steplab.report.kit.charts import DOTTED, MUTED, PAPER, SERIES, Drawing, drawing
 from steplab.report.kit.document import Chart
+from steplab.report.kit.grouping import spread
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import spread, steady_words
+from steplab.report.run.figures import steady_words
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150
@@ -64,7 +65,7 @@ def _curve(picture: Drawing, run: Run) -> None:
     samples = curve(run.timing)
     warmup = find_phase(run.timing.warmup, "step")
     num_warmup = len(warmup.best_s) if warmup else 0
-    scale = ax.time_scale(samples, log_from=4)
+    scale = kit.time_scale(samples, log_from=4)
     axes = picture.axes(56, 26, 8, 6)
     scale.put_on(axes)
     axes.grid(axis="y")
@@ -78,7 +79,7 @@ def _curve(picture: Drawing, run: Run) -> None:
         axes.axhline(settled, color=SERIES[0], linewidth=1, alpha=0.5)
     steady = steady_step(run)
     if steady is not None:
-        axes.axvline(steady - 0.5, color=MUTED, linewidth=1, linestyle=(0, (2, 3)))
+        axes.axvline(steady - 0.5, color=MUTED, linewidth=1, linestyle=DOTTED)
     axes.plot(numbers, samples, color=SERIES[0], linewidth=1, alpha=0.55)
     for number, sample in zip(numbers, samples, strict=True):
         fill = PAPER if number <= num_warmup else SERIES[0]
@@ -94,8 +95,3 @@ def settling(cells: Sequence[RunCell]) -> list[tuple[str, int]]:
     steps = [steady_step(run) for run in long_enough]
     counts = [(f"from step {step}", steps.count(step)) for step in sorted({s for s in steps if s is not None})]
     return counts + ([("not settled", steps.count(None))] if None in steps else [])
-
-
-def relative(value: float | None, run: Run) -> float | None:
-    """A mean as a multiple of the run's own median, which shows what too few warm-up steps add."""
-    return value / run.median_s if value is not None and run.median_s else None

@@ -3,13 +3,10 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean, median
-from typing import TypeVar
 
 from steplab import stats
 from steplab.records.run import Run, Utilization
 from steplab.records.timing import Timing, curve
-
-T = TypeVar("T")
 
 WARMUP_COUNTS = (0, 1, 2, 5)
 """Numbers of warm-up steps whose effect on the figures is shown."""
@@ -83,10 +80,3 @@ def achieved_flops_per_s(used: Utilization) -> float | None:
     if used.value is None or used.peak_flops_per_s is None:
         return None
     return used.value * used.peak_flops_per_s * used.num_devices
-
-
-def spread(items: Sequence[T], most: int) -> list[T]:
-    """At most `most` of the items, evenly spaced, the first and the last among them."""
-    if len(items) <= most:
-        return list(items)
-    return [items[round(index * (len(items) - 1) / (most - 1))] for index in range(most)]

@@ -7,7 +7,7 @@ from steplab import units
 from steplab.records.memory import AllocatorState
 from steplab.records.rows import Row
 from steplab.records.run import Run
-from steplab.records.timing import Timing, find_phase
+from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import Column, Table
 from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
@@ -31,13 +31,13 @@ the documentation of cuBLAS on handles and of torch.optim on state)."""
 def first_steps_table(cells: Sequence[RunCell]) -> Table | None:
     """One row per run: by how much each phase of the first step exceeds that of a settled one, and what memory grew."""
     fields = varying(cells)
-    timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(_curve(cell.run.timing, "step")) > 1]
+    timed = [(cell, cell.run.timing) for cell in cells if cell.run.timing and len(curve(cell.run.timing)) > 1]
     rows: list[Row] = []
     parts: dict[str, None] = {}
     for cell, timing in timed:
         names = phase_names(cell.run)
         parts |= dict.fromkeys(names)
-        row: Row = {"run": label(cell, fields), "first_s": _curve(timing, "step")[0]}
+        row: Row = {"run": label(cell, fields), "first_s": curve(timing)[0]}
         row |= {name: excess for name in names if (excess := _excess_s(timing, name)) is not None}
         row |= {"settled_s": _settled_s(timing, "step"), "compile_s": _compile_s(timing), "id": cell.id}
         rows.append(row | _growth(cell.run))
@@ -130,18 +130,13 @@ def _of_clocks(cells: Sequence[RunCell], fields: Sequence[str]) -> Iterator[str]
         )
 
 
-def _curve(timing: Timing, name: str) -> tuple[float, ...]:
-    warmup, measured = find_phase(timing.warmup, name), timing.phase(name)
-    return (warmup.best_s if warmup else ()) + (measured.best_s if measured else ())
-
-
 def _settled_s(timing: Timing, name: str) -> float | None:
-    samples = _curve(timing, name)
+    samples = curve(timing, name)
     return median(samples[len(samples) // 2 :]) if samples else None
 
 
 def _excess_s(timing: Timing, name: str) -> float | None:
-    samples, settled_s = _curve(timing, name), _settled_s(timing, name)
+    samples, settled_s = curve(timing, name), _settled_s(timing, name)
     return samples[0] - settled_s if len(samples) > 1 and settled_s is not None else None
 
 

@@ -1,6 +1,6 @@
 """The main figures of several runs, each in a sentence that names the cells that it concerns."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 from steplab import units
 from steplab.records.timing import HARDLY_AHEAD, waits_for_host
@@ -8,16 +8,15 @@ from steplab.report.kit.document import Fact
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.effects import NEGLIGIBLE, Effect, effect_words, effects_of, times_words
 from steplab.report.run.verdict import main_effects
-from steplab.units import format_share
 
 _MOST_NAMED = 6
 
 
-def facts(cells: Sequence[RunCell], of_others: Iterable[Fact] = ()) -> list[Fact]:
-    """The summary of several runs: the effect of each choice, the highest utilization, and what others know of them."""
+def facts(cells: Sequence[RunCell]) -> list[Fact]:
+    """The summary of several runs: the effect of each choice, the highest utilization and peak, and what waits."""
     fields = varying(cells)
     first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
-    return first + _waiting(cells, fields) + [*of_others]
+    return first + _waiting(cells, fields)
 
 
 def _gains(cells: Sequence[RunCell]) -> list[Fact]:
@@ -47,7 +46,7 @@ def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[F
     value, used, cell = max(known, key=lambda item: item[0])
     peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
     text = f"is the highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
-    return [Fact(figure=format_share(value), text=text)]
+    return [Fact(figure=units.format_share(value), text=text)]
 
 
 def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
@@ -57,12 +56,8 @@ def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]
     size, cell = max(peaks, key=lambda item: item[0])
     total = cell.run.memory.total_bytes if cell.run.memory else None
     of_total = f", of {units.format_bytes(total)} on the device" if total else ""
-    return [
-        Fact(
-            figure=units.format_bytes(size),
-            text=f"is the largest peak of allocated memory: {label(cell, fields)}{of_total}.",
-        )
-    ]
+    text = f"is the largest peak of allocated memory: {label(cell, fields)}{of_total}."
+    return [Fact(figure=units.format_bytes(size), text=text)]
 
 
 def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:

@@ -12,7 +12,6 @@ from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE, TIME
 from steplab.report.kit.text import ABSENT
 from steplab.report.run.figures import achieved_flops_per_s, phase_names, warmup_study
-from steplab.report.run.gaps import doubts
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
@@ -118,23 +117,13 @@ def warmup_effects(timing: Timing) -> Table:
     )
 
 
-def utilization_blocks(run: Run) -> Iterator[Block]:
-    """MFU and HFU under each convention, with the peak that they are relative to, and what is doubtful about them."""
-    yield from utilization_figures(run.utilizations)
-    yield Sentences.of(doubts(run), "warning")
-
-
-def utilization_figures(utilizations: Sequence[Utilization]) -> Iterator[Block]:
-    """The same of a measured or predicted step."""
-
-    def name(used: Utilization) -> str:
-        return f"{used.kind.upper()} ({used.convention.replace('_', ' ')})"
-
+def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
+    """MFU and HFU of a measured or predicted step under each convention, with the peak that they are relative to."""
     yield Table.of(
         "utilization",
         utilizations,
         (
-            Column(key="figure", header="", value=name),
+            Column(key="label", header=""),
             Column(key="value", quantity=SHARE),
             Column(key="achieved", quantity=FLOPS_PER_S, value=achieved_flops_per_s),
             Column(key="flops", header="FLOPs per step", quantity=COUNT),

@@ -6,9 +6,9 @@ from steplab import units
 from steplab.records.run import Run
 from steplab.report.kit.charts import color_number, series_color, series_legend
 from steplab.report.kit.document import Bar, Bars, Segment
+from steplab.report.kit.grouping import spread
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import phase_names, spread
-from steplab.units import format_share
+from steplab.report.run.figures import phase_names
 
 _MOST_BARS = 40
 _FIRST = 12
@@ -75,7 +75,7 @@ def _shares(run: Run) -> str:
     """'forward 33.0 %, backward 63.1 %, optimizer 3.9 %' of the step, as in the table of one run."""
     times = {name: run.phase_s(name) or 0.0 for name in phase_names(run)}
     whole_s = run.median_s or sum(times.values()) or 1.0
-    return ", ".join(f"{name} {format_share(time_s / whole_s)}" for name, time_s in times.items())
+    return ", ".join(f"{name} {units.format_share(time_s / whole_s)}" for name, time_s in times.items())
 
 
 def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
@@ -83,5 +83,5 @@ def _segments(run: Run, names: Sequence[str]) -> Iterator[Segment]:
     total, covered = sum(times.values()) or 1.0, _covered(run)
     whole_s = run.median_s or total
     for name, time_s in times.items():
-        tip = f"{name}: {units.format_time(time_s)}, {format_share(time_s / whole_s)} of the step"
+        tip = f"{name}: {units.format_time(time_s)}, {units.format_share(time_s / whole_s)} of the step"
         yield Segment(value=covered * time_s / total, color=color_number(series_color(names.index(name))), tip=tip)

@@ -8,7 +8,6 @@ from steplab.records.ranks import RankSamples
 from steplab.report.kit.document import Block, Column, Sentences, Table
 from steplab.report.kit.quantities import LABEL
 from steplab.report.kit.text import ABSENT
-from steplab.units import format_share
 
 _WAITING = "gradient sync"
 
@@ -45,7 +44,7 @@ def spread_words(ranks: Sequence[RankSamples]) -> str | None:
         return None
     medians = sorted(median(column) for column in columns)
     apart = median(max(step) - min(step) for step in zip(*columns, strict=True))
-    share = format_share(apart / medians[0]) if medians[0] > 0 else ABSENT
+    share = units.format_share(apart / medians[0]) if medians[0] > 0 else ABSENT
     low, high = units.format_time(medians[0]), units.format_time(medians[-1])
     return (
         f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "

@@ -1,5 +1,6 @@
 """The answer of one or several runs: the step time, how it grows with size, and which choices pay."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from statistics import median
 
@@ -15,7 +16,6 @@ from steplab.report.run.figures import achieved_flops_per_s
 from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
 from steplab.specs.command import options
-from steplab.units import format_share
 
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3
@@ -52,8 +52,8 @@ def _one(run: Run) -> Iterator[str]:
     used = run.utilization("mfu", "causal")
     if used and used.value is not None and (achieved := achieved_flops_per_s(used)):
         rate, peak = (units.format_rate(value, "FLOP/s") for value in (achieved, used.peak_flops_per_s or 0.0))
-        share = "" if used.exceeds_peak else f", {format_share(used.value)} of the dense {used.dtype} peak of {peak}"
-        told.append(f"{rate} of model FLOPs{share}")
+        share = f", {units.format_share(used.value)} of the dense {used.dtype} peak of {peak}"
+        told.append(f"{rate} of model FLOPs{'' if used.exceeds_peak else share}")
     if told:
         yield f"That is {'; '.join(told)}."
     if used and used.value is None:
@@ -128,7 +128,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
     used = [cell.run.utilization("mfu", "causal") for cell in (first, last)]
     shares = [share.value for share in used if share and share.value is not None and not share.exceeds_peak]
     if len(shares) == 2:
-        text += f"; MFU goes from {format_share(shares[0])} to {format_share(shares[1])}"
+        text += f"; MFU goes from {units.format_share(shares[0])} to {units.format_share(shares[1])}"
     return f"{text}."
 
 
@@ -167,10 +167,7 @@ def _cautions(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
     doubtful = [(cell, found) for cell in cells if (found := disturbances(cell.run))]
     if doubtful:
-        words: dict[str, int] = {}
-        for _, found in doubtful:
-            for disturbance in found:
-                words[disturbance.word] = words.get(disturbance.word, 0) + 1
+        words = Counter(disturbance.word for _, found in doubtful for disturbance in found)
         kinds = ", ".join(f"{word} {count}" for word, count in words.items()) if len(words) > 1 else next(iter(words))
         few = len(doubtful) <= _MOST_NAMED
         where = f": {_named([cell for cell, _ in doubtful], fields)}" if few else "; their rows are marked"
