@@ -1,6 +1,7 @@
 """The walk to a faster step: which change comes next, what is kept, and what the record and its report say."""
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -301,11 +302,12 @@ def test_a_budget_counts_from_the_start(
     assert [text.startswith(told) for text in said] == [True] * (not tried)
 
 
-@pytest.mark.parametrize("while_measured", [False, True])
+@pytest.mark.parametrize("late", ["built", "measured", "the fastest"])
 def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tried(
-    tmp_path: Path, recwarn: pytest.WarningsRecorder, while_measured: bool
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, late: str
 ) -> None:
-    """A step that is compiled takes longer to build, or to measure, than is left of the budget."""
+    """A step that is compiled takes longer to build, or to measure, than is left of the budget; or a turn of the
+    fastest step beside it does."""
     now = 0.0
 
     class Slow(FakeSession):
@@ -319,24 +321,35 @@ def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tri
             nonlocal now
             now += 10.0
             side = super().enter(*args, **options)
-            if side.spec.compile != "off" and not while_measured:
+            if side.spec.compile != "off" and late == "built":
                 self.cut_off(side)
             return side
 
         def measure(self, sides: Any, *args: Any, **options: Any) -> None:
             super().measure(sides, *args, **options)
             if sides[-1].spec.compile != "off" and sides[-1].failure is None:
-                self.cut_off(sides[-1])
+                self.cut_off(sides[0 if late == "the fastest" else -1])
 
     spec = resolve_step({"model": "small", "context": 512, "steps": 30})
     options: dict[str, Any] = {"session": Slow(product), "profile": unprofiled, "clock": lambda: now}
     advice = advise(spec, store=tmp_path / "store.db", budget_s=100.0, **options)
     assert advice.kept
+    assert advice.failure is None
+    assert advice.overall is not None
     assert not any(tried.failure for tried in advice.tried)
     cut_off = next(words for words in advice.untried if words.startswith("compile "))
     assert cut_off not in decisions(advice)
-    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
-    assert said == [f"the budget was over before {cut_off} was decided; it counts as not tried"]
+    [said] = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    told = f"the budget was over before {cut_off} was decided; it counts as not tried"
+    if late == "built":
+        assert said == told
+        return
+    turns = re.fullmatch(f"{told}, and record ([0-9a-f]{{12}}) has the turns until then", said)
+    assert turns is not None
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        record = opened.get(turns[1])
+    assert isinstance(record, Run)
+    assert record.timing is not None
 
 
 def test_an_interruption_keeps_the_walk_until_then(
@@ -359,6 +372,34 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert all(tried.ratio for tried in advice.tried)
     assert advice.overall is not None
     assert any(words.startswith("compile ") for words in advice.untried)
+    [told_of, *_] = [text for text in advice_verdict(advice).sentences if text.startswith("Not tried")]
+    assert told_of.startswith("Not tried, because the walk was interrupted: ")
+    assert "--budget" not in told_of
+
+
+@pytest.mark.parametrize("within", ["the look at it", "its end"])
+def test_an_interruption_just_after_a_change_was_kept_keeps_it(
+    walk: Callable[..., Advice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
+) -> None:
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    def kept(tried: Tried) -> None:
+        if tried.kept:
+            owner, name = (Outlook, "see") if within == "the look at it" else (FakeSession, "leave")
+            monkeypatch.setattr(owner, name, interrupted)
+
+    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+        walk(on_tried=kept)
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        [row] = opened.rows(kind="advice")
+        advice = opened.get(str(row["id"]))
+        assert isinstance(advice, Advice)
+        assert isinstance(opened.get(str(advice.start_id)), Run)
+    [only] = advice.kept
+    assert (only.base_id, only.run_id) == (advice.start_id, advice.best_id)
+    assert advice.overall == only.ratio
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------

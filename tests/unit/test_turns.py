@@ -191,6 +191,7 @@ def test_sides_wait_again_once_the_one_that_did_not_fit_has_left(device: Device)
     with Session() as session:
         first, second = (session.enter(label, spec) for label, spec in zip("AB", specs(1, 2), strict=True))
         session.measure([first, second], 10)
+        ids = [side.run.id for side in (first, second) if side.run]
         third = session.enter("C", specs(3)[0])
         assert session.alternating
         session.measure([first, third], 10, alternates=False)
@@ -200,6 +201,7 @@ def test_sides_wait_again_once_the_one_that_did_not_fit_has_left(device: Device)
         session.measure([first, second], 10)
         runs = [session.leave(side) for side in (first, second)]
     assert [context for context, _ in device.order] == [1, 2, 2, 1] * 10
+    assert [run.id for run in runs] == ids, "what was told of a side until now is of its record"
     for run in runs:
         assert run.turns is not None
         assert run.timing is not None

@@ -65,7 +65,7 @@ class HostSession(FakeSession):
         return found
 
     def enter(self, label: str, spec: StepSpec, *further: Any) -> Side:
-        self.now_s += START_S + compile_s(spec, H200)
+        self.now_s += START_S + compile_s(spec, H200.rates.host)
         return super().enter(label, spec, *further)
 
     def measure(self, sides: Any, steps: int, **options: Any) -> None:
@@ -92,7 +92,7 @@ class HostSession(FakeSession):
             for name, (seconds, lead) in phases.items()
         )
         side.timed = timed  # type: ignore[attr-defined]  # the next turn goes on from it
-        timing = Timing(warmup=(), back_to_back=timed, first_step_s=compile_s(side.spec, H200) or None)
+        timing = Timing(warmup=(), back_to_back=timed, first_step_s=compile_s(side.spec, H200.rates.host) or None)
         side.run = dataclasses.replace(side.run, timing=timing)
 
 

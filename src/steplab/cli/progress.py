@@ -68,11 +68,13 @@ def shown(stage: str) -> Iterator[None]:
     with ProgressLine() as line:
         progress = Progress(stage=stage, done=0, total=0)
         telling = threading.Timer(0 if _is_live() else _SHORT_S, line.within, [progress])
+        telling.daemon = True
         telling.start()
         try:
             yield
         finally:
             telling.cancel()
+            telling.join()  # it may be writing
 
 
 class ProgressLine:
@@ -163,7 +165,7 @@ class ProgressLine:
         if self._resume and not self._stage:
             self._stage = "resumed"
             made = f"{counted(progress.skipped, 'measurement')} made already"
-            none = "nothing to resume: no measurement of this study is in the store"
+            none = "nothing to resume: no finished measurement of this study is in the store"
             say(f"{made if progress.skipped else none}, {progress.to_run} to go")
         ended = bool(progress.record or progress.refusal)
         number = progress.index + ended

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from steplab.costs.rates import Gpu, gpu_named
+from steplab.costs.rates import Gpu, fitted_rates, gpu_named
 from steplab.errors import SteplabError
 from steplab.lab.explaining import explain
 from steplab.measurement.progress import OnProgress
@@ -87,8 +87,9 @@ class Outlook:
         return [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
 
     def compile_s(self, spec: StepSpec) -> float:
-        """Seconds that compiling a step takes; 0 where that is not known."""
-        return compile_s(spec, self._gpu) if self._gpu else 0.0
+        """Seconds that compiling a step takes, on an unknown device those of a host of known GPUs; 0 where the number
+        of blocks is not known."""
+        return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
 
     def meant(self, spec: StepSpec, field: str, value: str) -> str:
         """What a value of a field comes to on the device: what `auto` chooses. Two values may come to the same."""

@@ -63,8 +63,9 @@ class StoredSession:
         """End a side, and store its record; a side that had no turn is measured by itself first."""
         if side.failure is None and side.run is None:
             self.session.measure([side], side.spec.steps)
-        notes = self._present.pop(side)
+        notes = self._present[side]
         run = keep(self._store, completed(self.session.leave(side), self._name, notes, self._store))
+        del self._present[side]  # not before, so that an interruption loses nothing
         self.stored.append(run)
         return run
 

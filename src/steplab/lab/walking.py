@@ -140,7 +140,7 @@ class Walk:
         self._take_first_turn(start)
         self.start = self.best = start
         took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
-        self._built_s.append(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0))
+        self._built_s.append(max(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0), 0.0))
         trial_s, left_s = self._trial_s(measured_s), self._left_s()
         # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
         self.outlook.look(self.start.environment, may_profile=left_s >= 2 * trial_s)
@@ -290,43 +290,55 @@ class Walk:
         """Try a change; one that the end of the budget or an interruption cuts off was not tried."""
         began_s = self.clock()
         attempt = self._attempt(candidate.change, candidate.promise)
-        if attempt.side is not None and not self._decide(attempt, began_s):
-            why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
-            warn_caller(Remark(why))
+        if attempt.side is None or self._decide(attempt, began_s):
+            self._settle(attempt)
+            self._look_at_best()
             return
-        self._settle(attempt)
+        why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
+        if attempt.side.run is not None and (left := self.leave(attempt.side)):
+            why += f", and record {left.id} has the turns until then"
+        warn_caller(Remark(why))
 
     def _decide(self, attempt: Attempt, began_s: float) -> bool:
         """Measure a change that was built, and keep or drop it; False: the budget was over before that."""
-        built_s = self.clock()
+        built_s, sides = self.clock(), [self.best, attempt.side]
         try:
-            self._measure([self.best, attempt.side], most_s=built_s - began_s)
+            self._measure(sides, most_s=built_s - began_s)
         except UserError as error:  # where each turn has a process of its own, it says so only now
             attempt.side, attempt.failure = None, str(error)
             return True
-        failure = attempt.side.failure
-        if failure and failure.kind == "timeout" and self._left_s() <= 0:
+        if self._is_cut_off(sides):
             return False
         decided_s = self.clock()
-        attempt.ratio = self._ratio([self.best, attempt.side])
+        attempt.ratio = self._ratio(sides)
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
-        left = self.leave(self.best if attempt.kept else attempt.side)
-        if attempt.kept:
-            self.best = attempt.side
-        elif attempt.ratio is None:
+        left = None if attempt.kept else self.leave(attempt.side)
+        if attempt.ratio is None:
             attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
         attempt.took_s = decided_s - began_s
         if attempt.ratio and not self.taking.session.alternating:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
             self._turns.append((decided_s - built_s) / (attempt.ratio.a + attempt.ratio.b))
-        self._look_at_best()
+        return True
+
+    def _is_cut_off(self, sides: Sequence[Any]) -> bool:
+        """Whether the end of the budget cut a turn of these sides short; the turns before it stay."""
+        late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
+        if not late or self._left_s() > 0:
+            return False
+        for side in late:
+            side.failure = side.failure if side.run is None else None
         return True
 
     def _settle(self, attempt: Attempt) -> None:
-        """Count a change among those that were tried."""
+        """Count a change among those that were tried; one that is kept makes the fastest step."""
         self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
         self.attempts.append(attempt)
+        if attempt.kept:
+            self.best = attempt.side
         self.on_attempt(attempt)
+        if attempt.kept:
+            self.leave(attempt.base)
 
     def _take_first_turn(self, side: Any) -> None:
         """Where each turn has a process of its own, find out by one whether a step runs, on what and how fast."""
@@ -403,8 +415,6 @@ class Walk:
             if attempt.side is not None:
                 attempt.kept = True
                 attempt.failure = attempt.side.failure.message if attempt.side.failure else None
-                self.leave(self.best)
-                self.best = attempt.side
             self._settle(attempt)
             if not self.best.failure:
                 return
@@ -417,7 +427,7 @@ class Walk:
             self.on_change("the step as given beside the fastest")
             again = self.taking.enter("start again", spec)
             self._measure([self.best, again])
-            self.met = self._ratio([again, self.best])
+            self.met = None if self._is_cut_off([self.best, again]) else self._ratio([again, self.best])
             self.leave(again)
 
 

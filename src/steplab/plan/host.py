@@ -8,7 +8,7 @@ from statistics import median
 
 import msgspec
 
-from steplab.costs.rates import Gpu, with_rates
+from steplab.costs.rates import Gpu, HostRates, with_rates
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.timing import find_phase, waits_for_host
@@ -46,10 +46,10 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
     return with_rates(gpu, host=msgspec.structs.replace(host, compiled_s=compiled_s, compiled_slow_s=compiled_s))
 
 
-def compile_s(spec: StepSpec, gpu: Gpu) -> float:
+def compile_s(spec: StepSpec, host: HostRates) -> float:
     """Seconds that compiling takes with an empty cache: of one block, or of as many as a whole model has; 0 where
     nothing is compiled, or the number of blocks is not known."""
-    shape, host = spec.model.shape, gpu.rates.host
+    shape = spec.model.shape
     if spec.compile == "off" or shape is None:
         return 0.0
     return host.compile_blocks_s if spec.compile == "block" else host.compile_layer_s * shape.num_layers

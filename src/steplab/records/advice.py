@@ -80,11 +80,13 @@ class Advice(StepRecord):
     tried: tuple[Tried, ...] = ()
     """The changes in the order in which they were tried."""
     untried: tuple[str, ...] = ()
-    """Changes that apply and were not tried, because time was over, the next one first."""
+    """Changes that apply and were not tried, because time was over or the walk was interrupted, the next one first."""
     untried_shares: tuple[float | None, ...] = ()
     """The predicted saving of each of them as a share of the fastest step; None: there was no prediction."""
     untried_s: float | None = None
     """Seconds that trying all of them takes, by what the trials before took; None: not known."""
+    interrupted: bool = False
+    """Whether the walk was interrupted before its end."""
     by_hand: tuple[Finding, ...] = ()
     """Findings whose change is no field of the step."""
     alternating: str | None = None

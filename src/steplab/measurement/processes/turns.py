@@ -162,9 +162,10 @@ class Session:
         self.alternating = None
 
     def leave(self, side: Side) -> Run:
-        """End a side; gives its record, which may be a failure."""
+        """End a side; gives its record, which may be a failure. After an interruption it can be called again."""
         _end(side)
-        self._sides.remove(side)
+        if side in self._sides:
+            self._sides.remove(side)
         turns = Turns(session=self.id, label=side.label, alternating=self.alternating)
         if side.failure is not None or side.run is None:
             failure = side.failure or Failure(kind="error", message="it had no turn")
@@ -243,8 +244,9 @@ class Session:
             failure = Failure(kind="error", message="it sent no record of its turn")
         self._heard(side, failure)
         if side.is_resident:
-            measured = side.listener.measured
-            side.run = _both(side.earlier, measured) if side.earlier and measured else measured
+            measured, before = side.listener.measured, side.run
+            run = _both(side.earlier, measured) if side.earlier and measured else measured
+            side.run = dataclasses.replace(run, id=before.id) if run and before else run  # one record, of more turns
 
     # --- a process for each turn --------------------------------------------------------------------------
 

@@ -78,7 +78,8 @@ def _answer(advice: Advice) -> Iterator[str]:
         if others:
             yield f"{tried.words} by itself: {_result(tried)}; kept with {' and '.join(others)}."
     if advice.untried:
-        yield f"Not tried, because time was over: {', '.join(_untried(advice))}.{_more_time(advice)}"
+        why = "the walk was interrupted" if advice.interrupted else "time was over"
+        yield f"Not tried, because {why}: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
 def tried_words(tried: Tried) -> str:
@@ -109,7 +110,7 @@ def _untried(advice: Advice) -> Iterator[str]:
 
 
 def _more_time(advice: Advice) -> str:
-    if advice.untried_s is None:
+    if advice.untried_s is None or advice.interrupted:
         return ""
     return f" Trying them takes about {units.format_time(advice.untried_s)} more of --budget."
 

@@ -23,8 +23,6 @@ from steplab.report.kit.document import Bar, Bars, Segment, Verdict
 from steplab.report.kit.text import interruption
 from steplab.stats import summarize
 
-_EVEN = 0.02
-"""Relative difference of two times below which neither implementation counts as faster."""
 _WIDE = 0.1
 """Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
@@ -71,9 +69,8 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """Whether it is faster on no shape or slower on none, so that a mean has a meaning; or no shape decides."""
-        both_ways = min(self.speeds) < 1 - _EVEN and max(self.speeds) > 1 + _EVEN
-        return not both_ways or not self.num_faster + self.num_slower
+        """Whether it is faster on no shape or slower on none, so that a mean has a meaning."""
+        return not (self.num_faster and self.num_slower)
 
     @property
     def is_decided(self) -> bool:
