@@ -409,7 +409,8 @@ def borrowers(runs: Iterable[Run], rates: GpuRates) -> dict[str, Borrower]:
             if run.spec and run.median_s and run.id not in waiting
         ]
         if len(errors) >= _LEAST_STEPS:
-            found[name] = Borrower(steps=len(errors), spread=percentile(errors, _INTERVAL))
+            newest = max(run.created_utc for run in own)
+            found[name] = Borrower(steps=len(errors), spread=percentile(errors, _INTERVAL), until_utc=newest)
     return found
 
 
@@ -518,7 +519,13 @@ def main(words: Sequence[str] | None = None) -> None:
         middle, worst = percentile(errors, 50), max(errors)
         print(f"{len(errors)} phases: median {middle:.1%}, p90 {percentile(errors, 90):.1%}, worst {worst:.1%}")
         return
-    steps = [record for record in every if isinstance(record, Run)]
+    stated = {name: tried.until_utc for name, tried in known.borrowers.items()} if known else {}
+    steps = [
+        record
+        for record in every
+        if isinstance(record, Run)
+        and record.created_utc <= (given.until or stated.get(_name_of_gpu(record) or "", _ALWAYS))
+    ]
     sys.stdout.write(as_toml(fit_rates(records, given.gpu, held_out, steps)))
 
 

@@ -108,7 +108,9 @@ def test_a_gpu_without_a_kernel_for_the_attention_is_not_among_those_that_a_step
 def test_a_plan_for_a_gpu_without_a_kernel_for_the_attention_is_refused(attention: str) -> None:
     asked = HALF | {"attention": attention}
     for plan in (plan_time, plan_memory, partial(plan_layout, gpus=8, global_batch=64)):
-        with pytest.raises(Unsupported, match=f"{attention} on rocm .*it is for cuda; use --attention sdpa"):
+        with pytest.raises(
+            Unsupported, match=f"{attention} on an AMD GPU .rocm. .*it is for cuda; use --attention sdpa"
+        ):
             plan(gpu="MI300X", **asked)
     assert plan_time(gpu="A100 SXM 80GB", **asked).central_s > 0
 

@@ -359,7 +359,8 @@ def test_a_gpu_without_a_fit_whose_steps_were_measured_has_the_interval_of_the_f
     assert "95 % of 17 steps measured on it are predicted within 4.1%" in " ".join(tried.sources)
     bf16, fp16 = (resolve_step({"precision": precision}) for precision in ("bf16", "fp16"))
     assert step_spread(fp16, tried) == step_spread(bf16, gpu_named("A100 SXM 80GB")) == 0.3
-    assert step_spread(bf16, with_rates(tried, borrowers={"H100 SXM": Borrower(steps=9, spread=0.12)})) == 0.12
+    worse = Borrower(steps=9, spread=0.12, until_utc="")
+    assert step_spread(bf16, with_rates(tried, borrowers={"H100 SXM": worse})) == 0.12
 
 
 def test_given_figures_replace_the_catalogue() -> None:

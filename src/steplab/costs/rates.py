@@ -114,6 +114,8 @@ class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Number of steps in which the host was ahead."""
     spread: float
     """Error, as a share of the measured time, that 19 of 20 of them have at most."""
+    until_utc: str
+    """When the newest of them was made."""
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,8 @@ def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
         return
     helps = _DTYPES[spec.precision] == FP32 and not why_attention_cannot(replace(spec, precision="bf16"), device)
     instead = "use --attention sdpa, which chooses a kernel by itself" + (", or --precision bf16" if helps else "")
-    raise Unsupported(f"attention {spec.attention} on {device}", why, instead)
+    where = "an AMD GPU (rocm)" if device == "rocm" else device
+    raise Unsupported(f"attention {spec.attention} on {where}", why, instead)
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:

@@ -23,6 +23,8 @@ from steplab.report.kit.document import Bar, Bars, Segment, Verdict
 from steplab.report.kit.text import interruption
 from steplab.stats import summarize
 
+_EVEN = 0.02
+"""Relative difference of two times below which neither implementation counts as faster."""
 _WIDE = 0.1
 """Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
@@ -59,13 +61,13 @@ class _Comparison:
 
     @property
     def num_faster(self) -> int:
-        """Number of shapes on which it is faster by the whole interval."""
-        return sum(low > 1 for low in self.lows)
+        """Number of shapes on which it is faster by the whole interval, and not by a trifle."""
+        return sum(speed > 1 + _EVEN and low > 1 for speed, low in zip(self.speeds, self.lows, strict=True))
 
     @property
     def num_slower(self) -> int:
-        """Number of shapes on which it is slower by the whole interval."""
-        return sum(high < 1 for high in self.highs)
+        """Number of shapes on which it is slower by the whole interval, and not by a trifle."""
+        return sum(speed < 1 - _EVEN and high < 1 for speed, high in zip(self.speeds, self.highs, strict=True))
 
     @property
     def one_sided(self) -> bool:
@@ -145,7 +147,7 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
         rest = len(one.speeds) - one.num_faster - one.num_slower
         yield (
             f"{_title(one.column)} is faster than {_title(peer)} on {one.num_faster} of {len(one.speeds)} shapes and "
-            f"slower on {one.num_slower}{f' (not decided on {rest})' if rest else ''}: {_times(min(one.speeds))} "
+            f"slower on {one.num_slower}{f' (neither on {rest})' if rest else ''}: {_times(min(one.speeds))} "
             f"(at {one.slowest_at}) to {_times(max(one.speeds))} in {PASS_WORDS[name]}."
         )
     for one in comparisons:
