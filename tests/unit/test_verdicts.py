@@ -289,8 +289,8 @@ def test_the_peak_and_its_greatest_part_come_first(memories: dict[str, Run]) -> 
 def test_speeds_of_one_sign_have_a_mean_and_others_do_not() -> None:
     studies = records("benchmarks/results/attention_h200_202611.jsonl.gz")
     peers = next(study for study in studies if study.id == "2e06c77be07c")
-    (told,) = answer([peers], kind="attention").sentences
-    assert told.startswith(
+    (only,) = answer([peers], kind="attention").sentences
+    assert only.startswith(
         "cuDNN (sdpa_cudnn) is 1.85× ± 0.03 as fast as FlashAttention-2 (sdpa_flash) in forward + backward, "
         "flash_triton 1.70× ± 0.04"
     )
