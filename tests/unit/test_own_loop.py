@@ -1,13 +1,16 @@
 """The lines that a report shows for a loop of the user's own: programs, and such as train as the plain loop does."""
 
 import ast
+import copy
 import importlib
 import itertools
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from examples.my_model import build
 from torch import Tensor, nn
 
 from steplab.errors import UserError
@@ -34,7 +37,7 @@ PARTS = {
     "loss": ("plain", "chunked"),
     "checkpointing": ("none", "full", "selective", "every_2", "first_1"),
 }
-GIVEN = {"model", "batches", "device", "lr", "len", "next", "iter", "range", "enumerate", "sum"}
+GIVEN = {"model", "batches", "device", "lr", "next", "iter", "range", "sum", "zip"}
 OF_THE_MODEL = {
     *("x", "branch", "normed", "q", "k", "v", "out", "table", "num_heads", "eps", "d_model", "d_kv", "d_ff", "hidden"),
     *("targets", "head", "output", "down", "attention_norm", "feed_forward_norm"),
@@ -64,7 +67,8 @@ def undefined(body: list[ast.stmt], known: set[str]) -> set[str]:
             continue
         within = {id(node) for each in inner for node in ast.walk(each)}
         names = [node for node in ast.walk(statement) if isinstance(node, ast.Name) and id(node) not in within]
-        found |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - known
+        own = {each.arg for node in ast.walk(statement) if isinstance(node, ast.Lambda) for each in node.args.args}
+        found |= {node.id for node in names if isinstance(node.ctx, ast.Load)} - known - own
         known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
         found |= undefined(inner, known)
     return found
@@ -193,3 +197,64 @@ CPU = {
 def test_loops_for_a_cpu_train_as_the_plain_loop_does() -> None:
     for spec in steps(CPU):
         check_loop(spec, some_batches("cpu"))
+
+
+NAMES = "inputs", "targets"
+
+
+class WithTargets(Small):
+    """Is called with two tensors of a batch, and gives what `returned` makes of output and loss."""
+
+    returned: Any = staticmethod(lambda output, loss: loss)
+
+    def forward(self, inputs: Tensor, targets: Tensor) -> Any:  # type: ignore[override]
+        for block in self.blocks:
+            inputs = block(inputs)
+        output = self.head(inputs).float()
+        return self.returned(output, (output - targets).square().mean())
+
+
+@pytest.mark.parametrize("accumulation", [1, 3])
+@pytest.mark.parametrize("form", ["tuple", "list", "dict"])
+@pytest.mark.parametrize(
+    "returned",
+    [lambda _, loss: loss, lambda output, loss: (output, loss), lambda _, loss: SimpleNamespace(loss=loss)],
+    ids=["loss", "output and loss", "object"],
+)
+def test_the_loop_calls_a_model_as_its_batches_ask_and_finds_its_loss(
+    accumulation: int, form: str, returned: Any
+) -> None:
+    spec = resolve_step({"model": "tiny", "optimizer": "sgd", "accumulation": accumulation})
+    pairs = [(inputs, inputs[:, :4] + 1.0) for inputs in some_batches("cpu")]
+    forms: dict[str, Any] = {"tuple": tuple, "list": list, "dict": lambda pair: dict(zip(NAMES, pair, strict=True))}
+    model, expected = WithTargets(), WithTargets()
+    model.returned = returned
+    names = {"model": model, "batches": [forms[form](pair) for pair in pairs], "device": torch.device("cpu"), "lr": 0.5}
+    exec("\n".join(own_loop(spec, "cpu")), names)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for inputs, targets in pairs:
+        optimizer.zero_grad()
+        expected(inputs, targets).backward()
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))
+    assert not torch.allclose(expected.head.weight, Small().head.weight)
+
+
+@pytest.mark.parametrize("accumulation", [1, 2])
+def test_the_loop_trains_the_example_of_a_model_of_ones_own(accumulation: int) -> None:
+    spec = resolve_step(
+        {"model": "examples.my_model:build", "optimizer": "sgd", "accumulation": accumulation, "precision": "fp32"}
+    )
+    torch.manual_seed(0)
+    built: Any = build(batch=4, context=8, device=torch.device("cpu"))
+    model, make_batch = built
+    batches, expected = [make_batch() for _ in range(3)], copy.deepcopy(model)
+    names = {"model": model, "batches": batches, "device": torch.device("cpu"), "lr": 0.5}
+    exec("\n".join(own_loop(spec, "cpu")), names)
+    optimizer = torch.optim.SGD(expected.parameters(), lr=0.5)
+    for tokens, targets in batches:
+        optimizer.zero_grad()
+        _, loss = expected(tokens, targets)
+        loss.backward()
+        optimizer.step()
+    torch.testing.assert_close(list(model.parameters()), list(expected.parameters()))

@@ -1,7 +1,8 @@
 """A step as a training loop of the user's own: the lines of Python that compute what the step's fields say.
 
 They are put together section by section in the order in which a program needs them, and each section is made from the
-fields that it depends on. The loop knows `model`, `batches`, `device` and `lr`; `model(batch)` is the loss.
+fields that it depends on. The loop knows `model`, `batches`, `device` and `lr`. It calls the model, finds the loss and
+takes a batch apart by the functions of a measured step, so that it runs for every model that can be measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -148,19 +149,27 @@ def _step(spec: StepSpec) -> Iterator[str]:
     if spec.precision in AUTOCAST:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[AUTOCAST[spec.precision]]
         contexts.append(f"torch.autocast(device.type, dtype=torch.{dtype})")
-    loss = "loss = model(batch)" if count == 1 else f"loss = model(part) / {count}"
+    output = f"call(model, {'batch' if count == 1 else 'part'})"
+    loss = output if spec.pass_name == "forward" else f"loss = loss_of({output})" + f" / {count}" * (count > 1)
     lines = [f"with {', '.join(contexts)}:", f"    {loss}"] if contexts else [loss]
     if spec.pass_name != "forward":
         is_scaled = spec.precision == "fp16" and spec.pass_name == "train"
         lines.append("scaler.scale(loss).backward()" if is_scaled else "loss.backward()")
     if count > 1:
-        each = "for part in batch.chunk({}):"
+        yield "from steplab.measurement.tensors import with_tensors"
         if waits:
             yield "import contextlib"
-            each = "for number, part in enumerate(batch.chunk({})):"
             last = f"contextlib.nullcontext() if number == {count - 1} else {waits}"
             lines[-1:] = [f"with {last}:", f"    {lines[-1]}"]
-        lines = [each.format(count), *(f"    {line}" for line in lines)]
+        part = f"part = with_tensors(batch, lambda tensor: tensor.chunk({count})[number])"
+        lines = [f"for number in range({count}):", *(f"    {line}" for line in (part, *lines))]
+    called = "# call(model, batch) is model(batch), of a tuple model(*batch), of a dict model(**batch)"
+    if spec.pass_name == "forward":
+        yield f"from steplab.model.workload import call\n{called}"
+    else:
+        yield f"""from steplab.model.workload import call, loss_of
+{called}
+# loss_of finds the loss in what that returns: the scalar, .loss, or the one scalar in a tuple"""
     yield "def step(batch):"
     yield from (f"    {line}" for line in (*lines, *_update(spec)))
 
@@ -186,7 +195,9 @@ def _loop(spec: StepSpec, device_kind: str) -> Iterator[str]:
     graph = spec.cuda_graph == "step"
     beside = spec.updates_in_backward and device_kind == "cuda"
     if graph:
-        yield "static = next(iter(batches)).clone()  # where the graph reads each batch"
+        yield """from steplab.measurement.tensors import tensors_in
+from steplab.measurement.tensors import with_tensors
+static = with_tensors(next(iter(batches)), torch.clone)  # where the graph reads each batch"""
     if graph or beside:
         first = "priority=-1)  # its kernels go before those of the updates" if beside else ")"
         yield f"stream = torch.cuda.Stream({first}\nstream.wait_stream(torch.cuda.current_stream())"
@@ -198,7 +209,8 @@ graph = torch.cuda.CUDAGraph()
 with torch.cuda.graph(graph, stream=stream):
     step(static)  # is recorded, and changes nothing yet
 for batch in batches:
-    static.copy_(batch)
+    for kept, new in zip(tensors_in(static), tensors_in(batch), strict=True):
+        kept.copy_(new)
     graph.replay()"""
         return
     lines = ["for batch in batches:", "    step(batch)"]
