@@ -27,6 +27,7 @@ from steplab.records.validation import check
 from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict, tried_words
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
+from steplab.report.run.verdict import run_cautions
 from steplab.report.turns.document import turns_document
 from steplab.specs.changes import CHANGES, changes_for
 from steplab.specs.model import MODEL_SIZES
@@ -529,6 +530,43 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
         text = " ".join(render(document, "table", width=300).split())
         source = "; of neighbouring turns, not of the two medians" * said
         assert f"0.500 times as long (95 % interval 0.490 to 0.510{source})" in text
+
+
+BUSY = {"other_cpus": 7.5, "num_cpus": 8}
+"""What a record says of a machine whose processors other programs kept busy."""
+
+
+@pytest.mark.parametrize("busy_for", ["all", "bf16", "none"])
+def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
+    walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, busy_for: str
+) -> None:
+    """As `show` does of each of the two records."""
+    turn = FakeSession._turn
+
+    def disturbed(self: FakeSession, side: Side, steps: int) -> None:
+        turn(self, side, steps)
+        assert side.run is not None
+        if busy_for in ("all", side.spec.precision):
+            environment = dataclasses.replace(ENVIRONMENT, **BUSY)  # type: ignore[arg-type]
+            side.run = dataclasses.replace(side.run, environment=environment)
+
+    monkeypatch.setattr(FakeSession, "_turn", disturbed)
+    advice = walk()
+    assert advice.best is not None
+    assert advice.best.precision == "bf16"
+    cautions = [text for text in advice_verdict(advice).cautions if "busy" in text]
+    said = "Other processes kept 7.5 of 8 processors busy during the measurement."
+    steps = {"all": ("the fastest step", "the step as given"), "bf16": ("the fastest step",), "none": ()}[busy_for]
+    assert len(cautions) == len(steps)
+    with Store.open(tmp_path / "store.db") as store:
+        for caution, step in zip(cautions, steps, strict=True):
+            found = re.fullmatch(r"Warning: (.+) \((\w+)\): (.+)", caution)
+            assert found
+            assert (found[1], found[3]) == (step, said)
+            run = store.get(found[2])
+            assert isinstance(run, Run)
+            assert f"Warning: {said}" in run_cautions(run)
+            assert run.median_s == pytest.approx(advice.best_s if step == "the fastest step" else advice.start_s)
 
 
 @pytest.mark.parametrize(

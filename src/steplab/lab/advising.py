@@ -16,6 +16,7 @@ from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import new_head
+from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.checkpointing import AUTO
@@ -109,8 +110,17 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
         untried_s=sum(candidate.takes_s for candidate in untried) if untried else None,
         interrupted=walk.interrupted is not None,
         by_hand=walk.outlook.by_hand(best),
+        doubts=tuple(_doubts(walk)),
         alternating=walk.taking.session.alternating,
     )
+
+
+def _doubts(walk: Walk) -> Iterator[str]:
+    """What disturbed the measurements of the first step and the fastest, whose times the answer states."""
+    sides = {walk.best: "the fastest step", walk.again if walk.met else walk.start: "the step as given"}
+    for side, words in sides.items():
+        if run := walk.leave(side):
+            yield from (f"{words} ({run.id}): {disturbance.text}" for disturbance in disturbances(run))
 
 
 def _notes(walk: Walk) -> Iterator[str]:

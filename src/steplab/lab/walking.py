@@ -123,6 +123,8 @@ class Walk:
     """The side of the fastest step until now; None: none has run."""
     met: Ratio | None = None
     """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
+    again: Any = None
+    """The side of the first step in those turns."""
     interrupted: KeyboardInterrupt | None = None
     """What ended the walk before its end; None: nothing."""
     _tried: set[tuple[str, str]] = field(default_factory=set)
@@ -425,10 +427,10 @@ class Walk:
             return
         if self._has_time(self._trial_s(step_s(self.leave(self.start))) + self.outlook.compile_s(spec)):
             self.on_change("the step as given beside the fastest")
-            again = self.taking.enter("start again", spec)
-            self._measure([self.best, again])
-            self.met = None if self._is_cut_off([self.best, again]) else self._ratio([again, self.best])
-            self.leave(again)
+            self.again = self.taking.enter("start again", spec)
+            self._measure([self.best, self.again])
+            self.met = None if self._is_cut_off([self.best, self.again]) else self._ratio([self.again, self.best])
+            self.leave(self.again)
 
 
 def _now(spec: StepSpec, change: Change) -> tuple[str, str]:

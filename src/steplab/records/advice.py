@@ -89,6 +89,8 @@ class Advice(StepRecord):
     """Whether the walk was interrupted before its end."""
     by_hand: tuple[Finding, ...] = ()
     """Findings whose change is no field of the step."""
+    doubts: tuple[str, ...] = ()
+    """Why the times of the first step and of the fastest are doubtful, a sentence each with the step and its record."""
     alternating: str | None = None
     """Why each turn had a process of its own; None: processes stayed alive."""
     schema: str = "steplab.advice/1"

@@ -116,6 +116,7 @@ def _more_time(advice: Advice) -> str:
 
 
 def _cautions(advice: Advice) -> Iterator[str]:
+    yield from (f"Warning: {doubt}" for doubt in advice.doubts)
     for tried in advice.kept:
         if tried.numerics:
             yield f"{tried.words} changes the numbers: {tried.numerics}. Without it: --keep-precision."
