@@ -16,8 +16,9 @@ from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.turns import Turn, Turns
 from steplab.specs.step import StepSpec
 
-Told = Callable[[StepSpec], float | str | Exception]
-"""Gives the seconds of a step, the message with which it runs out of memory, or the error that refuses it."""
+Told = Callable[[StepSpec], float | str | Failure | Exception]
+"""Gives the seconds of a step, the message with which it runs out of memory, another failure, or the error that refuses
+it."""
 
 
 class FakeSession:
@@ -53,6 +54,8 @@ class FakeSession:
         side = Side(label=label, spec=spec, listener=SimpleNamespace(environment=self.environment))  # type: ignore[arg-type]
         if isinstance(outcome, str):
             side.failure = Failure(kind="out_of_memory", message=outcome)
+        elif isinstance(outcome, Failure):
+            side.failure = outcome
         return side
 
     def measure(

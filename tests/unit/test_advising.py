@@ -243,6 +243,42 @@ def test_a_step_that_never_fits_is_a_failure(walk: Callable[..., Advice]) -> Non
     assert render(advice_document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.") == 1
 
 
+def test_a_step_that_raises_an_error_is_not_given_what_needs_less_memory(walk: Callable[..., Advice]) -> None:
+    advice = walk(lambda spec: Failure(kind="error", message="RuntimeError: kaputt"))
+    assert (advice.status, advice.tried, advice.untried) == ("error", (), ())
+    assert len(walk.session.asked) == 1  # type: ignore[attr-defined]
+    text = render(advice_document(advice), "table", width=200)
+    assert text.count("kaputt") == 1
+    assert "No step ran: error: RuntimeError: kaputt." in text
+
+
+def test_a_process_that_the_kernel_ended_ran_out_of_memory(walk: Callable[..., Advice]) -> None:
+    def told(spec: StepSpec) -> float | Failure:
+        killed = Failure(kind="crashed", message="the process was ended by SIGKILL", signal="SIGKILL")
+        return product(spec) if spec.precision == "bf16" else killed
+
+    advice = walk(told)
+    assert (advice.failure, advice.start_s) == (None, None)
+    assert "precision bf16" in {tried.words for tried in advice.kept}
+
+
+def test_a_change_that_raises_an_error_makes_no_room(walk: Callable[..., Advice]) -> None:
+    """The walk goes on from the step without it."""
+
+    def told(spec: StepSpec) -> float | str | Failure:
+        if spec.precision == "bf16":
+            return Failure(kind="error", message="RuntimeError: kaputt")
+        return product(spec) if spec.attention != "plain" else "asked 80 GiB"
+
+    advice = walk(told)
+    first = advice.tried[0]
+    assert (first.words, first.kept, first.failure) == ("precision bf16", False, "RuntimeError: kaputt")
+    assert first.run_id is not None
+    assert advice.best is not None
+    assert advice.best.precision != "bf16"
+    assert "attention auto" in {tried.words for tried in advice.kept}
+
+
 def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:
     """The clock is read before each attempt, and at its beginning and end."""
     now = 0.0

@@ -65,6 +65,7 @@ class Started:
                 {"model": "small"}, id=new_id(), spec=spec, timing=None,
                 failure=Failure(kind="out_of_memory", message=outcome),
             )  # fmt: skip
+        assert isinstance(outcome, float)
         self.now_s += spec.steps * outcome
         samples = tuple(outcome * (1 + 0.0005 * (number % 5 - 2)) for number in range(spec.steps))
         timing = Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", device_s=samples),))

@@ -145,7 +145,7 @@ class Walk:
         self._built_s.append(max(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0), 0.0))
         trial_s, left_s = self._trial_s(measured_s), self._left_s()
         # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
-        self.outlook.look(self.start.environment, may_profile=left_s >= 2 * trial_s)
+        self.outlook.look(self.start.environment, may_profile=left_s >= 2 * trial_s and not start.failure)
         if self.best.failure:
             self._make_room()
         elif left_s < trial_s:
@@ -407,16 +407,18 @@ class Walk:
         return attempt
 
     def _make_room(self) -> None:
-        """Where the first step does not run, add the changes that need less memory until it does."""
-        for change in self.outlook.changes(self.start.spec):
+        """Where the first step does not run for lack of memory, add the changes that need less until it does."""
+        for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
             makes_room = change.field in _MAKE_ROOM or change.makes_room
             if not makes_room or change not in self._untried_of(self.best.spec):
                 continue
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
             attempt = self._attempt(change, self.outlook.promise(self.best.spec, change), by_itself=True)
             if attempt.side is not None:
-                attempt.kept = True
+                attempt.kept = attempt.side.failure is None or _lacks_memory(attempt.side)
                 attempt.failure = attempt.side.failure.message if attempt.side.failure else None
+                if not attempt.kept:
+                    self.leave(attempt.side)
             self._settle(attempt)
             if not self.best.failure:
                 return
@@ -436,6 +438,12 @@ class Walk:
 def _now(spec: StepSpec, change: Change) -> tuple[str, str]:
     """The field of a change and its present value."""
     return change.field, str(FIELDS[change.field].read(spec))
+
+
+def _lacks_memory(side: Any) -> bool:
+    """Whether a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
+    failure = side.failure
+    return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
 
 
 def _waited(side: Any) -> bool | None:
