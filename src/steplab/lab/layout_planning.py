@@ -7,21 +7,19 @@ from pathlib import Path
 from typing import Any
 
 from steplab.costs.rates import Gpu, gpu_named
-from steplab.errors import Unsupported, UserError
+from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
+from steplab.lab.predicting import planned_as, splittable
 from steplab.plan.layout.links import Cluster, machine_of, with_profile
 from steplab.plan.layout.search import LayoutJob, check_job, plan_of_given, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory, workspace_of
 from steplab.plan.time import refuse_unknown_step
 from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan
-from steplab.specs.command import options
 from steplab.specs.hardware import HardwareSpec, hardware_named
-from steplab.specs.hf_shape import shape_of
 from steplab.specs.layout import Layout
-from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.study import Grid
 from steplab.specs.update import AFTER
@@ -60,7 +58,7 @@ def plan_layout(
     # Some fields are for several processes alone, and some steps are refused for one process alone.
     spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
     given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
-    known = dataclasses.replace(given, model=_splittable(given.model))
+    known = dataclasses.replace(given, model=splittable(given.model))
     refuse_unknown_memory(dataclasses.replace(known, layout=Layout(dp=max(gpus, 2))))
     asked = dataclasses.replace(known, layout=Layout(), update=AFTER)
     refuse_unknown_step(asked, chosen)
@@ -88,7 +86,7 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
     """
     hardware = hardware_named(gpu.name)
     chosen = choose_checkpointing(spec, hardware)
-    known = dataclasses.replace(chosen.spec, model=_splittable(spec.model))
+    known = dataclasses.replace(chosen.spec, model=splittable(spec.model))
     refuse_unknown_memory(known)
     alone = dataclasses.replace(known, layout=Layout(), update=AFTER)
     refuse_unknown_step(alone, gpu)
@@ -135,25 +133,10 @@ def _each_link(text: str) -> list[str]:
     return [f"{name}{equals}{value.strip()}" for value in values.split(",")]
 
 
-def _splittable(model: ModelSpec) -> ModelSpec:
-    """The model whose split is known: a built-in one, or the one with the parts of a configuration. Raises Unsupported
-    for another."""
-    doing = f"planning layouts of {model.label}"
-    shape = shape_of(model, doing)
-    if not shape.num_heads:
-        why = "it is a size for planning only, which no layout can split"
-        raise Unsupported(doing, why, "use `steplab plan accounting`")
-    return model if model.shape else ModelSpec(name="small", kind="transformer", shape=shape)
-
-
 def _as_given(plan: LayoutPlan, given: StepSpec) -> LayoutPlan:
     """The plan of the Transformer with the parts of a configuration, as that of the configuration."""
-    note = (
-        f"{given.model.label} is planned as steplab's Transformer with the same parts; of a transformers model "
-        "`steplab run` takes layouts of dp and fsdp, and of that Transformer all of them, as "
-        f"{options(StepSpec(model=_splittable(given.model)))}"
-    )
-    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, model=given.model), notes=(note, *plan.notes))
+    notes = (planned_as(given.model), *plan.notes)
+    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, model=given.model), notes=notes)
 
 
 def _machine(
