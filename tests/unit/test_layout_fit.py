@@ -20,18 +20,18 @@ CONFIGURATION = f"hf:{Path(__file__).parents[2]}/examples/hf/llama-tiny.json"
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model": "xl", "layout": "tp=2"}, "tp=2 does not divide the 25 heads of xl; valid for tp: 1"),
+        ({"model": "xl", "layout": "tp=2"}, "tp=2 does not divide the 25 heads; valid for tp: 1"),
         (
             {"model": "small", "layout": "tp=8", "context": 512},
-            "tp=8 does not divide the 12 heads of small; valid for tp: 1, 2, 4",
+            "tp=8 does not divide the 12 heads; valid for tp: 1, 2, 4",
         ),
         (
             {"model": "small", "layout": "tp=4", "context": 510},
-            "context of 510 tokens of small; valid for tp: 1, 2",
+            "context of 510 tokens; valid for tp: 1, 2",
         ),
         (
             {"model": "tiny", "layout": "tp=4", "model.num_kv_heads": 2},
-            "tp=4 does not divide the 2 heads of keys and values of tiny; valid for tp: 1, 2",
+            "tp=4 does not divide the 2 heads of keys and values; valid for tp: 1, 2",
         ),
         (
             {"model": "tiny", "layout": "tp=2", "model.projections": "merged"},
@@ -45,11 +45,11 @@ CONFIGURATION = f"hf:{Path(__file__).parents[2]}/examples/hf/llama-tiny.json"
         ),
         (
             {"model": "tiny", "layout": "pp=3"},
-            "pp=3 makes 3 stages (schedule 1f1b), but tiny has 2 blocks; valid for pp: 1 to 2",
+            "pp=3 makes 3 stages (schedule 1f1b), but the model has 2 blocks; valid for pp: 1 to 2",
         ),
         (
             {"model": "tiny", "layout": "pp=2", "pipeline_schedule": "interleaved"},
-            "makes 4 stages (schedule interleaved), but tiny has 2 blocks; valid for pp: 1 to 1",
+            "makes 4 stages (schedule interleaved), but the model has 2 blocks; valid for pp: 1 to 1",
         ),
         (
             {"model": "small", "layout": "pp=2", "batch": 6, "microbatches": 4},

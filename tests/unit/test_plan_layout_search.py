@@ -186,6 +186,14 @@ def test_a_configuration_is_planned_as_the_transformer_with_its_parts(tmp_path: 
     assert plan.candidates == planned(spec=JOB | fields).candidates
 
 
+def test_a_layout_that_a_configuration_cannot_have_is_refused_by_the_sizes_of_that() -> None:
+    plan = planned(spec=JOB | {"model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"})
+    reasons = " ".join(each.reason for each in plan.candidates)
+    assert "tp=16 does not divide the 4 heads; valid for tp: 1, 2, 4" in reasons
+    assert "pp=16 makes 16 stages (schedule 1f1b), but the model has 4 blocks; valid for pp: 1 to 4" in reasons
+    assert "small" not in reasons
+
+
 def test_a_stated_network_is_reached_as_that_of_the_catalogue() -> None:
     """400 Gb/s is what the catalogue has for H100s; half of it is what half of the reached bandwidth is."""
     small = JOB | {"model": "small"}

@@ -80,7 +80,7 @@ def refuse_uneven_split(spec: "StepSpec") -> None:
             valid = ", ".join(
                 str(divisor) for divisor in range(1, min(common, _LARGEST_SHOWN) + 1) if common % divisor == 0
             )
-            raise UserError(f"tp={tp} does not divide the {what} of {spec.model.name}; valid for tp: {valid}")
+            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {valid}")
 
 
 def refuse_uneven_pipeline(spec: "StepSpec") -> None:
@@ -93,7 +93,7 @@ def refuse_uneven_pipeline(spec: "StepSpec") -> None:
     if stages > shape.num_layers:
         most = shape.num_layers // STAGES_A_RANK[schedule]
         raise UserError(
-            f"pp={pp} makes {stages} stages (schedule {schedule}), but {spec.model.name} has {shape.num_layers} "
+            f"pp={pp} makes {stages} stages (schedule {schedule}), but the model has {shape.num_layers} "
             f"blocks; valid for pp: 1 to {max(most, 1)}"
         )
 
