@@ -50,6 +50,23 @@ def test_a_configuration_on_a_layout_is_planned_by_every_command_as_the_transfor
     assert own["time_s"]
 
 
+def test_what_all_steps_have_in_common_stands_above_the_table() -> None:
+    fields = {"model": ["8b"], "layout": ["fsdp=32,tp=8"], "batch": ["16"], "precision": ["bf16"]}
+    several = study_from_grids("plan", "", [{**fields, "checkpointing": ["none", "full"]}]).cells
+    document = planned_document(plan_steps(several))
+    assert document.title == "2 planned steps on 256 GPUs"
+    words = document.subtitle.split(" · ")
+    assert {"8b", "batch 16", "context 128", "bf16", "layout fsdp=32,tp=8"} <= set(words)
+    assert not any("checkpointing" in word for word in words)
+    (of_one,) = {planned_document(plan_steps(several[:1])).title}
+    assert of_one.split(" · ") == words
+    models = study_from_grids("plan", "", [{"model": ["tiny", "small"], "context": ["32", "64"]}]).cells
+    mixed = planned_document(plan_steps(models))
+    assert mixed.title == "4 planned steps"
+    assert {"tiny", "small", "context 32", "context 64"}.isdisjoint(mixed.subtitle.split(" · "))
+    assert "batch 4" in mixed.subtitle
+
+
 def test_each_row_is_what_is_predicted_of_that_step_alone() -> None:
     table = planned_table(plan_steps(CELLS, gpu="A100 SXM 80GB"))
     assert len(table.rows) == 4

@@ -24,7 +24,7 @@ from typing import Any
 from steplab.errors import UserError
 from steplab.specs.presets import STUDIES, content_of, preset_names
 from steplab.specs.resolve import resolve_grid
-from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
+from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec, describe
 from steplab.units import counted
 
 Grid = Mapping[str, Sequence[object]]
@@ -131,6 +131,12 @@ def labels(cells: Sequence[StepSpec]) -> list[str]:
         " · ".join(field.say(value) for field in telling if (value := values[field][index]) is not None)
         for index in range(len(cells))
     ]
+
+
+def in_common(cells: Sequence[StepSpec]) -> list[str]:
+    """What several steps have in common, in the words that describe each."""
+    words = [describe(cell).split(" · ") for cell in cells]
+    return [word for word in words[0] if all(word in others for others in words)]
 
 
 def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:

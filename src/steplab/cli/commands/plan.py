@@ -251,7 +251,7 @@ def steps(
     step: PlannedStepOptions = PlannedStepOptions(),
     out: PageOptions = PageOptions(),
 ) -> None:
-    """Predict memory and time of several steps in one table; every option of the step takes a list.
+    """Predict memory and time of several steps in one table; every option of the step but --layout takes a list.
 
     For example: steplab plan steps --model small,xl --context 128,1024 --precision fp32,bf16
     """

@@ -8,8 +8,7 @@ from steplab.records.rows import Row
 from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Table, Verdict, row_of
 from steplab.report.kit.quantities import COUNT, DIGITS, NUMBER, PERCENT
 from steplab.report.plan.layouts import network_words, time_words, training_days
-from steplab.specs.step import describe
-from steplab.specs.study import labels
+from steplab.specs.study import in_common, labels
 
 
 def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
@@ -51,9 +50,7 @@ def _network(plan: LayoutPlan) -> str:
 
 def _shared(plans: Sequence[LayoutPlan]) -> str:
     """The step and its batch as far as all alternatives have them."""
-    parts = [set(describe(plan.spec).split(" · ")) for plan in plans]
-    common = set.intersection(*parts)
-    words = [part for part in describe(plans[0].spec).split(" · ") if part in common and not part.startswith("batch ")]
+    words = [word for word in in_common([plan.spec for plan in plans]) if not word.startswith("batch ")]
     if len({plan.global_batch for plan in plans}) == 1:
         words.append(f"global batch of {units.counted(plans[0].global_batch, 'sequence')}")
     return " · ".join(words)

@@ -11,7 +11,7 @@ from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Se
 from steplab.report.kit.grouping import told_once
 from steplab.report.plan.document import ANSWERS
 from steplab.specs.step import describe
-from steplab.specs.study import labels
+from steplab.specs.study import in_common, labels
 
 _MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
 
@@ -19,9 +19,16 @@ _MEASURED = ("step_time_s", "peak_allocated_bytes", "device", "id")
 def planned_document(steps: Sequence[PlannedStep]) -> Document:
     """One row per step, and why a prediction is missing."""
     table = planned_table(steps)
-    title = describe(steps[0].spec) if len(steps) == 1 else units.counted(len(steps), "planned step")
-    sections = (Section.of("", table, _missing(steps)),)
-    return Document(title=title, verdict=Verdict(sentences=tuple(_fit(steps))), sections=sections, data=table.rows)
+    specs = [step.spec for step in steps]
+    shared, sizes = " · ".join(in_common(specs)), {spec.layout.world_size for spec in specs}
+    on = f" on {units.counted(sizes.pop(), 'GPU')}" if len(sizes) == 1 and sizes != {1} else ""
+    return Document(
+        title=shared if len(steps) == 1 else f"{units.counted(len(steps), 'planned step')}{on}",
+        subtitle="" if len(steps) == 1 else shared,
+        verdict=Verdict(sentences=tuple(_fit(steps))),
+        sections=(Section.of("", table, _missing(steps)),),
+        data=table.rows,
+    )
 
 
 def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
