@@ -1,12 +1,18 @@
 """steplab ab, as users type it: planted differences, another revision, and what is refused."""
 
+import dataclasses
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.advice_records import ratio
 from tests.cli.program import Program, complaint, tiny
+from tests.runs import make_run
 
 from steplab.lab.revisions import checked_out
+from steplab.lab.turns import Compared
+from steplab.records.turns import Turns
 
 STEP = """
 import time
@@ -33,6 +39,41 @@ def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> Non
     assert {row["num_steps"] for row in (first, slow, same)} == {30}
     assert [row["side"] for row in (first, slow, same)] == ["A", "B", "C"]
     assert {row["id"] for row in steplab.rows()} == {row["id"] for row in (first, slow, same)}
+
+
+@pytest.mark.parametrize("threshold", [(), ("--threshold", "1%")], ids=["default", "given"])
+@pytest.mark.parametrize(
+    ("decisions", "code"),
+    [
+        (("lower",), 0),
+        (("same",), 0),
+        (("not higher",), 0),
+        (("undecided",), 3),
+        ((None,), 3),
+        (("higher",), 4),
+        (("lower", "undecided"), 3),
+        (("undecided", "higher"), 4),
+    ],
+    ids=str,
+)
+def test_the_exit_code_is_that_of_compare(
+    steplab: Program,
+    decisions: tuple[Any, ...],
+    code: int,
+    threshold: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """As docs/compare.md has it: 0 nothing is worse by more than the threshold, 3 not decided, 4 worse."""
+    ratios = tuple(decision and ratio(0.020, 0.019, decision) for decision in decisions)
+    runs = tuple(
+        dataclasses.replace(make_run(), id=label * 4, turns=Turns(label=label, session="s"))
+        for label in "ABC"[: len(ratios) + 1]
+    )
+    monkeypatch.setattr("steplab.lab.turns.ab", lambda *sides, **given: Compared(runs=runs, ratios=ratios))
+    sides = [f"--seed {number}" for number, _ in enumerate(runs)]
+    result = steplab.here("ab", *sides, *threshold)
+    assert result.code == code
+    assert ("whether it is faster is not known" in " ".join(result.stdout.split())) == ("not higher" in decisions)
 
 
 # --- another revision -------------------------------------------------------------------------------------

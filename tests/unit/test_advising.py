@@ -611,7 +611,7 @@ def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
         ("higher", "slower", "B (the other) is slower than A"),
         ("lower", "kept", "B (the other) is faster than A"),
         ("same", "no gain", "B (the other) takes as long as A"),
-        ("not higher", "not decided", "and whether it is faster is not decided"),
+        ("not higher", "not decided", "whether it is faster is not known"),
         ("undecided", "not decided", "Not decided whether B (the other) differs from A"),
     ],
 )

@@ -69,8 +69,7 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
         return f"Not decided whether {b} differs from {a} by more than {within}: {told}{_but(ratio)}.{more}"
     if ratio.decision == "not higher":
         return (
-            f"{b} is not slower than {a} by more than {within}, and whether it is faster is not decided: "
-            f"{told}{_but(ratio)}."
+            f"{b} is not slower than {a} by more than {within}; whether it is faster is not known: {told}{_but(ratio)}."
         )
     which = "slower" if ratio.decision == "higher" else "faster"
     return f"{b} is {which} than {a}: {told}."
