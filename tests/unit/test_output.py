@@ -22,7 +22,7 @@ from tests.unit.memory_records import prediction_of, watched_run
 
 import steplab
 from steplab.cli.options import FileOptions
-from steplab.cli.output import chosen_format, emit
+from steplab.cli.output import chosen_format, emit, emit_document
 from steplab.errors import SteplabError, UserError
 from steplab.lab.files import KINDS, Destination, folder_for, refuse_the_same
 from steplab.lab.keeping import checked_name
@@ -70,6 +70,24 @@ def test_a_device_is_written_to_and_its_failure_is_told() -> None:
     with pytest.raises(SteplabError, match="cannot write /dev/full: No space left on device"):
         emit("rows", to(Path("/dev/full")))
     assert Path("/dev/full").is_char_device()
+
+
+def test_a_failing_output_of_a_measurement_says_where_its_record_is() -> None:
+    if not Path("/dev/full").is_char_device():
+        pytest.skip("no /dev/full")
+    document, out = Document(title="a run", sections=()), to(Path("/dev/full"))
+    with pytest.raises(SteplabError, match="No space left on device; what was measured is stored: `steplab show aaaa`"):
+        emit_document(document, "md", out, stored="aaaa")
+    with pytest.raises(SteplabError, match=r"No space left on device$"):
+        emit_document(document, "md", out)
+
+
+def test_a_file_system_that_takes_no_file_is_known_before_any_work() -> None:
+    """Its folder may seem to be writable, as root's do."""
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no /proc")
+    with pytest.raises(SteplabError, match=r"cannot write /proc/table\.md: "):
+        chosen_format(None, to(Path("/proc/table.md")))
 
 
 def test_a_link_leads_to_the_file_that_is_replaced(tmp_path: Path) -> None:
@@ -134,6 +152,14 @@ def test_a_store_is_not_made_where_its_folder_has_no_folder(tmp_path: Path) -> N
         Store.open(tmp_path / "slip" / "data" / "store.db", write=True)
     assert list(tmp_path.iterdir()) == []
     Store.open(tmp_path / "data" / "store.db", write=True).close()
+
+
+def test_a_store_in_a_folder_that_cannot_be_made_blames_that_folder() -> None:
+    """What is around it is there."""
+    if not Path("/proc/self").is_dir():
+        pytest.skip("no /proc")
+    with pytest.raises(SteplabError, match="/proc/nope cannot be made; name another store"):
+        Store.open(Path("/proc/nope/store.db"), write=True)
 
 
 def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:

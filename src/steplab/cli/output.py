@@ -65,9 +65,15 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
     say(f"wrote {out.output}")
 
 
-def emit_document(document: "Document", chosen: str, out: FileOptions) -> None:
-    """Print the document in this format, or write it to the file that the options name."""
-    emit(render(document, chosen, color=stdout_color(out)), out, chosen)
+def emit_document(document: "Document", chosen: str, out: FileOptions, *, stored: str = "") -> None:
+    """Print the document in this format, or write it to the file that the options name. `stored` are the ids of the
+    records that it is of, so that an error says that nothing was lost."""
+    try:
+        emit(render(document, chosen, color=stdout_color(out)), out, chosen)
+    except SteplabError as error:
+        if not stored:
+            raise
+        raise type(error)(f"{error}; what was measured is stored: `steplab show {stored}`") from error
 
 
 def _print(text: str) -> None:

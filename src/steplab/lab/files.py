@@ -116,7 +116,9 @@ class Destination:
 
         Raises UserError for a file that must not be replaced, and SteplabError for a path that cannot be written.
         """
-        self._checked()
+        if target := self._checked():
+            with self._errors(), scratch_folder(target.parent):
+                pass  # a folder's permissions do not tell of every file system whether it takes a file
 
     def write(self, content: bytes) -> None:
         """Create or replace the file, or write to the device. Raises as `check` does."""

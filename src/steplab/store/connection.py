@@ -157,7 +157,8 @@ def _make_folder(path: Path) -> None:
     try:
         path.parent.mkdir(exist_ok=True)
     except FileNotFoundError as error:
-        why = f"there is no folder {path.parent.parent}"
+        around = path.parent.parent
+        why = f"{path.parent} cannot be made" if around.is_dir() else f"there is no folder {around}"
         raise SteplabError(f"cannot make the store {path}: {why}; {NAME_ANOTHER}") from error
 
 

@@ -66,7 +66,7 @@ def ab(
         )
     words = [against, "working tree"] if against else ["as given", *sides] if len(sides) == 1 else sides
     document = turns_document(found.runs, found.ratios, words)
-    emit_document(document, chosen, out)
+    emit_document(document, chosen, out, stored=" ".join(run.id for run in found.runs))
     if any(run.failure for run in found.runs):
         return 1
     exceeds = [ratio.exceeds if ratio else None for ratio in found.ratios]

@@ -53,6 +53,6 @@ def advise(
             on_change=lambda what: say(f"measuring {what} …"),
             on_tried=lambda tried: say(tried_words(tried)),
         )
-    emit_document(advice_document(advice), chosen, out)
+    emit_document(advice_document(advice), chosen, out, stored=advice.id)
     say_stored("walk", advice.id)
     return 1 if advice.failure else 0

@@ -94,6 +94,6 @@ def attention(
             on_progress=line.alive,
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
-    emit_document(attention_document(run, against=against), chosen, out)
+    emit_document(attention_document(run, against=against), chosen, out, stored=run.id)
     say_stored("benchmark", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

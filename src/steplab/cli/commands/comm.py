@@ -64,6 +64,6 @@ def comm(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
     if is_first_rank():
-        emit_document(comm_document(run), chosen, out)
+        emit_document(comm_document(run), chosen, out, stored=run.id)
         say_stored("benchmark", run.id)
     return 0 if went_well(run) else 1

@@ -111,6 +111,6 @@ def ddp(
         )
     if not is_first_rank():
         return 0  # the first rank reports the result
-    emit_document(ddp_document(run), chosen, out)
+    emit_document(ddp_document(run), chosen, out, stored=run.id)
     say_stored("study", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -26,4 +26,4 @@ def doctor(
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         ceilings = examine(device=device, store=out.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit_document(ceilings_document(ceilings), chosen, out)
+    emit_document(ceilings_document(ceilings), chosen, out, stored=ceilings.id)

@@ -95,4 +95,4 @@ def show_memory(
         document = SECTIONS["run"].document(record, Context())
     else:
         document = memory_document(record, prediction=prediction, references=references)
-    emit_document(document, format, out)
+    emit_document(document, format, out, stored=record.id)

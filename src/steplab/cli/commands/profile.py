@@ -71,4 +71,4 @@ def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
         document = profile_document(record, findings_of([record], out.store)[record.id])
     else:
         document = SECTIONS["run"].document(record, Context())
-    emit_document(document, format, out)
+    emit_document(document, format, out, stored=record.id)

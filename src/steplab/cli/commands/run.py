@@ -32,7 +32,7 @@ def run(
             on_progress=line.within,
         )
     if is_first_rank():
-        emit_document(SECTIONS["run"].document(record, Context()), chosen, out)
+        emit_document(SECTIONS["run"].document(record, Context()), chosen, out, stored=record.id)
     if record.failure is None:
         return 0
     if is_told_here(record.failure):
