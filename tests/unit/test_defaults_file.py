@@ -84,7 +84,11 @@ def test_the_nearest_file_is_read_alone(project: Path) -> None:
         ('[rum]\nmodel = "tiny"', ("[rum]", "did you mean [rm]?")),
         ('[plan.memry]\nmodel = "tiny"', ("[memry]", "did you mean [memory]?")),
         ('model = "tiny"', ("'model' is in no command's table", "store, debug, format")),
-        ('[run]\nmodle = "tiny"', ("modle",)),
+        ('[run]\nmodle = "tiny"', ("'modle' in the table [run] is no option of `steplab run`; did you mean 'model'?",)),
+        (
+            "[plan.memory]\nwholly_other = 3",
+            ("'wholly_other' in the table [plan.memory] is no option", "`steplab plan memory --help`"),
+        ),
         ("[run]\ncontext = [1, 2]", ("context",)),
         ('[run]\noutput = "x.json"', ("'output'", "--output")),
         ("[run", ("cannot read",)),

@@ -220,7 +220,15 @@ def _usage(error: CycloptsError, arguments: list[str]) -> str:
 
 
 def _unknown_option(error: UnknownOptionError) -> str:
-    """What to type in place of an option that a command does not have, or the commands that have it."""
+    """What to type in place of an option that a command does not have, or the commands that have it; of one that a file
+    gives, its table and key."""
+    if (file := error.token.source) not in ("", "cli"):
+        words = error.command_chain or ()
+        key, table, command = (error.token.keyword or "").strip("[]"), ".".join(words), " ".join(words)
+        known = [name.removeprefix("--") for argument in error.argument_collection for name in argument.names]
+        near = difflib.get_close_matches(key.replace("_", "-"), known, n=1)
+        hint = f"did you mean '{near[0]}'?" if near else f"`steplab {command} --help` lists them"
+        return f"{file}: '{key}' in the table [{table}] is no option of `steplab {command}`; {hint}"
     option = (error.token.keyword or error.token.value).partition("=")[0]
     others = [words for words, options in _commands(app) if option in options]
     if not others:
