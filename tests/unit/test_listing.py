@@ -102,6 +102,11 @@ def test_conditions(path: Path, where: str, numbers: list[int]) -> None:
     [
         ({"where": "modell=small"}, "did you mean model?"),
         ({"where": "model"}, "is not a condition"),
+        ({"where": "context>="}, "'context>=' is not a condition"),
+        ({"where": "context=="}, "'context==' is not a condition"),
+        ({"where": "model=tiny and"}, "'model=tiny and' lacks a condition"),
+        ({"where": "model=tiny,"}, "'model=tiny,' lacks a condition"),
+        ({"where": "and model=tiny"}, "'and model=tiny' is not a condition"),
         ({"where": "context<wide"}, "context is compared with a number"),
         ({"since": "lately"}, "neither a date"),
         ({"sort": "model:up"}, "--sort takes"),

@@ -28,7 +28,7 @@ _OPERATORS: dict[str, Callable[[str | float, str | float], bool]] = {
     "=": operator.eq,
 }
 _FIELD = re.compile(r"[\w.-]+")
-_CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS)) + r")\s*(.+?)\s*")
+_CONDITION = re.compile(r"\s*([\w.-]+)\s*(" + "|".join(map(re.escape, _OPERATORS)) + r")\s*(?![=<>!~])(.+?)\s*")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -135,7 +135,10 @@ class _Condition:
 
 
 def _conditions(where: str) -> list[_Condition]:
-    return [_condition(part) for part in re.split(r"\s+and\s+|\s*,\s*", where.strip())]
+    parts = re.split(r"\s+and(?:\s+|$)|\s*,\s*", where.strip())
+    if len(parts) > 1 and "" in parts:
+        raise UserError(f"'{where}' lacks a condition beside an 'and' or a comma; write model=small and context>=512")
+    return [_condition(part) for part in parts]
 
 
 def _condition(text: str) -> _Condition:
