@@ -16,7 +16,7 @@ from tests.cli.program import Program, complaint, tiny
         (("--only", "weights"), 'Invalid value "weights" for --only'),
         (("--format", "csv"), "--format csv holds one table; choose it with --only"),
         (("--model", "toy,tiny"), "--model takes a single value here"),
-        (("--model", "nowhere"), "choose one of tiny, small, medium, large, xl, 2.7b, 8b, xxl, toy,"),
+        (("--model", "nowhere"), "choose one of tiny, small, medium, large, xl, 2.7b, 8b, toy,"),
     ],
 )
 def test_a_request_that_makes_no_sense_is_one_line(steplab: Program, arguments: tuple[str, ...], said: str) -> None:

@@ -16,7 +16,7 @@ import steplab.records
 import steplab.specs
 from steplab.errors import UserError
 from steplab.ops.attention.api import IMPLEMENTATIONS
-from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
+from steplab.specs.model import EXAMPLES, MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, FIELDS, STEP_FIELDS, StepSpec
 from steplab.store.cells import cell_key
@@ -188,7 +188,7 @@ def test_a_device_name_is_accepted(device: str) -> None:
 def test_an_unknown_model_is_answered_with_all_there_are() -> None:
     message = refusal(model="smol")
     assert "'smol'" in message
-    assert all(name in message for name in (*MODEL_SIZES, "hf:PATH/config.json", "package.module:function"))
+    assert all(name in message for name in (*MEASURED, "hf:PATH/config.json", "package.module:function"))
 
 
 @pytest.mark.parametrize("field", ["batch", "context", "warmup", "steps", "seed", "model__num_layers"])
@@ -356,6 +356,9 @@ def test_a_configuration_that_is_not_there_is_refused_by_name(tmp_path: Path) ->
 def test_a_factory_is_named_by_module_and_function() -> None:
     assert resolve_step({"model": "my.models:make"}).model == ModelSpec(name="my.models:make", kind="factory")
     assert "unknown model" in refusal(model="my.models:")
+    for misspelt in ("xxx", "xxll"):
+        assert "xxl," not in refusal(model=misspelt)
+        assert "mean xxl?" not in refusal(model=misspelt)
 
 
 @pytest.mark.parametrize(

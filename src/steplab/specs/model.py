@@ -196,6 +196,9 @@ PLANNING_ONLY = ("xxl",)
 EXAMPLES = {"toy": "steplab.model.toy:toy"}
 """Factory of each example model that is not a Transformer, by its short name."""
 
+MEASURED = tuple(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
+"""The short names of models that can be measured."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelSpec:
@@ -268,7 +271,7 @@ def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
     if re.fullmatch(r"[\w.]+:\w+", EXAMPLES.get(name, name)):
         return ModelSpec(name=EXAMPLES.get(name, name), kind="factory")
     raise UserError(
-        f"unknown model '{name}'; {_meant(name)}choose one of {', '.join((*MODEL_SIZES, *EXAMPLES))}, "
+        f"unknown model '{name}'; {_meant(name)}choose one of {', '.join(MEASURED)}, "
         "a transformers configuration as hf:PATH/config.json, or your own factory as package.module:function"
     )
 
@@ -281,7 +284,7 @@ def _meant(name: str) -> str:
         if all(part.isidentifier() for part in parts):
             return f"did you mean {'.'.join(parts)}:{function or 'build'}, with the name of its function? Else "
         return "a Python file is named as its module, which needs a name without dashes, dots and absolute paths. Else "
-    near = difflib.get_close_matches(name, (*MODEL_SIZES, *EXAMPLES), n=1)
+    near = difflib.get_close_matches(name, MEASURED, n=1)
     return f"did you mean {near[0]}? Else " if near else ""
 
 

@@ -13,7 +13,7 @@ from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.device import DEVICES_TOLD, check_device
 from steplab.specs.layout import SINGLE, Layout, parse_layout
 from steplab.specs.layout_fit import refuse_uneven_pipeline, refuse_uneven_split, refuse_unserved_layout
-from steplab.specs.model import EXAMPLES, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
+from steplab.specs.model import MEASURED, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
 from steplab.specs.step_fields import Declared, StepField, declared_fields
 from steplab.specs.step_fit import (
     refuse_unrecorded_step,
@@ -38,7 +38,7 @@ Reshard = Literal["auto", "always", "never"]
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", "bf16_master": "bf16"}
 """Precisions of a forward pass under autocast -> the format in which autocast computes."""
 DEFAULT_MODEL = "tiny"
-_MODELS = ", ".join(name for name in (*MODEL_SIZES, *EXAMPLES) if name not in PLANNING_ONLY)
+_MODELS = ", ".join(MEASURED)
 
 
 _REFUSALS = (
