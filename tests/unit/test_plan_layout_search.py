@@ -194,6 +194,16 @@ def test_a_layout_that_a_configuration_cannot_have_is_refused_by_the_sizes_of_th
     assert "small" not in reasons
 
 
+def test_where_only_the_network_is_unknown_the_answer_names_the_option_for_it() -> None:
+    job: dict[str, Any] = {"gpu": "RTX 4090", "gpus": 16, "global_batch": 16, "spec": JOB | {"model": "small"}}
+    (said,) = layouts_document(planned(**job, gpus_per_node=1)).verdict.sentences
+    assert "fit, but none has a known time" in said
+    given = re.findall(r"--link (\S+=[0-9]+(?:Gb/s)?)", said)
+    assert given == ["network=45", "network=400Gb/s"]
+    for link in given:
+        assert planned(**job, gpus_per_node=1, links=[link]).candidates[0].time
+
+
 def test_a_stated_network_is_reached_as_that_of_the_catalogue() -> None:
     """400 Gb/s is what the catalogue has for H100s; half of it is what half of the reached bandwidth is."""
     small = JOB | {"model": "small"}

@@ -125,7 +125,11 @@ def _nothing_found(plan: LayoutPlan) -> str:
     number = units.counted(len(plan.candidates), "layout")
     untimed = sum(each.verdict == "fits" for each in plan.candidates)
     if untimed:
-        return f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known."
+        return (
+            f"{untimed} of {number} fit, but none has a known time: the bandwidth between nodes is not known. "
+            "Give what one GPU reaches, as in --link network=45 (GB/s), or what is stated of its adapter, as in "
+            "--link network=400Gb/s."
+        )
     if _may_recompute(plan):
         return f"None of {number} fits. Plan again with --checkpointing auto, a shorter --context or more GPUs."
     return f"None of {number} fits; the table says why."
