@@ -49,6 +49,8 @@ def warn_caller(warning: Warning) -> None:
         depth += 1
         if str(frame.f_globals.get("__name__")).partition(".")[0] == __name__.partition(".")[0]:
             level = depth  # of the outermost frame of steplab; between two of them may be contextlib's
+        elif frame.f_globals.get("__name__") == "contextlib" and level == depth - 1:
+            level = depth  # it leaves a context of steplab's for the caller
         frame = frame.f_back
     warnings.warn(warning, stacklevel=level + 1)
 

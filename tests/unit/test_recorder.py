@@ -1,6 +1,7 @@
 """A loop of one's own, recorded: what is kept of it, also when it ends badly."""
 
 import statistics
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -233,13 +234,16 @@ def test_a_refused_step_leaves_the_recorder_usable(clock: Clock, record: Record,
 def test_a_loop_no_longer_than_its_warm_up_is_noted_and_has_no_step_time(
     clock: Clock, record: Record, stored: Stored, steps: int, warmup: int
 ) -> None:
-    with record(warmup=warmup) as rec:
+    with warnings.catch_warnings(record=True) as told, record(warmup=warmup) as rec:
         for _ in range(steps):
             with rec.step():
                 clock.spend(1)
     run = stored()[0]
     note = next(note for note in run.notes if note.startswith("step time"))
-    assert "warm-up" in note
+    (warned,) = told
+    assert str(warned.message).endswith(note)
+    assert warned.filename == __file__
+    assert ("warm-up" if steps else "rec.step()") in note
     assert f"{steps} steps" in note
     assert steps >= warmup or f"{warmup} of them" not in note  # of three steps, five cannot be anything
     assert run_row(run)["step_time_s"] is None

@@ -6,7 +6,7 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steplab.errors import SteplabError, UserError
+from steplab.errors import Remark, SteplabError, UserError, warn_caller
 from steplab.lab.files import folder_for
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.profiling import read_profile, with_profile
@@ -100,6 +100,9 @@ def recorder(
                 ended(error)
                 raise
             recording.run = ended()
+            for note in recording.run.notes if recording.run else ():
+                if note.startswith("step time: "):
+                    warn_caller(Remark(f"{name or 'the recorder'}: {note}"))
 
 
 def _check_flops(flops_per_step: float | None, precision: str | None) -> None:

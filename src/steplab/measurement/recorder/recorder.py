@@ -166,7 +166,8 @@ class Recorder:
         notes: list[str] = []
         if not measured:
             ran = counted(len(self._steps), "step")
-            notes.append(f"step time: the loop ran {ran}, but {self._warmup} are warm-up")
+            reason = f"but {self._warmup} are warm-up" if self._steps else "as none was in a `with rec.step():`"
+            notes.append(f"step time: the loop ran {ran}, {reason}")
         if peak is None:
             notes.append("peak device memory: torch keeps no high-water mark on this device")
         if self._profiled:
