@@ -46,7 +46,7 @@ def test_a_configuration_on_a_layout_is_planned_by_every_command_as_the_transfor
     assert memory.notes[1:] == known.notes
     steps = [resolve_step(each) for each in (configured, by_sizes)]
     own, other = planned_table(plan_steps(steps)).rows
-    assert own | {"step": ""} == other | {"step": ""}
+    assert {**own, "step": ""} == {**other, "step": ""}
     assert own["time_s"]
 
 
