@@ -2,6 +2,8 @@
 
 Every cell is stored as soon as it ends; one that runs out of memory, crashes or times out is stored as a failure.
 
+Exit codes: 0 if at least one cell was measured, because a cell that fails is a result, too; 1 if all failed.
+
 For example: steplab sweep --model small,medium --context 128,256 --precision fp32,bf16
 """
 
