@@ -157,6 +157,19 @@ def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_sha
     assert not [each for each in found.evidence if "matrix products" in each.what]  # of which nothing is known
 
 
+def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
+    """The shares are those of steps on an H200."""
+    seen = seen_with(compiled=None, device="cpu")
+    found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0))))
+    assert found is not None
+    assert (found.saves_s, found.fields) == (None, {"compile": "default"})
+    assert "H200" not in found.prediction
+    assert "it may also cost time" in found.prediction
+    assert not [each for each in found.evidence if "saves" in each.what]
+    small = seen_with(MATMULS, op("aten::silu", "elementwise", 1.0, where=BLOCK), compiled=None, device="cpu")
+    assert fusable_elementwise(case(own({"precision": "bf16"}, small, timing(21.0)))) is None
+
+
 def test_a_launch_bound_step_lasts_as_long_as_its_launches() -> None:
     # Busy 32.6 ms of 80: what is left of the launches decides.
     launched = gain_of(seen_with(waiting_ms={"forward": 60.0}), timing(80.0, forward=80.0))
@@ -199,9 +212,10 @@ def test_a_small_gain_is_not_worth_compiling_for() -> None:
 
 def test_on_a_cpu_the_profilers_slowness_is_taken_out() -> None:
     seen = seen_with(device="cpu", compiled=None)  # 32.6 ms a step
-    saves_s = (1 - MOST_LEFT.memory_bound) * LOW_MS * MS
-    assert gain_of(seen, timing(16.3)) == pytest.approx(saves_s / 2)
-    assert gain_of(seen, timing(65.2)) == pytest.approx(saves_s)
+    for step_ms, share in ((16.3, 0.5), (65.2, 1.0)):
+        found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(step_ms))))
+        assert found is not None
+        assert found.evidence[0].value == pytest.approx(share * LOW_MS * MS)
 
 
 def test_what_is_compiled_is_silent() -> None:
