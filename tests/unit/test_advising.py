@@ -15,6 +15,7 @@ from tests.unit.taking import FakeSession, Told
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
 from steplab.lab.outlook import Outlook, Promise
+from steplab.lab.turns import StoredSession
 from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
@@ -302,6 +303,34 @@ def test_a_budget_counts_from_the_start(
     assert [text.startswith(told) for text in said] == [True] * (not tried)
 
 
+@pytest.mark.parametrize(("budget_s", "num_built"), [(None, 3), (25.0, 2), (15.0, 1), (5.0, 1)])
+def test_a_budget_holds_for_what_makes_room_too(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float | None, num_built: int
+) -> None:
+    """Building a step takes 10 s, and the third is the first that fits."""
+    now = 0.0
+
+    class Slow(FakeSession):
+        def enter(self, *args: Any, **options: Any) -> Any:
+            nonlocal now
+            now += 10.0
+            return super().enter(*args, **options)
+
+    def told(spec: StepSpec) -> float | str:
+        return "asked 800 GiB" if spec.precision == "fp32" or spec.attention == "plain" else product(spec)
+
+    session = Slow(told)
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    options: dict[str, Any] = {"session": session, "profile": unprofiled, "clock": lambda: now}
+    advice = advise(spec, store=tmp_path / "store.db", budget_s=budget_s, **options)
+    assert len(session.asked) >= 3 if budget_s is None else len(session.asked) == num_built
+    assert (advice.failure is None) == (num_built == 3)
+    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    next_one = "attention auto" if num_built == 2 else "precision bf16"
+    over = f"the budget was over before {next_one} was tried, which needs less memory"
+    assert said == [over] * (num_built < 3)
+
+
 @pytest.mark.parametrize("late", ["built", "measured", "the fastest"])
 def test_a_change_that_the_budget_cuts_off_is_told_as_that_and_counts_as_not_tried(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, late: str
@@ -400,6 +429,47 @@ def test_an_interruption_just_after_a_change_was_kept_keeps_it(
     [only] = advice.kept
     assert (only.base_id, only.run_id) == (advice.start_id, advice.best_id)
     assert advice.overall == only.ratio
+
+
+def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
+    walk: Callable[..., Advice], walked: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sides leave then, which takes seconds on a GPU."""
+
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outlook, "by_hand", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+        walk()
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        [row] = opened.rows(kind="advice")
+        advice = opened.get(str(row["id"]))
+    assert isinstance(advice, Advice)
+    assert decisions(advice) == decisions(walked[0])
+    assert advice.best == walked[0].best
+
+
+def test_an_interruption_before_a_walk_knows_how_long_building_takes_is_that_alone(
+    walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outlook, "compile_s", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk()
+
+
+def test_a_side_that_leaves_again_is_stored_once(tmp_path: Path) -> None:
+    """As after an interruption that came just after its record was stored."""
+    session: Any = FakeSession(lambda spec: "too small a device")
+    with Store.open(tmp_path / "store.db", write=True) as store, StoredSession(session, store, "") as taking:
+        side = taking.enter("start", resolve_step({"model": "small"}))
+        assert taking.leave(side) is taking.leave(side)
+        assert [row["status"] for row in store.rows(kind=None)] == ["out_of_memory"]
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------
