@@ -230,7 +230,9 @@ def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[...
     def told(spec: StepSpec) -> float | str | Exception:
         return product(spec) if spec.attention != "plain" and spec.precision == "bf16" else "asked 80 GiB"
 
-    advice = walk(told)
+    said: list[str] = []
+    advice = walk(told, on_tried=lambda tried: said.append(tried_words(tried)))
+    assert said[:2] == ["precision bf16: out of memory: asked 80 GiB; kept", "attention auto: makes the step run; kept"]
     assert advice.failure is None
     assert advice.start_s is None
     assert {"precision bf16", "attention auto"} <= {tried.words for tried in advice.kept}

@@ -316,7 +316,7 @@ class Walk:
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
         left = None if attempt.kept else self.leave(attempt.side)
         if attempt.ratio is None:
-            attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
+            attempt.failure = failure_words(left.failure) if left and left.failure else "the step without it failed"
         attempt.took_s = decided_s - began_s
         if attempt.ratio and not self.taking.session.alternating:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
@@ -420,7 +420,7 @@ class Walk:
                     self._say_that_it_was_cut_off(attempt)
                     return
                 attempt.kept = True
-                attempt.failure = attempt.side.failure.message if attempt.side.failure else None
+                attempt.failure = failure_words(attempt.side.failure) if attempt.side.failure else None
             self._settle(attempt)
             if not self.best.failure:
                 return

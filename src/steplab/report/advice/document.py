@@ -89,6 +89,8 @@ def tried_words(tried: Tried) -> str:
         share = abs(1 - ratio.ratio)
         verb = "saves" if tried.kept else "costs"
         result = f"{verb} {units.format_time(ratio.a * share)} ({units.format_percent(share)})"
+    elif tried.kept and not tried.failure:
+        result = "makes the step run"  # which did not before, so that there is nothing to compare
     return f"{tried.words}: {result}; {'kept' if tried.kept else 'dropped'}"
 
 
