@@ -245,6 +245,24 @@ def test_a_step_that_never_fits_is_a_failure(walk: Callable[..., Advice]) -> Non
     assert render(advice_document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.") == 1
 
 
+def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is_told(tmp_path: Path) -> None:
+    class Fatal(FakeSession):
+        def measure(self, sides: Any, *args: Any, **options: Any) -> None:
+            super().measure(sides, *args, **options)
+            if sides[-1].label == "compile block":
+                sides[0].failure = Failure(kind="crashed", message="killed by SIGKILL")
+
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    session: Any = Fatal(product)
+    advice = advise(spec, store=tmp_path / "store.db", session=session, profile=unprofiled)
+    assert advice.status == "crashed"
+    first, *further = advice_verdict(advice).sentences
+    assert first == "The fastest step failed, which ended the walk: crashed: killed by SIGKILL."
+    assert advice.overall is not None
+    kept, told = ", ".join(tried.words for tried in advice.kept), f"{advice.overall.ratio:.3f} times as long"
+    assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms for 100 ms: {told}")
+
+
 def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:
     """The clock is read before each attempt, and at its beginning and end."""
     now = 0.0
