@@ -6,10 +6,10 @@ dQ that is half the columns, or of a tile of 128 queries half the rows. dK and d
 Note "the tensor cores": consumers take turns at them, so that one computes, and stores dS and dQ, under the other's
 products. In which turns a tile's products are made depends on what registers and shared memory hold.
 
-- Tiles of 64 queries: a turn a round, with dV, dK and dQ of the tile before, and then S and dP of the next. So
-  exponentials have the whole of the other's turn to run under. The dS of the tile before is the other's too, if the
-  other has computed since: the second consumer's turn comes after it, and the first makes its part of dQ a round late.
-  Three tiles have to be there: one whose products are made, one whose exponentials are taken, and one on its way.
+- Tiles of 64 queries: one turn a round, with dV, dK and dQ of a tile, and then S and dP of the next. So exponentials
+  have the whole of the other's turn to run under. In its turn the second consumer finds the first one's dS of the same
+  tile; the first does not find the second's yet, and makes its part of dQ a round late. Three tiles have to be there:
+  one whose products are made, one whose exponentials are taken, and one on its way.
 - Tiles of 128 queries, for which three do not fit: two turns a round, one for S and dP, one for dV, dK and dQ. In the
   latter the first consumer waits for the second's dS, which that one has put into shared memory before it asks for its
   own; meanwhile it stores its own, and multiplies that.
@@ -246,12 +246,13 @@ def _give_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
     mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)
 
 
-# --- a turn a round ------------------------------------------------------------------------------------------------
+# --- one turn a round -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def _others_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there."""
+    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
+    anything, which `_give_dq` tells nobody of."""
     mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
     fence_async_shared()
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
@@ -294,7 +295,7 @@ def _round_of_a_turn(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room,
                     W: gl.constexpr):  # fmt: skip
     """All products of the tile before, with its weights and dS, and those of the i-th tile.
 
-    A product is started when the one before the last has ended: its sums have the registers of what that one read.
+    S is started once dV and dK are there, dP once dQ is stored: their sums take the registers of P and dS, and of dQ.
     """
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
