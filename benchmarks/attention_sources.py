@@ -21,11 +21,11 @@ def cells_of(runs: Sequence[AttentionRun], grid: str) -> list[AttentionCell]:
 
 
 def needed(runs: Sequence[AttentionRun], grid: str) -> list[AttentionRun]:
-    """The newest benchmark of a grid, then those before it that have cells which none of the later ones has."""
+    """The newest benchmark of a grid, then those before it that measured cells which none of the later ones did."""
     seen: set[AttentionSpec] = set()
     found = []
     for run in reversed([run for run in runs if run.study.name == grid]):
-        own = {cell.spec for cell in run.cells}
+        own = {cell.spec for cell in run.cells if cell.failure is None}
         if own - seen:
             found.append(run)
         seen |= own

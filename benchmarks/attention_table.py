@@ -16,7 +16,7 @@ from pathlib import Path
 from statistics import median
 from typing import TypeVar
 
-from benchmarks.attention_dims import GRID, dims_table
+from benchmarks.attention_dims import dims_table
 from benchmarks.attention_sources import cells_of, disagreements, needed, sources
 from benchmarks.attention_steps import OURS, STEPS, milliseconds, steps
 from benchmarks.page_tables import table_of_texts, write_between_marks
@@ -83,7 +83,7 @@ def main(records: str, *rest: str) -> None:
     whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
     if rest:
         _, page = rest
-        shown = for_docs(needed(runs, "peers"), cells_of(runs, "long"), cells_of(runs, GRID))
+        shown = for_docs(needed(runs, "peers"), cells_of(runs, "long"), runs)
         write_between_marks(Path(page), "attention_table.py", "\n\n".join([*shown, whole[-1]]))
     else:
         print("\n\n".join([*parts(runs), *whole]))
@@ -103,7 +103,7 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
     ids = ", ".join(f"{run.id} ({run.name or run.study.name}, {run.created_utc[:10]})" for run in runs)
     yield HEAD.format(env=env, device=env.device.name, ids=ids).strip()
     for run in needed(runs, "peers"):  # each by itself: what took turns in one process compares
-        peers = run.cells
+        peers = _measured(run)
         yield f"## Against its peers, {_record(run)}"
         for name in PASSES:
             yield from _titled(PASS_WORDS[name].capitalize(), speed_table(peers, PEER, name))
@@ -112,7 +112,7 @@ def parts(runs: Sequence[AttentionRun]) -> Iterator[str]:
         yield from _titled(f"Which cell of {OURS} is bound by what", bounds(peers))
         yield from _titled("Errors and first calls, the worst of all shapes", worst(peers))
         yield from _titled("Memory, peak of forward and backward beyond the inputs", memory(peers))
-    yield from _titled("Head dimensions and grouped heads", dims_table(cells_of(runs, GRID)))
+    yield from _titled("Head dimensions and grouped heads", dims_table(runs))
     for grid, title in (("study", "Batch 8, one head, fp32, not causal"), ("long", "Batch 1, one head, causal")):
         cells = _in_order(cells_of(runs, grid))
         if not cells:
@@ -138,22 +138,29 @@ def _record(run: AttentionRun) -> str:
     return f"record {run.id} of {run.created_utc[:10]} {run.created_utc[11:16]} UTC"
 
 
+def _measured(run: AttentionRun) -> list[AttentionCell]:
+    """Without implementations that failed in every shape, such as one of a package that is missing."""
+    columns = {cell.spec.column for cell in run.cells if cell.failure is None}
+    return [cell for cell in run.cells if cell.spec.column in columns]
+
+
 def for_docs(
-    peers: Sequence[AttentionRun], long: Sequence[AttentionCell], dims: Sequence[AttentionCell]
+    peers: Sequence[AttentionRun], long: Sequence[AttentionCell], runs: Sequence[AttentionRun]
 ) -> Iterator[str]:
     """What docs/attention.md shows."""
     told = set()
     for run in peers:
-        yield markdown_table(by_shape(run.cells, _three_times, LABEL, f"{_OF_PASSES}; {_record(run)}."))
+        cells = _measured(run)
+        yield markdown_table(by_shape(cells, _three_times, LABEL, f"{_OF_PASSES}; {_record(run)}."))
         for peer in SET_BESIDE:
-            if peer not in told and (means := mean_speeds(run.cells, peer)):
+            if peer not in told and (means := mean_speeds(cells, peer)):
                 told.add(peer)
                 yield markdown_table(means)
     if longest := [cell for cell in _in_order(long) if cell.spec.queries == LONGEST]:
         yield markdown_table(
             by_shape(longest, _three_times, LABEL, f"{_OF_PASSES}; the longest sequences of the long grid.")
         )
-    for table in (dims_table(dims), *(bounds(run.cells) for run in peers[:1])):
+    for table in (dims_table(runs), *(bounds(run.cells) for run in peers[:1])):
         if table:
             yield markdown_table(table)
 

@@ -172,6 +172,13 @@ def test_a_dry_run_lists_the_cells_and_touches_nothing(steplab: Program) -> None
     assert not steplab.store.exists()
 
 
+def test_a_dry_run_knows_a_gpu_by_each_of_its_names(steplab: Program) -> None:
+    words = ("sweep", "--model", "small,2.7b", "--batch", "64", "--context", "512", "--dry-run", "--gpu")
+    asked = [steplab(*words, name) for name in ("H100 SXM", "h100 sxm", "NVIDIA H100 80GB HBM3")]
+    assert "does not fit on H100 SXM" in asked[0].stdout
+    assert len({(each.stdout, each.stderr) for each in asked}) == 1
+
+
 def test_a_dry_run_of_a_resumed_sweep_lists_what_is_missing(filled: Program) -> None:
     """The store has a sweep of contexts 8 and 16, of which the second record is removed."""
     words = ("sweep", *tiny(context="8,16"), "--resume", "--dry-run")

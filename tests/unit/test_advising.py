@@ -15,6 +15,7 @@ from tests.unit.taking import FakeSession, Told
 from steplab.errors import Remark, Unsupported
 from steplab.lab.advising import advise
 from steplab.lab.outlook import Outlook, Promise
+from steplab.lab.turns import StoredSession
 from steplab.measurement.processes.turns import Side
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
@@ -230,7 +231,9 @@ def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[...
     def told(spec: StepSpec) -> float | str | Exception:
         return product(spec) if spec.attention != "plain" and spec.precision == "bf16" else "asked 80 GiB"
 
-    advice = walk(told)
+    said: list[str] = []
+    advice = walk(told, on_tried=lambda tried: said.append(tried_words(tried)))
+    assert said[:2] == ["precision bf16: out of memory: asked 80 GiB; kept", "attention auto: makes the step run; kept"]
     assert advice.failure is None
     assert advice.start_s is None
     assert {"precision bf16", "attention auto"} <= {tried.words for tried in advice.kept}
@@ -272,11 +275,29 @@ def test_a_change_that_raises_an_error_makes_no_room(walk: Callable[..., Advice]
 
     advice = walk(told)
     first = advice.tried[0]
-    assert (first.words, first.kept, first.failure) == ("precision bf16", False, "RuntimeError: kaputt")
+    assert (first.words, first.kept, first.failure) == ("precision bf16", False, "error: RuntimeError: kaputt")
     assert first.run_id is not None
     assert advice.best is not None
     assert advice.best.precision != "bf16"
     assert "attention auto" in {tried.words for tried in advice.kept}
+
+
+def test_a_fastest_step_that_dies_ends_the_walk_and_what_was_found_until_then_is_told(tmp_path: Path) -> None:
+    class Fatal(FakeSession):
+        def measure(self, sides: Any, *args: Any, **options: Any) -> None:
+            super().measure(sides, *args, **options)
+            if sides[-1].label == "compile block":
+                sides[0].failure = Failure(kind="crashed", message="killed by SIGKILL")
+
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    session: Any = Fatal(product)
+    advice = advise(spec, store=tmp_path / "store.db", session=session, profile=unprofiled)
+    assert advice.status == "crashed"
+    first, *further = advice_verdict(advice).sentences
+    assert first == "The fastest step failed, which ended the walk: crashed: killed by SIGKILL."
+    assert advice.overall is not None
+    kept, told = ", ".join(tried.words for tried in advice.kept), f"{advice.overall.ratio:.3f} times as long"
+    assert further[0].startswith(f"Until then, with {kept} the step took 48.0 ms for 100 ms: {told}")
 
 
 def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., Advice]) -> None:
@@ -337,6 +358,34 @@ def test_a_budget_counts_from_the_start(
     said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
     told = f"building the step as given took 6.00 s of the budget of {format_time(budget_s)}"
     assert [text.startswith(told) for text in said] == [True] * (not tried)
+
+
+@pytest.mark.parametrize(("budget_s", "num_built"), [(None, 3), (25.0, 2), (15.0, 1), (5.0, 1)])
+def test_a_budget_holds_for_what_makes_room_too(
+    tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float | None, num_built: int
+) -> None:
+    """Building a step takes 10 s, and the third is the first that fits."""
+    now = 0.0
+
+    class Slow(FakeSession):
+        def enter(self, *args: Any, **options: Any) -> Any:
+            nonlocal now
+            now += 10.0
+            return super().enter(*args, **options)
+
+    def told(spec: StepSpec) -> float | str:
+        return "asked 800 GiB" if spec.precision == "fp32" or spec.attention == "plain" else product(spec)
+
+    session = Slow(told)
+    spec = resolve_step({"model": "small", "context": 512, "steps": 30})
+    options: dict[str, Any] = {"session": session, "profile": unprofiled, "clock": lambda: now}
+    advice = advise(spec, store=tmp_path / "store.db", budget_s=budget_s, **options)
+    assert len(session.asked) >= 3 if budget_s is None else len(session.asked) == num_built
+    assert (advice.failure is None) == (num_built == 3)
+    said = [str(warning.message) for warning in recwarn if isinstance(warning.message, Remark)]
+    next_one = "attention auto" if num_built == 2 else "precision bf16"
+    over = f"the budget was over before {next_one} was tried, which needs less memory"
+    assert said == [over] * (num_built < 3)
 
 
 @pytest.mark.parametrize("late", ["built", "measured", "the fastest"])
@@ -437,6 +486,47 @@ def test_an_interruption_just_after_a_change_was_kept_keeps_it(
     [only] = advice.kept
     assert (only.base_id, only.run_id) == (advice.start_id, advice.best_id)
     assert advice.overall == only.ratio
+
+
+def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
+    walk: Callable[..., Advice], walked: tuple[Advice, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sides leave then, which takes seconds on a GPU."""
+
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outlook, "by_hand", interrupted)
+    with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
+        walk()
+    with Store.open(tmp_path / "store.db", write=False) as opened:
+        [row] = opened.rows(kind="advice")
+        advice = opened.get(str(row["id"]))
+    assert isinstance(advice, Advice)
+    assert decisions(advice) == decisions(walked[0])
+    assert advice.best == walked[0].best
+
+
+def test_an_interruption_before_a_walk_knows_how_long_building_takes_is_that_alone(
+    walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Outlook, "compile_s", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        walk()
+
+
+def test_a_side_that_leaves_again_is_stored_once(tmp_path: Path) -> None:
+    """As after an interruption that came just after its record was stored."""
+    session: Any = FakeSession(lambda spec: "too small a device")
+    with Store.open(tmp_path / "store.db", write=True) as store, StoredSession(session, store, "") as taking:
+        side = taking.enter("start", resolve_step({"model": "small"}))
+        assert taking.leave(side) is taking.leave(side)
+        assert [row["status"] for row in store.rows(kind=None)] == ["out_of_memory"]
 
 
 # --- where nothing can be planned -------------------------------------------------------------------------

@@ -3,12 +3,13 @@
 from pathlib import Path
 
 from benchmarks import attention_dims
+from tests.attention_records import make_benchmark
 
-from steplab.records.attention import AttentionCell
+from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.timing import PhaseSamples
 from steplab.report.kit.markup import markdown_table
 from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import cells_of_grid
+from steplab.specs.attention_study import AttentionStudy, cells_of_grid
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
@@ -19,15 +20,21 @@ def cell(milliseconds: float, **sizes: int) -> AttentionCell:
     return AttentionCell(spec=spec, passes=(PhaseSamples(phase="forward", device_s=(milliseconds / 1e3,) * 4),))
 
 
+def run_of(id: str, *cells: AttentionCell) -> AttentionRun:
+    study = AttentionStudy(name=attention_dims.GRID, cells=tuple(cell.spec for cell in cells))
+    return make_benchmark(id=id, study=study, cells=cells)
+
+
 def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -> None:
-    cells = [
+    run = run_of(
+        "a" * 12,
         cell(1.0, dim=64),
         cell(2.0, dim=128),
         cell(1.375, dim=80),
         cell(1.35, dim=96),
         cell(0.95, dim=64, kv_heads=8),
-    ]
-    table = attention_dims.dims_table(cells)
+    )
+    table = attention_dims.dims_table([run])
     assert table is not None
     lines = markdown_table(table).splitlines()
     forward = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if "flash" in line}
@@ -38,6 +45,21 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -
         "1×32×4096×96": "1.35 (-10%)",  # of 1.5
         "1×32/8×4096×64": "0.950 (-5%)",
     }
+
+
+def test_cells_that_are_set_beside_each_other_are_of_the_newest_record_that_has_them_all() -> None:
+    earlier = [cell(1.0, dim=64), cell(2.0, dim=128), cell(1.0, dim=64, queries=64), cell(2.0, dim=128, queries=64)]
+    later = [cell(1.5, dim=64), cell(2.5, dim=128), cell(1.5, dim=64, queries=64)]
+    table = attention_dims.dims_table([run_of("a" * 12, *earlier), run_of("b" * 12, *later)])
+    assert table is not None
+    text = markdown_table(table)
+    assert [line.split("|")[3].strip() for line in text.splitlines() if "flash" in line] == [
+        "1.50",
+        "2.50",
+        "1.00",
+        "2.00",
+    ]
+    assert "Records: bbbbbbbbbbbb, aaaaaaaaaaaa." in text
 
 
 def test_the_grid_has_what_each_of_its_cells_is_set_beside() -> None:

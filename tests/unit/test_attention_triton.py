@@ -372,5 +372,5 @@ def test_what_is_prepared_subtracts_the_log_sum_exp_and_begins_the_turns(num_kv_
     torch.testing.assert_close(minus_d[..., :70], -(o * do).sum(-1))
     assert not minus_d[..., 70:].any()
     shared_tiles = 2 * 3 if num_kv_heads == 1 else 0
-    assert operands.turns.tolist() == [0] * (2 * 3 + 2 * shared_tiles)
+    assert operands.turns.tolist() == [0] * (2 * 2 * 3 + 2 * shared_tiles)
     assert operands.shared.numel() == shared_tiles * 2 * 128 * 64

@@ -53,24 +53,27 @@ def as_python(module: ModuleType, program: int = 0) -> Iterator[list[Any]]:
         "barrier": ANYTHING,
         "_barriers": ANYTHING,
         "_task": triton_hopper_backward._task.fn,
+        "Room": ANYTHING,
     }
-    fakes |= {"KEYS": KEYS, "ROWS": 64, "NUM_CONSUMERS": 2}
+    fakes |= {"KEYS": KEYS, "PART": 32, "ROWS": 64, "NUM_CONSUMERS": 2, "ZERO": 0, "ONE": 1}
     with patch.multiple(module, **{name: fake for name, fake in fakes.items() if hasattr(module, name)}):
         yield started
 
 
-def told_by(program: int, **given: Any) -> dict[str, Any]:
-    """What a program of the backward kernel tells its warps, by the names under which they take it."""
+def workers_of(program: int, **given: Any) -> list[tuple[Any, dict[str, Any]]]:
+    """What each group of warps of a program of the backward kernel does, and what it is told, by its own names."""
     kernel = triton_hopper_backward.attention_backward
     names = inspect.signature(kernel.fn).parameters
     usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
     usual |= {"M": 64, "MAIN": 128, "REST": 0, "BOX": 128, "NUM_SLOTS": 2}
     with as_python(triton_hopper_backward, program) as started:
         kernel.fn(**{name: (usual | given).get(name, ANYTHING) for name in names})
-    told: dict[str, Any] = {}
-    for worker, arguments in started:
-        told |= dict(zip(inspect.signature(worker.fn).parameters, arguments, strict=True))
-    return told
+    return [(w, dict(zip(inspect.signature(w.fn).parameters, told, strict=True))) for w, told in started]
+
+
+def told_by(program: int, **given: Any) -> dict[str, Any]:
+    """What a program of the backward kernel tells its warps."""
+    return {name: value for _, told in workers_of(program, **given) for name, value in told.items()}
 
 
 def seen(num_queries: int, num_keys: int, *, causal: bool) -> torch.Tensor:
@@ -138,10 +141,11 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
     sizes |= {"M": rows, "MAIN": columns, "BOX": columns}
-    turns = [0] * (heads * num_padded // KEYS)
+    turns = [0] * (2 * heads * num_padded // KEYS)
     first_of_tile: dict[int, list[bool]] = {}
     for program in range(heads * -(-num_keys // KEYS)):
-        told = told_by(program, **sizes)
+        workers = workers_of(program, **sizes)
+        adders = [told for worker, told in workers if worker is triton_hopper_backward._add_up]
         waits: list[tuple[int, int]] = []
         engine = SimpleNamespace(
             async_copy_shared_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(True),
@@ -159,12 +163,12 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
                 add_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
             ),
         ):
-            worker = triton_hopper_backward._add_up.fn
-            worker(**{name: told[name] if name != "turns_ptr" else 0 for name in inspect.signature(worker).parameters})
+            for told in adders:
+                triton_hopper_backward._add_up.fn(**told | {"turns_ptr": 0})
         assert all(turn == now for turn, now in waits), program
     visible = range(-(-num_queries // KEYS))
     of_blocks = [min(q, -(-num_keys // KEYS) - 1) + 1 if causal else -(-num_keys // KEYS) for q in visible]
-    assert turns == of_blocks * heads
+    assert turns == [count for count in of_blocks * heads for consumer in range(2)]
     # The first that comes to a tile stores, and all others add.
     assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
     # Each in pieces of 64 queries and 32 columns, as `attention_finish` takes them.

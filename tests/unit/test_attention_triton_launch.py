@@ -146,8 +146,8 @@ def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper")):
         own, shared = (_layout.__wrapped__((1, 4, 50, 64), (1, heads, 130, 64), *of_one_sweep) for heads in (4, 2))
     rows = 4 * 128
-    assert own.parts == [rows, rows, rows * 64, 0, 4]
-    assert shared.parts == [rows, rows, rows * 64, 4 * 128 * 2 * 64, 4 + 2 * 4]
+    assert own.parts == [rows, rows, rows * 64, 0, 2 * 4]
+    assert shared.parts == [rows, rows, rows * 64, 4 * 128 * 2 * 64, 2 * (4 + 4)]
     x = torch.zeros(1, 4, 50, 64)
     *_, room = _results(x, x, x)
     assert room == ((sum(_layout(x.shape, x.shape, x.dtype, x.device).parts),), (1,), torch.float32)

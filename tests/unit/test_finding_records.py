@@ -1,11 +1,13 @@
 """Which records a text stands for: the same ones in every command that takes several."""
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 from tests.runs import make_run
 
+from steplab.errors import UserError
 from steplab.lab.comparing import find_records
 from steplab.lab.reporting import records_to_report
 from steplab.specs.study import study_from_grids
@@ -40,3 +42,17 @@ def path(tmp_path: Path) -> Path:
 def test_a_text_stands_for_the_same_records_everywhere(path: Path, text: str, id: str) -> None:
     for found in (find_records(text, store=path).records, records_to_report([text], store=path).records):
         assert [record.id for record in found] == [id * 12]
+
+
+def test_a_study_without_records_is_told_as_that(path: Path) -> None:
+    """As one that was interrupted in its first measurement; it is a study all the same."""
+    with Store.open(path, write=True) as store:
+        study = store.begin_study(study_from_grids("begun", "", [{"model": ["tiny"]}]))
+    for text in ("begun", study):
+        for find in (
+            partial(find_records, text),
+            partial(records_to_report, [text]),
+            partial(records_to_report, study=text),
+        ):
+            with pytest.raises(UserError, match=f"study '{text}' has no record in .* --resume"):
+                find(store=path)

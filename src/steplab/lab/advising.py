@@ -76,11 +76,12 @@ def advise(
             )
             try:
                 walk.go(asked)
+                advice = keep(opened, _recorded(walk, name, chosen.notes))
             except KeyboardInterrupt as error:
                 if walk.start is None:
                     raise
                 interrupted = walk.interrupted = error
-            advice = keep(opened, _recorded(walk, name, chosen.notes))
+                advice = keep(opened, _recorded(walk, name, chosen.notes))
         if interrupted:
             raise KeyboardInterrupt(f"record {advice.id} has the walk until then") from interrupted
         return advice

@@ -136,8 +136,17 @@ def _in_store(opened: Store, text: str) -> list[Record]:
             return opened.records(str(row["id"]) for row in reversed(having))
     if records := _of_commit(opened, rows, text):
         return records
+    if studies:
+        raise without_records(text, opened)
     raise UserError(
         f"'{text}' is no id, study, name, tag or measured commit in {opened.path}; `steplab list` shows what there is"
+    )
+
+
+def without_records(study: str, opened: Store) -> UserError:
+    """The error for a study of which there is nothing to show, as where its first measurement was interrupted."""
+    return UserError(
+        f"study '{study}' has no record in {opened.path} that can be read; its command goes on by --resume"
     )
 
 

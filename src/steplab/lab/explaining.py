@@ -15,6 +15,7 @@ from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment
+from steplab.records.failure import Failure
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
 from steplab.specs.resolve import with_fields
@@ -116,7 +117,7 @@ def try_findings(
                 tried[key] = _tried(taking, unchanged, spec, fields, on_trial)
         base = taking.leave(unchanged)
     if base.failure is not None:
-        raise SteplabError(f"the step of run {run.id} did not run again: {failure_words(base)}")
+        raise SteplabError(f"the step of run {run.id} did not run again: {failure_words(base.failure)}")
     _refuse_another_device(run, base.environment)
     trials = {key: _trial(base, outcome) for key, outcome in tried.items()}
     return dataclasses.replace(
@@ -159,7 +160,7 @@ def _trial(base: Run, outcome: Run | str) -> Trial:
             after_s=None,
             run_ids=ids,
             tokens_ratio=tokens_ratio,
-            failure=failure_words(outcome),
+            failure=failure_words(outcome.failure),
         )
     return Trial(
         before_s=ratio.a,
@@ -187,9 +188,9 @@ def _refuse_another_device(run: Run, found: Environment | None) -> None:
         )
 
 
-def failure_words(run: Run) -> str:
-    """Why a run has no step time, in one line."""
-    if run.failure is None:
+def failure_words(failure: Failure | None) -> str:
+    """Why a run with this failure has no step time, in one line."""
+    if failure is None:
         return "it has no step time"
-    kind = run.status.replace("_", " ")
-    return run.failure.message if run.failure.message.startswith(kind) else f"{kind}: {run.failure.message}"
+    kind = failure.kind.replace("_", " ")
+    return failure.message if failure.message.startswith(kind) else f"{kind}: {failure.message}"

@@ -14,7 +14,7 @@ from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import planned_as, splittable
 from steplab.plan.layout.links import Cluster, machine_of, with_profile
 from steplab.plan.layout.search import LayoutJob, check_job, plan_of_given, plan_of_layouts
-from steplab.plan.memory import refuse_unknown_memory, workspace_of
+from steplab.plan.memory import refuse_unknown_memory
 from steplab.plan.time import refuse_unknown_step
 from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan
@@ -69,10 +69,8 @@ def plan_layout(
             update=given.update,
             gpus=gpus,
             global_batch=global_batch,
-            hardware=hardware,
             gpu=chosen,
             machine=machine,
-            workspace_bytes=workspace_of(hardware.device_names[0]).value,
         )
     )
     found = dataclasses.replace(found, tokens=tokens)
@@ -95,10 +93,8 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
         update=spec.update,
         gpus=spec.layout.world_size,
         global_batch=spec.tokens_of_all // spec.context,
-        hardware=hardware,
         gpu=gpu,
         machine=machine_of(hardware, None),
-        workspace_bytes=workspace_of(hardware.device_names[0]).value,
     )
     found = plan_of_given(job, known)
     found = dataclasses.replace(found, notes=(*chosen.notes, *found.notes))

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import UserError
-from steplab.lab.comparing import records_of
+from steplab.lab.comparing import records_of, without_records
 from steplab.lab.keeping import open_store
 from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
@@ -71,7 +71,10 @@ def records_to_report(
                 raise UserError(f"no record is called '{name}'; `steplab list` shows the names")
             return _selected(found, title=name)
         if study is not None:
-            return _of_study(opened, opened.study_id(study))
+            found_in = _of_study(opened, opened.study_id(study))
+            if not found_in.records:
+                raise without_records(study, opened)
+            return found_in
         newest = _newest(opened)
         if newest.sweep_id is not None:
             return _of_study(opened, newest.sweep_id)

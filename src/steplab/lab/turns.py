@@ -33,10 +33,10 @@ class StoredSession:
         self.session = session
         """The session itself, which measures the sides."""
         self._store, self._name = store, name
-        self._present: dict[Side, tuple[str, ...]] = {}
-        """What was chosen for each side that is present."""
-        self.stored: list[Run] = []
-        """The records, in the order in which sides left."""
+        self._chosen: dict[Side, tuple[str, ...]] = {}
+        """What was chosen for each side."""
+        self.left: dict[Side, Run] = {}
+        """The record of each side that has left, in the order in which they did."""
 
     def __enter__(self) -> Self:
         self.session.__enter__()
@@ -44,30 +44,31 @@ class StoredSession:
 
     def __exit__(self, *exception: object) -> None:
         try:
-            for side in list(self._present):
+            for side in self._chosen:
                 if side.run is not None:
                     self.leave(side)
         finally:
             self.session.__exit__(*exception)
-        if exception and exception[0] is KeyboardInterrupt and self.stored:
-            raise KeyboardInterrupt(f"stored with the turns until then: {', '.join(run.id for run in self.stored)}")
+        if exception and exception[0] is KeyboardInterrupt and self.left:
+            stored = ", ".join(run.id for run in self.left.values())
+            raise KeyboardInterrupt(f"stored with the turns until then: {stored}")
 
     def enter(self, label: str, spec: StepSpec, surroundings: Surroundings = HERE) -> Side:
         """Build a step and warm it up. Raises UserError for a step that cannot be measured at all."""
         chosen = choose_checkpointing(spec)
         side = self.session.enter(label, chosen.spec, surroundings)
-        self._present[side] = chosen.notes
+        self._chosen[side] = chosen.notes
         return side
 
     def leave(self, side: Side) -> Run:
-        """End a side, and store its record; a side that had no turn is measured by itself first."""
-        if side.failure is None and side.run is None:
-            self.session.measure([side], side.spec.steps)
-        notes = self._present[side]
-        run = keep(self._store, completed(self.session.leave(side), self._name, notes, self._store))
-        del self._present[side]  # not before, so that an interruption loses nothing
-        self.stored.append(run)
-        return run
+        """End a side, and store its record; a side that had no turn is measured by itself first. Of one that has left,
+        the record."""
+        if side not in self.left:
+            if side.failure is None and side.run is None:
+                self.session.measure([side], side.spec.steps)
+            run = completed(self.session.leave(side), self._name, self._chosen[side], self._store)
+            self.left[side] = keep(self._store, run)
+        return self.left[side]
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -115,12 +115,8 @@ class Walk:
     on_attempt: Callable[[Attempt], None] = lambda attempt: None
     """Called with each change that was tried."""
     attempts: list[Attempt] = field(default_factory=list)
-    runs: dict[Side, Run] = field(default_factory=dict)
-    """The record of each side that has left."""
     start: Any = None
     """The side of the first step; None before it was built."""
-    best: Any = None
-    """The side of the fastest step until now; None: none has run."""
     met: Ratio | None = None
     """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
     again: Any = None
@@ -140,9 +136,9 @@ class Walk:
         self.on_change("the step as given")
         start = self.taking.enter("start", spec)
         self._take_first_turn(start)
-        self.start = self.best = start
         took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
         self._built_s.append(max(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0), 0.0))
+        self.start = start
         trial_s, left_s = self._trial_s(measured_s), self._left_s()
         # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
         self.outlook.look(self.start.environment, may_profile=left_s >= 2 * trial_s and not start.failure)
@@ -164,6 +160,11 @@ class Walk:
         return [attempt for attempt in self.attempts if attempt.kept]
 
     @property
+    def best(self) -> Any:
+        """The side of the fastest step until now, which may have failed; None before the first was built."""
+        return self.kept[-1].side if self.kept else self.start
+
+    @property
     def overall(self) -> Ratio | None:
         """Time of the fastest step over that of the first, if need be put together of the changes between; None if
         nothing was kept, or the first step did not run."""
@@ -179,13 +180,11 @@ class Walk:
         """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
         if self.interrupted and side.run is None and not side.failure:
             return None
-        if side not in self.runs:
-            self.runs[side] = self.taking.leave(side)
-        return self.runs[side]
+        return self.taking.leave(side)
 
     def record_of(self, side: Side) -> Run | None:
         """The record of a side, of its steps until now if it is still there; None if it has had no turn."""
-        return self.runs.get(side) or side.run
+        return self.taking.left.get(side) or side.run
 
     # --- what is next -------------------------------------------------------------------------------------
 
@@ -295,8 +294,11 @@ class Walk:
         if attempt.side is None or self._decide(attempt, began_s):
             self._settle(attempt)
             self._look_at_best()
-            return
-        why = f"the budget was over before {candidate.change.words} was decided; it counts as not tried"
+        else:
+            self._say_that_it_was_cut_off(attempt)
+
+    def _say_that_it_was_cut_off(self, attempt: Attempt) -> None:
+        why = f"the budget was over before {attempt.change.words} was decided; it counts as not tried"
         if attempt.side.run is not None and (left := self.leave(attempt.side)):
             why += f", and record {left.id} has the turns until then"
         warn_caller(Remark(why))
@@ -316,7 +318,7 @@ class Walk:
         attempt.kept = attempt.ratio is not None and attempt.ratio.decision == "lower"
         left = None if attempt.kept else self.leave(attempt.side)
         if attempt.ratio is None:
-            attempt.failure = failure_words(left) if left and left.failure else "the step without it failed"
+            attempt.failure = failure_words(left.failure) if left and left.failure else "the step without it failed"
         attempt.took_s = decided_s - began_s
         if attempt.ratio and not self.taking.session.alternating:
             self._built_s.append(built_s - began_s - (attempt.side.run.timing.first_step_s or 0.0))
@@ -333,11 +335,9 @@ class Walk:
         return True
 
     def _settle(self, attempt: Attempt) -> None:
-        """Count a change among those that were tried; one that is kept makes the fastest step."""
+        """Count a change among those that were tried; one that is kept makes the fastest step (`best`)."""
         self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
         self.attempts.append(attempt)
-        if attempt.kept:
-            self.best = attempt.side
         self.on_attempt(attempt)
         if attempt.kept:
             self.leave(attempt.base)
@@ -407,16 +407,22 @@ class Walk:
         return attempt
 
     def _make_room(self) -> None:
-        """Where the first step does not run for lack of memory, add the changes that need less until it does."""
+        """Where the first step ran out of memory, add the changes that need less until it runs, or time is over."""
         for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
             makes_room = change.field in _MAKE_ROOM or change.makes_room
             if not makes_room or change not in self._untried_of(self.best.spec):
                 continue
+            if not self._has_time(self._trial_s(None)):
+                warn_caller(Remark(f"the budget was over before {change.words} was tried, which needs less memory"))
+                return
             self._tried.add(_now(self.best.spec, change))  # what does not fit is not gone back to
             attempt = self._attempt(change, self.outlook.promise(self.best.spec, change), by_itself=True)
             if attempt.side is not None:
+                if self._is_cut_off([attempt.side]):
+                    self._say_that_it_was_cut_off(attempt)
+                    return
                 attempt.kept = attempt.side.failure is None or _lacks_memory(attempt.side)
-                attempt.failure = attempt.side.failure.message if attempt.side.failure else None
+                attempt.failure = failure_words(attempt.side.failure) if attempt.side.failure else None
                 if not attempt.kept:
                     self.leave(attempt.side)
             self._settle(attempt)

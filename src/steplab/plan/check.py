@@ -21,13 +21,12 @@ from steplab.plan.stack_fit import counts, loaded_rows, unseen_stacks
 from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
-from steplab.records.time_check import TimeCheck
+from steplab.records.time_check import RECORDS, TimeCheck
 from steplab.records.timing import waits_for_host
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.step import StepSpec
 
-_RECORDS = "records"
 _KINDS = {"matmul": "matmul", "attention": "attention"}
 """Categories of a profile -> kinds of operators; all others are streaming."""
 
@@ -62,7 +61,7 @@ def _check_run(run: Run, device_waited: bool, predict: Callable[[StepSpec, str],
     peaks = {peak.phase: peak.peak_allocated_bytes for peak in run.memory.peaks} if run.memory else {}
     blank = TimeCheck(
         id=run.id,
-        source=_RECORDS,
+        source=RECORDS,
         gpu=run.device_name or "",
         cell=_cell(spec),
         precision=spec.precision,

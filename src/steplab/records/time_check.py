@@ -2,6 +2,9 @@
 
 from dataclasses import dataclass, field
 
+RECORDS = "records"
+"""The source of a step that the store has a record of."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeCheck:
@@ -10,7 +13,7 @@ class TimeCheck:
     id: str
     """Id of the record, or of the row of a table."""
     source: str
-    """Who measured it: 'records' for the store, else the source that a table names."""
+    """Who measured it: RECORDS for the store, else the source that a table names."""
     gpu: str
     """GPU, by its name in the catalogue, or as the source calls it."""
     cell: str

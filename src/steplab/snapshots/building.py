@@ -5,8 +5,9 @@ torch gives them. A list that is read in full may occur only once: a reference t
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -38,7 +39,10 @@ _STATES = {
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
 _DEEPEST = 24
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
+_NARROW = {"action": np.int8, "state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
+"""Types of the columns that do not have numbers of 64 bits."""
 
+_Kind = TypeVar("_Kind", Events, Segments, Blocks)
 _Dict = Mapping[Any, object]
 
 
@@ -55,7 +59,7 @@ def build_history(snapshot: object, stacks: Stacks) -> History:
     held = builder.held(_list(snapshot["segments"], "segments"))
     devices = sorted(held.keys() | {index for index, trace in events.items() if len(trace)})
     none = builder.events([])
-    no_segments, no_blocks = builder.columns([], [])
+    no_segments, no_blocks = _columns(Segments, []), _columns(Blocks, [])
     return History(
         devices=tuple(
             DeviceHistory(
@@ -84,12 +88,12 @@ class _Builder:
         rows = list[tuple[int, ...]]()
         for event in trace:
             if isinstance(event, Events):
-                parts.append(_as_columns(rows))
+                parts.append(_columns(Events, rows))
                 parts.append(event)
                 rows = []
             else:
                 rows.append(self._event(_dict(event, "an event")))
-        parts.append(_as_columns(rows))
+        parts.append(_columns(Events, rows))
         return _joined(parts)
 
     def _event(self, event: _Dict) -> tuple[int, ...]:
@@ -121,7 +125,10 @@ class _Builder:
                 address = row[0] + row[1]  # older snapshots have no addresses of blocks
                 expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
             segment_rows.append((start, size, bool(segment.get("is_expandable"))))
-        return {index: self.columns(*rows) for index, rows in of_device.items()}
+        return {
+            index: (_columns(Segments, segment_rows), _columns(Blocks, block_rows))
+            for index, (segment_rows, block_rows) in of_device.items()
+        }
 
     def _block(self, block: _Dict, address: int) -> tuple[int, ...]:
         state = block.get("state")
@@ -138,21 +145,6 @@ class _Builder:
             size if requested == NONE else requested,
             _STATES.get(str(state), INACTIVE),
             self._stack(block),
-        )
-
-    def columns(self, segments: list[tuple[int, ...]], blocks: list[tuple[int, ...]]) -> tuple[Segments, Blocks]:
-        """The rows as columns."""
-        address, size_bytes, is_expandable = np.array(segments, dtype=np.int64).reshape(-1, 3).T
-        columns = np.array(blocks, dtype=np.int64).reshape(-1, 5).T
-        return (
-            Segments(address=address, size_bytes=size_bytes, is_expandable=is_expandable.astype(bool)),
-            Blocks(
-                address=columns[0],
-                size_bytes=columns[1],
-                requested_bytes=columns[2],
-                state=columns[3].astype(np.int8),
-                stack=columns[4].astype(np.int32),
-            ),
         )
 
     def _stack(self, owner: _Dict) -> int:
@@ -176,30 +168,21 @@ class _Builder:
         self._seen[id(item)] = item
 
 
-def _as_columns(rows: list[tuple[int, ...]]) -> Events:
-    action, address, size_bytes, stream, time_us, stack = np.array(rows, dtype=np.int64).reshape(-1, 6).T
-    return Events(
-        action=action.astype(np.int8),
-        address=address,
-        size_bytes=size_bytes,
-        stream=stream,
-        time_us=time_us,
-        stack=stack.astype(np.int32),
+def _columns(kind: type[_Kind], rows: list[tuple[int, ...]]) -> _Kind:
+    """Columns of rows that have their values in the order of the fields."""
+    names = [field.name for field in fields(kind)]
+    columns = np.array(rows, dtype=np.int64).reshape(-1, len(names)).T
+    return kind(
+        **{
+            name: column.astype(_NARROW.get(name, np.int64), copy=False)
+            for name, column in zip(names, columns, strict=True)
+        }
     )
 
 
 def _joined(parts: list[Events]) -> Events:
-    def column(take: Callable[[Events], Any]) -> Any:
-        return np.concatenate([take(part) for part in parts])
-
-    return Events(
-        action=column(lambda part: part.action),
-        address=column(lambda part: part.address),
-        size_bytes=column(lambda part: part.size_bytes),
-        stream=column(lambda part: part.stream),
-        time_us=column(lambda part: part.time_us),
-        stack=column(lambda part: part.stack),
-    )
+    names = [field.name for field in fields(Events)]
+    return Events(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _settings(settings: object) -> AllocatorSettings:

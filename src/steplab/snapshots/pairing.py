@@ -31,17 +31,24 @@ class Pieces:
 
     address: Integers
     requested_bytes: Integers
+    """Requested size in bytes."""
     start: Integers
     """The event that allocated it; -1 if it existed before the first event."""
     end: Integers
     """The event that released it; the number of events if it still existed after the last."""
     stack: Numbers
-    """The stack of its allocation; NONE if unknown."""
-    block: Integers
-    """Its number among the blocks held at the end; NONE if it was released."""
+    """The number of the stack of its allocation in History.stacks; NONE if unknown."""
 
     def __len__(self) -> int:
         return len(self.address)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Paired(Pieces):
+    """Pieces of memory, made from events."""
+
+    block: Integers
+    """Its number among the blocks held at the end; NONE if it was released."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,7 +59,7 @@ class Awaited:
     requested_bytes: Integers
 
 
-def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
+def pair(device: DeviceHistory) -> tuple[Paired, Awaited]:
     """All pieces of memory of a device."""
     events, blocks = device.events, device.blocks
     rows = _by_address(events)
@@ -69,7 +76,7 @@ def pair(device: DeviceHistory) -> tuple[Pieces, Awaited]:
     made = made[np.argsort(rows[made])]
     kept = np.flatnonzero(~np.isin(blocks.address, address) & (blocks.state == ALLOCATED))
     survivors = np.where(ends[made] == len(events), _numbers(blocks, address[made]), NONE)
-    pieces = Pieces(
+    pieces = Paired(
         address=np.concatenate((blocks.address[kept], address[lost], address[made])),
         requested_bytes=np.concatenate((blocks.requested_bytes[kept], *_sizes(events, rows[lost], rows[made]))),
         start=np.concatenate((np.full(len(kept) + len(lost), NONE), rows[made])),

@@ -54,10 +54,6 @@ class Positions:
         ordinals: Integers = np.searchsorted(self._allocations, starts)
         return np.where(starts == NONE, NONE, ordinals)
 
-    def position(self, moment: int) -> int:
-        """The number of allocations before a moment."""
-        return int(np.searchsorted(self._allocations, moment))
-
     def seconds(self, moment: int) -> float:
         """The time of the event before a moment, in seconds since the first event."""
         return float(self._seconds[moment - 1]) if moment else 0.0

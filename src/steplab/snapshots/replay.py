@@ -5,7 +5,7 @@ last event without having been allocated, or released without that. A history fr
 events, is read in the same way.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 
 import numpy as np
 
@@ -29,34 +29,21 @@ from steplab.snapshots.history import (
     AllocatorSettings,
     DeviceHistory,
     Integers,
-    Numbers,
 )
-from steplab.snapshots.pairing import Awaited, Pieces, pair
+from steplab.snapshots.pairing import Awaited, Paired, Pieces, pair
 from steplab.units import counted
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Lifetimes:
-    """Pieces of memory: those from before the history first, then in the order of their allocations."""
+class Lifetimes(Pieces):
+    """Pieces of memory with the blocks that were set aside for them."""
 
-    address: Integers
-    requested_bytes: Integers
-    """Requested size in bytes."""
     block_bytes: Integers
     """Size of the block in bytes; the sum over live blocks is the allocator's `allocated_bytes`."""
-    start: Integers
-    """The event that allocated it; -1 if it existed before the first event."""
-    end: Integers
-    """The event that released it; num_events if it still existed after the last."""
-    stack: Numbers
-    """The number of its stack in History.stacks; NONE if unknown."""
     num_events: int
     """The number of events of the history."""
     notes: tuple[str, ...] = field(default=())
     """What is uncertain, in words."""
-
-    def __len__(self) -> int:
-        return len(self.address)
 
 
 def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
@@ -80,12 +67,8 @@ def replay(device: DeviceHistory, settings: AllocatorSettings) -> Lifetimes:
             "requested sizes, rounded up to 512 B, are used"
         )
     return Lifetimes(
-        address=pieces.address,
-        requested_bytes=pieces.requested_bytes,
+        **{field.name: getattr(pieces, field.name) for field in fields(Pieces)},
         block_bytes=blocks,
-        start=pieces.start,
-        end=pieces.end,
-        stack=pieces.stack,
         num_events=len(device.events),
         notes=tuple(notes),
     )
@@ -120,7 +103,7 @@ def _grows(device: DeviceHistory, settings: AllocatorSettings) -> bool:
 
 
 def _divided(
-    device: DeviceHistory, settings: AllocatorSettings, pieces: Pieces, awaited: Awaited, rounded: Integers
+    device: DeviceHistory, settings: AllocatorSettings, pieces: Paired, awaited: Awaited, rounded: Integers
 ) -> tuple[Integers, list[str]]:
     """The sizes of the blocks, with the large pool followed from event to event; and what is uncertain."""
     sizes = rounded.copy()
@@ -156,7 +139,7 @@ def _begin(
     pool: LargePool,
     device: DeviceHistory,
     settings: AllocatorSettings,
-    pieces: Pieces,
+    pieces: Paired,
     awaited: Awaited,
     sizes: Integers,
 ) -> set[int]:

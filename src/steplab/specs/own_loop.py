@@ -109,11 +109,17 @@ def _ranks(spec: StepSpec) -> Iterator[str]:
 model = DataParallel(model, "{spec.strategy}"{size})"""
     elif layout.data_ranks > 1:
         sizes = f"({layout.dp}, {layout.fsdp})" if layout.dp > 1 else f"({layout.fsdp},)"
+        policy = ""
+        if spec.precision == "bf16" and spec.model.kind == "transformer":
+            # Not of the rest of the model: autocast reads an embedding as it is kept.
+            policy = "mp_policy=half, "
+            yield """from torch.distributed.fsdp import MixedPrecisionPolicy
+half = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)"""
         yield f"""from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 mesh = init_device_mesh(device.type, {sizes})
 for block in model.blocks:
-    fully_shard(block, mesh=mesh, reshard_after_forward={spec.reshards})
+    fully_shard(block, mesh=mesh, {policy}reshard_after_forward={spec.reshards})
 fully_shard(model, mesh=mesh, reshard_after_forward=False)"""
     if layout.tp * layout.pp > 1:
         yield f"# these lines leave out the axes tp and pp of layout {layout}"
@@ -143,8 +149,14 @@ update = UpdateInBackward(optimizer, model.blocks)"""
 
 def _step(spec: StepSpec) -> Iterator[str]:
     """The function of one step."""
-    count = spec.micro_steps
-    waits = "update.paused()" if spec.updates_in_backward else "model.no_sync()" if spec.strategy else ""
+    count, waits = spec.micro_steps, ""
+    if spec.updates_in_backward:
+        waits = "update.paused()"
+    elif spec.strategy:
+        waits = "model.no_sync()"
+    elif spec.layout.data_ranks > 1 and count > 1:
+        yield "from steplab.parallel.layout import no_gradient_sync"
+        waits = f"no_gradient_sync(model, keep_gathered={not spec.reshards})"
     contexts = ["torch.no_grad()"] if spec.pass_name == "forward" else []
     if spec.precision in AUTOCAST:
         dtype = {"bf16": "bfloat16", "fp16": "float16"}[AUTOCAST[spec.precision]]

@@ -5,7 +5,7 @@ operator is the innermost on its thread, its own time without its children's.
 """
 
 import re
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -14,7 +14,7 @@ from steplab.traces.categories import kernel_category, op_category
 from steplab.traces.devices import launching_calls
 from steplab.traces.host import Host
 from steplab.traces.nesting import Nesting
-from steplab.traces.trace import NONE, Column, Trace
+from steplab.traces.trace import NONE, Column, Rows, Trace
 
 # Operators that only make a view or an empty tensor: their time belongs to the operator around them.
 _BOOKKEEPING = re.compile(
@@ -24,11 +24,9 @@ _BOOKKEEPING = re.compile(
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Activity:
-    """Parallel columns, in the order of start."""
+class Activity(Rows):
+    """The pieces of work."""
 
-    name: Column
-    start_ns: Column
     end_ns: Column
     stream: Column
     launch_ns: Column
@@ -47,13 +45,6 @@ class Activity:
     """The number of the range, in Host.paths."""
     category: Column
     """The number of the category, in CATEGORIES."""
-
-    def __len__(self) -> int:
-        return len(self.name)
-
-    def where(self, chosen: Column) -> "Activity":
-        """The pieces that a mask or an index chooses."""
-        return Activity(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
 
 
 def device_activity(trace: Trace, host: Host) -> Activity:

@@ -52,9 +52,9 @@ def traced_steps(trace: Trace) -> TracedSteps:
     """The communication in a trace of whole steps. Raises SteplabError if the trace marks no steps or contains no
     work."""
     host = Host(trace)
-    on_host = not len(trace.work.name)
+    on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
-    activity = activity.where(np.flatnonzero(activity.step != NONE))
+    activity = activity.where(activity.step != NONE)
     num_steps = len(host.steps[0])
     if not num_steps or not len(activity):
         raise SteplabError("the trace marks no steps, or holds no work within them")

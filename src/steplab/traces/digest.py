@@ -36,7 +36,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
     """
     trace = last_steps(one_device(trace), MOST_STEPS)
     host = Host(trace)
-    on_host = not len(trace.work.name)
+    on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
     doubts = list(trace.damage)
     if on_host:
@@ -45,7 +45,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
     num_steps = len(host.steps[0])
     if not num_steps:
         notes.append("the trace marks no steps: all of it counts as one")
-    activity = activity.where(np.flatnonzero(activity.step != NONE))
+    activity = activity.where(activity.step != NONE)
     if not len(activity):
         raise SteplabError(
             "the trace has no kernel and no operator within a step; record at least one whole step"
@@ -97,7 +97,7 @@ def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
             f"{lost} of {len(activity)} kernels have no launch in the trace: each is counted in the phase "
             "of the previous kernel"
         )
-    if not on_host and not len(trace.ops.name):
+    if not on_host and not len(trace.ops):
         yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
     elif (trace.ops.inputs == NONE).all():
         yield "the trace was made without record_shapes: no FLOPs and no bytes"
@@ -130,7 +130,7 @@ def _kernels(activity: Activity, trace: Trace, host: Host, *, on_host: bool) -> 
 
 
 def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
-    known = activity.where(np.flatnonzero(activity.op != NONE))
+    known = activity.where(activity.op != NONE)
     name, inputs = trace.ops.name[known.op], trace.ops.inputs[known.op]
     lasted_s: Seconds = (known.end_ns - known.start_ns) / 1e9
     costs = OpCosts(trace, host.op_nesting.parent)
@@ -184,7 +184,7 @@ def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Commun
     messages."""
     collective = activity.category == CATEGORIES.index("communication")
     if cpu is not None:
-        inside, computed = messages_of_host(trace, cpu), activity.where(np.flatnonzero(~collective))
+        inside, computed = messages_of_host(trace, cpu), activity.where(~collective)
         if not len(inside[0]):
             return None
         return Communication(
@@ -203,7 +203,7 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
     step = windows[-1].step
     mine = [window for window in windows if window.step == step]
     zero = mine[0].start_ns
-    shown = activity.where(np.flatnonzero(activity.step == step))
+    shown = activity.where(activity.step == step)
     names, kernel = np.unique(shown.name, return_inverse=True)
     category_of = dict(zip(shown.name.tolist(), shown.category.tolist(), strict=True))
     return Timeline(

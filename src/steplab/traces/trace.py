@@ -28,16 +28,25 @@ NONE = -1
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Events:
-    """Events of one kind, in the order of start, an outer one before what it contains."""
+class Rows:
+    """What happened, as parallel columns in the order of start."""
 
     name: Column
     start_ns: Column
-    duration_ns: Column
 
-    def where(self, chosen: NDArray[np.bool_]) -> Self:
-        """The events that a mask chooses."""
+    def __len__(self) -> int:
+        return len(self.name)
+
+    def where(self, chosen: NDArray[np.bool_] | slice) -> Self:
+        """The rows that a mask or a slice chooses."""
         return type(self)(**{field.name: getattr(self, field.name)[chosen] for field in fields(self)})
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Events(Rows):
+    """Events of one kind, an outer one before what it contains."""
+
+    duration_ns: Column
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

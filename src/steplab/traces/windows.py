@@ -66,7 +66,7 @@ def phase_times(
         # Whatever reaches into the window starts no earlier than the longest piece before it.
         low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
         high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
-        found = _one_window(activity.where(np.arange(low, high)), window)
+        found = _one_window(activity.where(slice(low, high)), window)
         totals[window.phase] = totals[window.phase] + found if window.phase in totals else found
     for phase in sorted(totals, key=lambda number: (*PHASES, names[number]).index(names[number])):
         window_ns, busy_ns, waiting_ns, *by_category = totals[phase].tolist()

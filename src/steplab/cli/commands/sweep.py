@@ -48,6 +48,7 @@ def sweep(
     from steplab.lab.study_parts import jobs_of
     from steplab.lab.sweeping import missing_jobs
     from steplab.report.plan.steps import forecast_lines, forecast_summary
+    from steplab.specs.hardware import hardware_named
     from steplab.specs.study import Part, StudySpec, study_from_grids
 
     if layout := processes.as_layout():  # a sweep may list layouts, some of which the number would contradict
@@ -67,8 +68,9 @@ def sweep(
             if not steps:
                 say("nothing is missing")
                 return 0
-        planned = plan_steps(steps, gpu=gpu)
-        emit("\n".join(forecast_lines(planned, gpu)), dataclasses.replace(out, output=None))
-        say(forecast_summary(planned, gpu))
+        name_of_gpu = hardware_named(gpu).name
+        planned = plan_steps(steps, gpu=name_of_gpu)
+        emit("\n".join(forecast_lines(planned, name_of_gpu)), dataclasses.replace(out, output=None))
+        say(forecast_summary(planned, name_of_gpu))
         return 0
     return run_study(asked, how, out)

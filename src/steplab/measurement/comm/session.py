@@ -113,8 +113,6 @@ class _Session:
     def __init__(self, study: CommStudy, world: World, observer: Observer, make: MakeCall) -> None:
         self.study, self.world, self.observer, self.make = study, world, observer, make
         self._groups = _Groups(world)
-        self.cells: list[CommCell] = []
-        """The cells measured so far."""
 
     def measure(self, index: int) -> None:
         """Measure one cell."""
@@ -127,11 +125,11 @@ class _Session:
             together = Together(device=self._device(spec), collectives=collectives)
             found = _Share(spec, self.world, group, together, self.make).measure(self.study, self._begin)
         everyone = self.world.collectives.host_gather(found)  # ranks outside of the cell wait here
-        self.cells.append(_cell(spec, everyone))
-        if self.cells[-1].failure and self.world.device.torch_device.type == "cuda":
+        cell = _cell(spec, everyone)
+        if cell.failure and self.world.device.torch_device.type == "cuda":
             gc.collect()
             torch.cuda.empty_cache()
-        self.observer.on_cell(index, self.cells[-1])
+        self.observer.on_cell(index, cell)
 
     def _device(self, spec: CommSpec) -> Device:
         """The device of this cell's tensors: the rank's own, or the CPU beside its GPU."""

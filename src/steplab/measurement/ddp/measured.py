@@ -12,6 +12,7 @@ from steplab.measurement.ddp.turns import LONGEST_HOLD_S, Samples, run_turns
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
+from steplab.measurement.observer import Observer
 from steplab.measurement.step.spans import activities_on
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -20,9 +21,6 @@ from steplab.specs.update import OVERLAPPED
 
 _REPEATS_BEFORE = 2
 """Repeats that are not counted: the first messages of a kind open connections."""
-
-OnStage = Callable[[str, int], None]
-OnStep = Callable[[int], None]
 
 
 class MeasuredVariant:
@@ -34,13 +32,12 @@ class MeasuredVariant:
         variant: Variant,
         world: World,
         baseline_bytes: int | None,
-        on_stage: OnStage,
-        on_step: OnStep,
+        observer: Observer,
     ) -> None:
         """Build the variant, a collective call; `baseline_bytes` are allocated already, by the baseline among
         others."""
         self._study, self._variant, self._world, self._device = study, variant, world, world.device
-        self._baseline_bytes, self._on_stage, self._on_step = baseline_bytes, on_stage, on_step
+        self._baseline_bytes, self._observer = baseline_bytes, observer
         self.memory: list[StateMemory] = []
         """The memory at each moment so far."""
         self.peak: PeakMemory | None = None
@@ -61,7 +58,7 @@ class MeasuredVariant:
         self._begin("measure", self._study.step.steps)
         together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
         *others, (samples, held_s) = run_turns(
-            together, self._world, self._study.step.steps, self._study.turn, self._on_step
+            together, self._world, self._study.step.steps, self._study.turn, self._observer.on_step
         )
         alone_s, notes = self._alone(messages)
         if trace is not None:
@@ -89,7 +86,7 @@ class MeasuredVariant:
     def timed_by_itself(self, steps: int) -> Samples:
         """The samples of `steps` steps, after the warm-up."""
         self._warm_up()
-        ((samples, _),) = run_turns([self.step.cycle], self._world, steps, self._study.turn, self._on_step)
+        ((samples, _),) = run_turns([self.step.cycle], self._world, steps, self._study.turn, self._observer.on_step)
         return samples
 
     def _first_step(self) -> float:
@@ -116,7 +113,7 @@ class MeasuredVariant:
         self._device.reset_peak()
         for iteration in range(num_steps):
             self.step.run()
-            self._on_step(iteration)
+            self._observer.on_step(iteration)
         self._device.synchronize()
         self.peak = self._device.peak("step")
 
@@ -156,7 +153,7 @@ class MeasuredVariant:
             device.synchronize()
             if repeat >= 0:
                 found.append(device.seconds_between(start, end))
-                self._on_step(repeat)
+                self._observer.on_step(repeat)
         return tuple(found)
 
     def _gradients_unsent(self) -> None:
@@ -178,7 +175,7 @@ class MeasuredVariant:
         self.memory = [*(memory for memory in self.memory if memory.moment != moment), held]
 
     def _begin(self, stage: str, num_steps: int) -> None:
-        self._on_stage(f"{self._variant.label}: {stage}", num_steps)
+        self._observer.on_stage(f"{self._variant.label}: {stage}", num_steps)
 
 
 def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | None) -> None:

@@ -150,10 +150,7 @@ class _Session:
         return samples
 
     def _built(self, variant: Variant) -> MeasuredVariant:
-        observer = self._observer
-        return MeasuredVariant(
-            self._study, variant, self._world, self._baseline_bytes, observer.on_stage, observer.on_step
-        )
+        return MeasuredVariant(self._study, variant, self._world, self._baseline_bytes, self._observer)
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
         """Whether every rank's device holds the baseline beside a variant's step; always true on a CPU."""

@@ -115,17 +115,12 @@ def join_world(
     return World(
         rank=place.rank,
         size=place.size,
-        host=host_name(),
+        host=socket.gethostname(),
         device=opened,
         backend=backend,
         collectives=GroupCollectives(),
         folder=Path(folder) if folder else None,
     )
-
-
-def host_name() -> str:
-    """The machine's host name."""
-    return socket.gethostname()
 
 
 def _open_share(place: ProcessPlace, device: str) -> Device:

@@ -2,6 +2,8 @@
 
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import TypeVar
 
 from steplab.measurement.memory.allocation_events import AllocationEvents, MemoryEvent, Operator, Range
 from steplab.measurement.memory.sightings import StepSightings
@@ -19,6 +21,7 @@ LINE = "steplab: line "
 _CAST = "aten::_to_copy"
 _CAST_TO = ("bfloat16", "float16")
 _NEVER = float("inf")
+_Seen = TypeVar("_Seen", Owned, Saved)
 
 
 class StepMarks:
@@ -47,11 +50,12 @@ class StepMarks:
         self._times_ns = [event.time_ns for event in self.allocations]
         self._released_ns = _release_times(self.memory)
 
-    def marks(self) -> Marks:
-        """All marks of the step."""
+    def marks(self, counted: Marks) -> Marks:
+        """All marks of the step, beside the allocator's own figures."""
         operators = {event.operator for event in self.allocations if event.operator}
         owned = self._owned()
-        return Marks(
+        return replace(
+            counted,
             phases=tuple(
                 self._stretch(marked.name.removeprefix(PHASE), marked)
                 for marked in self._ranges
@@ -80,15 +84,7 @@ class StepMarks:
         """The owners of memory: as recorded, and under autocast the copies of weights in a smaller type."""
         if self._sightings is None:
             return ()
-        seen = [
-            Owned(
-                address=owner.address,
-                position=self._position(self._moments_ns[owner.moment]),
-                category=owner.category,
-                name=owner.name,
-            )
-            for owner in self._sightings.owners
-        ]
+        seen = map(self._placed, self._sightings.owners)
         return (*seen, *(self._autocast_copies() if self._autocast else ()))
 
     def _autocast_copies(self) -> Iterator[Owned]:
@@ -110,18 +106,7 @@ class StepMarks:
         if self._sightings is None or self._sightings.kept_moment is None:
             return ()
         moment_ns = self._moments_ns[self._sightings.kept_moment]
-        by_nodes = [
-            Saved(
-                address=kept.address,
-                position=self._position(moment_ns),
-                module=kept.module,
-                op=kept.op,
-                shape=kept.shape,
-                dtype=kept.dtype,
-                storage_bytes=kept.storage_bytes,
-            )
-            for kept in self._sightings.kept
-        ]
+        by_nodes = [self._placed(kept) for kept in self._sightings.kept]
         position = self._position(moment_ns)
         seen = [(saved.address, position) for saved in by_nodes] + [(o.address, o.position) for o in owned]
         known = self._alive([*seen, (self._sightings.loss_address or 0, position)])
@@ -183,6 +168,10 @@ class StepMarks:
     def _stretch(self, name: str, marked: Range | Operator, *, in_backward: bool = False) -> Stretch:
         start, end = self._position(marked.start_ns), self._position(marked.end_ns)
         return Stretch(name=name, start=start, end=end, in_backward=in_backward)
+
+    def _placed(self, seen: _Seen) -> _Seen:
+        """What was seen at a moment, with the position of that moment."""
+        return replace(seen, position=self._position(self._moments_ns[seen.position]))
 
     def _position(self, time_ns: int) -> int:
         return bisect_left(self._times_ns, time_ns)

@@ -146,15 +146,7 @@ class MemoryRecorder:
                     "from its own threads causes this"
                 )
                 return dataclasses.replace(counted, notes=tuple(notes))
-        return dataclasses.replace(
-            seen.marks(),
-            device_index=counted.device_index,
-            source=counted.source,
-            counted_peak_bytes=counted.counted_peak_bytes,
-            reserved_bytes=counted.reserved_bytes,
-            outside_bytes=counted.outside_bytes,
-            notes=tuple(notes),
-        )
+        return dataclasses.replace(seen.marks(counted), notes=tuple(notes))
 
     def _lines_are_wanted(self, step: Step) -> bool:
         """Whether Python lines can be found by a mode over torch's functions without changing what runs."""

@@ -7,7 +7,6 @@ between that module's beginning and end (nodes are numbered as they are made).
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -18,51 +17,23 @@ from steplab.measurement import compat
 from steplab.measurement.step.spans import modules_for_hooks
 from steplab.measurement.step.step import ModelStep, unseen
 from steplab.measurement.tensors import dtype_name, tensors_in
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class OwnerSeen:
-    """A storage with a known owner."""
-
-    moment: int
-    """The number of the moment at which it was seen."""
-    address: int
-    """The address of the storage."""
-    category: str
-    """The category, as in records.memory_marks.Owned.category."""
-    name: str | None
-    """The name of the parameter that it is, or is the gradient of; None for anything else."""
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class KeptTensor:
-    """A tensor that a node of autograd's graph saves."""
-
-    address: int
-    """The address of its storage."""
-    storage_bytes: int
-    """Size of that storage."""
-    module: str
-    """The innermost module in which the node was made; '' for none."""
-    op: str
-    """The name of the node."""
-    shape: tuple[int, ...]
-    """The tensor's shape."""
-    dtype: str
-    """The tensor's type: float32, bfloat16, ..."""
+from steplab.records.memory_marks import Owned, Saved
 
 
 class StepSightings:
-    """Looks at a step's objects at certain moments, each numbered and reported to `on_moment`."""
+    """Looks at a step's objects at certain moments, each numbered and reported to `on_moment`.
+
+    The position of what it sees is the number of the moment, until `StepMarks` puts the number of allocations there.
+    """
 
     def __init__(self, step: ModelStep, device: torch.device, on_moment: Callable[[int], None]) -> None:
         self._step, self._device, self._on_moment = step, device, on_moment
         self._num_moments = 0
         self._calls: list[tuple[str, int, int]] = []
         self._open: list[tuple[int, str, int]] = []
-        self.owners: list[OwnerSeen] = []
+        self.owners: list[Owned] = []
         """The owned storages at each moment."""
-        self.kept: list[KeptTensor] = []
+        self.kept: list[Saved] = []
         """The tensors that autograd saved for backward in the last micro-step, in the order in which the nodes were
         made."""
         self.kept_moment: int | None = None
@@ -131,8 +102,9 @@ class StepSightings:
                 # Under checkpointing it is a token, from which the tensor would be recomputed.
                 if isinstance(kept, Tensor) and self._has_storage(kept):
                     self.kept.append(
-                        KeptTensor(
+                        Saved(
                             address=kept.untyped_storage().data_ptr(),
+                            position=self.kept_moment,
                             storage_bytes=kept.untyped_storage().nbytes(),
                             module=modules.get(number, ""),
                             op=node.name(),
@@ -182,7 +154,7 @@ class StepSightings:
 
     def _own(self, moment: int, category: str, tensors: Iterable[tuple[str | None, Tensor]]) -> None:
         for address, name in self._storages(tensors).items():
-            self.owners.append(OwnerSeen(moment=moment, address=address, category=category, name=name))
+            self.owners.append(Owned(position=moment, address=address, category=category, name=name))
 
     def _storages(self, tensors: Iterable[tuple[str | None, Tensor]]) -> dict[int, str | None]:
         """The address of each storage on the device, with the first name that it has."""

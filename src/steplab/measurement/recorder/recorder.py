@@ -1,5 +1,6 @@
 """Times the steps of a user's own training loop, in one process or in each of several."""
 
+import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -16,7 +17,6 @@ from steplab.measurement.machine.device import Device, host_peak_bytes, open_dev
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around
-from steplab.measurement.machine.world import host_name
 from steplab.measurement.recorder.profiled import ProfiledSteps
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.codec import new_head
@@ -204,7 +204,7 @@ class Recorder:
         fewest = min(counts)
         own = RankSamples(
             rank=self._ranks.rank,
-            host=host_name(),
+            host=socket.gethostname(),
             device_name=self._environment.device.name,
             back_to_back=self._samples(measured[:fewest]),
             peaks=memory.peaks,

@@ -4,8 +4,7 @@ The one place that knows all ways of doing so, for every command. The order is a
 recompute, compile, and then wrap or shard, so that the averaging of gradients stays outside of compiled code.
 """
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -17,6 +16,7 @@ from steplab.measurement import compat
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distributed import Distributed, make_whole
 from steplab.measurement.step.laying_out import (
+    Autocast,
     forget_the_whole,
     lay_out_transformer,
     prepare_blocks,
@@ -32,8 +32,6 @@ from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
 from steplab.specs.update import IN_FLIGHT, OVERLAPPED
-
-Autocast = Callable[[], AbstractContextManager[object]]
 
 
 def make_ready(

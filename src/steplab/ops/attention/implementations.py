@@ -265,7 +265,7 @@ TABLE = (
         dtypes=(FP32, BF16, FP16),
         widest=256,
         copies_below=16,  # what the stride from token to token must be a multiple of for the GPU's copy engine
-        # ops/attention/triton_backward.py, but for a counter for every 128 rows
+        # ops/attention/triton_backward.py, but for two counters for every 128 rows
         workspaces=(
             Workspace(what="log-sum-exp in powers of two, within the kernels", tokens=128),
             Workspace(what="row sums, within the kernels", tokens=128),

@@ -64,7 +64,7 @@ class Operands:
     shared: Tensor
     """Room for dK and dV on their way from head to head, where heads share keys and there is one sweep."""
     turns: Tensor
-    """Zeros, int32: one for every WIDEST_TILE queries, then two for every WIDEST_TILE keys that are shared."""
+    """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise of keys that are shared."""
     call: Call
     stream: int | None
     """The raw stream, where the launches are to be made again."""
@@ -139,7 +139,7 @@ def _layout(q_shape: Shape, k_shape: Shape, dtype: torch.dtype, device: torch.de
     parts = _columns_of(tiles, columns(head_dim))
     shared_tiles = batch * num_kv_heads * tiles_of_keys if num_heads > num_kv_heads else 0
     num_shared = shared_tiles * 2 * WIDEST_TILE * (parts.main + parts.rest)
-    turns = rows // WIDEST_TILE + 2 * shared_tiles
+    turns = 2 * (rows // WIDEST_TILE + shared_tiles)
     return _Layout(tiles, [rows, rows, rows * _num_parts(parts) * SUMS_WIDTH, num_shared, turns])
 
 

@@ -1,6 +1,6 @@
 """What the parts of a step hold: the embedding, one block, the head; from a dry run of a model of two blocks.
 
-Blocks are alike, so what a rank with n blocks of a pipeline's stage holds is made of these parts (plan.rank_memory),
+Blocks are alike, so what a rank with n blocks of a pipeline's stage holds is made of these parts (plan.layout.memory),
 without running all of its blocks. At the highest moment of each part everything alive is told by whose it is; weights,
 gradients of parts that are over and the optimizer's state are left out, since a layout divides them.
 """

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from steplab.parallel.grouping import aligned_bytes, grouped
 from steplab.parallel.peer_parts import COUNTER_BYTES, NUM_COUNTERS, Division, divided, placed, window_bytes
 from steplab.plan.layout.weights import model_weights
+from steplab.specs.ddp import BYTES_PER_MB
 from steplab.specs.model import TransformerShape
 
-BYTES_PER_MB = 1e6
 _DDP_FIRST_BUCKET_BYTES = 2**20
 
 

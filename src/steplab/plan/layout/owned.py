@@ -14,8 +14,9 @@ from steplab.parallel.grouping import grouped
 from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
 from steplab.parallel.ownership import owners_in, runs_of
 from steplab.parallel.peer_parts import divided, pages
-from steplab.plan.layout.buckets import BYTES_PER_MB, Buckets, buckets_of_peers, with_counters
+from steplab.plan.layout.buckets import Buckets, buckets_of_peers, with_counters
 from steplab.plan.layout.weights import model_weights
+from steplab.specs.ddp import BYTES_PER_MB
 from steplab.specs.model import TransformerShape
 
 

@@ -12,19 +12,20 @@ from dataclasses import dataclass
 
 from steplab.costs.rates import Gpu
 from steplab.errors import SteplabError, UserError
-from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes
+from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_of
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.time import LayoutClock
+from steplab.plan.memory import workspace_of
 from steplab.plan.time import model_utilizations
 from steplab.records.layout_plan import LayoutCandidate, LayoutPlan, LayoutTime
 from steplab.records.prediction import FitVerdict
 from steplab.records.run import Utilization
 from steplab.specs.attention_kernels import with_attention_chosen
 from steplab.specs.checkpointing import AUTO
-from steplab.specs.hardware import HardwareSpec
+from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.step import PipelineSchedule, StepSpec, Update
 from steplab.specs.update import OVERLAPPED
@@ -48,11 +49,8 @@ class LayoutJob:
     gpus: int
     global_batch: int
     """Sequences in a step of all ranks together."""
-    hardware: HardwareSpec
     gpu: Gpu
     machine: Cluster
-    workspace_bytes: int
-    """Bytes of a cuBLAS handle."""
 
     def __post_init__(self) -> None:
         check_job(self.gpus, self.global_batch)
@@ -157,7 +155,9 @@ class _Search:
     def __init__(self, job: LayoutJob) -> None:
         self._job = job
         self._clock = LayoutClock(job.gpu, job.machine)
-        self.usable_bytes = fit_of(job.hardware, "estimate", 0, 0).usable_bytes
+        self._hardware = hardware_named(job.gpu.name)
+        self._workspace_bytes = workspace_of(self._hardware.device_names[0]).value
+        self.usable_bytes, _ = usable_of(self._hardware)
 
     def candidate(self, layout: Layout) -> LayoutCandidate:
         """The best way to run the job on a layout, or why there is none."""
@@ -198,13 +198,13 @@ class _Search:
         """Whether a step fits on its layout, and how long it takes there."""
         layout = spec.layout
         groups = _telling(rank_groups(spec))
-        peaks = peaks_by_rank(spec, groups, self._job.workspace_bytes)
+        peaks = peaks_by_rank(spec, groups, self._workspace_bytes)
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
         worst = peaks[place]
         outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
         least = worst.num_bytes + outside
         safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
-        verdict = fit_of(self._job.hardware, "estimate", least, safe).verdict
+        verdict = fit_of(self._hardware, "estimate", least, safe).verdict
         time = self._clock.time(spec) if verdict != "does not fit" else None
         return LayoutCandidate(
             layout=str(layout),

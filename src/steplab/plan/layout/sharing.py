@@ -10,7 +10,7 @@ from steplab.specs.step import StepSpec
 
 _FP32_BYTES = 4
 GATHERING = Gathering()
-"""FSDP2 as measurement.laying_out sets it up, with a torch of today."""
+"""FSDP2 as measurement.step.laying_out sets it up, with a torch of today."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

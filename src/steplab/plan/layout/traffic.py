@@ -1,4 +1,4 @@
-"""What one rank of a layout sends in a step, axis by axis, as measurement.laying_out and parallel have it sent.
+"""What one rank of a layout sends in a step, axis by axis, as measurement.step.laying_out and parallel have it sent.
 
 Sizes are those of the messages (nccl-tests): of an all-gather what it gives, of a reduce-scatter what it takes.
 """

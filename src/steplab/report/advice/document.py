@@ -57,20 +57,23 @@ def advice_verdict(advice: Advice) -> Verdict:
 
 
 def _answer(advice: Advice) -> Iterator[str]:
+    kept = ", ".join(tried.words for tried in advice.kept)
     if advice.failure or advice.best_s is None:
         why = why_failed(advice.failure) if advice.failure else "no step was measured"
-        yield f"No step ran: {why}."
-        return
-    best, kept = units.format_time(advice.best_s), ", ".join(tried.words for tried in advice.kept)
-    if not advice.tried:
-        yield f"No change was tried: the step as given takes {best}."
-    elif not advice.kept:
-        yield f"None of the changes tried was shown to pay: the step as given takes {best}."
+        if not any(tried.ratio for tried in advice.tried):
+            yield f"No step ran: {why}."
+            return
+        yield f"The fastest step failed, which ended the walk: {why}."
+        if kept and advice.overall:
+            yield f"Until then, with {kept} the step took {_for_the_first(advice)}."
+    elif not advice.tried:
+        yield f"No change was tried: the step as given takes {units.format_time(advice.best_s)}."
+    elif not kept:
+        yield f"None of the changes tried was shown to pay: the step as given takes {units.format_time(advice.best_s)}."
     elif advice.start_s is None:
-        yield f"The step as given does not run; with {kept} it takes {best}."
+        yield f"The step as given does not run; with {kept} it takes {units.format_time(advice.best_s)}."
     else:
-        ratio = f": {ratio_words(advice.overall, advice.start_s, advice.best_s)}" if advice.overall else ""
-        yield f"With {kept} the step takes {best} for {units.format_time(advice.start_s)}{ratio}."
+        yield f"With {kept} the step takes {_for_the_first(advice)}."
     missed = [(tried, _kept_with(tried, advice)) for tried in advice.tried if not tried.kept]
     if alone := [f"{tried.words} ({_decision(tried)})" for tried, others in missed if not others]:
         yield f"Tried and not kept: {', '.join(alone)}."
@@ -82,6 +85,13 @@ def _answer(advice: Advice) -> Iterator[str]:
         yield f"Not tried, because {why}: {', '.join(_untried(advice))}.{_more_time(advice)}"
 
 
+def _for_the_first(advice: Advice) -> str:
+    """The time of the fastest step for that of the first, and their ratio."""
+    best_s, start_s, overall = advice.best_s or 0.0, advice.start_s or 0.0, advice.overall
+    ratio = f": {ratio_words(overall, start_s, best_s)}" if overall else ""
+    return f"{units.format_time(best_s)} for {units.format_time(start_s)}{ratio}"
+
+
 def tried_words(tried: Tried) -> str:
     """What came of a change, in one line: what it saves or costs, and whether it was kept."""
     result, ratio = _result(tried), tried.ratio
@@ -89,6 +99,8 @@ def tried_words(tried: Tried) -> str:
         share = abs(1 - ratio.ratio)
         verb = "saves" if tried.kept else "costs"
         result = f"{verb} {units.format_time(ratio.a * share)} ({units.format_percent(share)})"
+    elif tried.kept and not tried.failure:
+        result = "makes the step run"  # which did not before, so that there is nothing to compare
     return f"{tried.words}: {result}; {'kept' if tried.kept else 'dropped'}"
 
 

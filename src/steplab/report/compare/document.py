@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from steplab import units
 from steplab.records.comparison import ComparedFigure, Comparison, Side
-from steplab.report.compare.words import kernel_words, memory_words, unlike_words, value_words, verdict
+from steplab.report.compare.words import interval_words, kernel_words, memory_words, unlike_words, value_words, verdict
 from steplab.report.kit.document import Bar, Bars, Column, Document, Pairs, Row, Section, Segment, Table, row_of
 from steplab.report.kit.labels import short_name
 from steplab.report.kit.quantities import LABEL
@@ -67,12 +67,6 @@ def _ratio(figure: ComparedFigure) -> str | None:
     return f"{figure.ratio.ratio if figure.ratio else figure.b / figure.a:.3f}×" if figure.a else None
 
 
-def _interval(figure: ComparedFigure) -> str | None:
-    ratio = figure.ratio
-    known = ratio is not None and ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
-    return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio and known else None
-
-
 def _p(figure: ComparedFigure) -> str | None:
     return f"{figure.ratio.p:.2g}" if figure.ratio and figure.ratio.p is not None else None
 
@@ -91,7 +85,7 @@ _COLUMNS = (
     Column(
         key="interval",
         header="95 % interval",
-        value=_interval,
+        value=lambda figure: interval_words(figure.ratio),
         note="The interval is a bootstrap interval of the ratio of medians, B / A; bytes are exact, and single times "
         "have no interval.",
     ),

@@ -37,20 +37,21 @@ def _answer(comparison: Comparison) -> str:
     if not comparison.deciding:
         return "Undecided: A and B have neither a step time nor a peak memory in common."
     cells = len({figure.cell for figure in comparison.deciding})
+
+    def named(found: Sequence[ComparedFigure]) -> str:
+        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
+        return f"{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}"
+
     if found := comparison.regressions:
-        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
-        return f"B is worse{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}."
+        return f"B is worse{named(found)}."
     if found := comparison.undecided:
-        where = f" in {len({figure.cell for figure in found})} of {cells} cells" if cells > 1 else ""
         first = found[0].ratio
         advice = f"; {first.why}" if first and first.why else ""
         advice += f"; about {first.more} more samples of each side would decide" if first and first.more else ""
-        return f"Undecided{where}: {units.listed([figure_words(figure) for figure in found[:_NAMED]])}{advice}."
+        return f"Undecided{named(found)}{advice}."
     better = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.decision == "lower"]
     if better:
-        where = f" in {len({figure.cell for figure in better})} of {cells} cells" if cells > 1 else ""
-        best = sorted(better, key=lambda figure: figure.b / figure.a)[:_NAMED]
-        return f"B is better{where}: {units.listed([figure_words(figure) for figure in best])}; nothing is worse."
+        return f"B is better{named(sorted(better, key=lambda figure: figure.b / figure.a))}; nothing is worse."
     if cells > 1:
         return f"No difference in {cells} cells, beyond {_thresholds(comparison.deciding)}."
     return f"No difference: {units.listed([figure_words(figure) for figure in comparison.deciding])}."
@@ -68,9 +69,16 @@ def figure_words(figure: ComparedFigure) -> str:
 def _ratio_words(ratio: Ratio | None) -> str:
     if ratio is None:
         return ""
-    known = ratio.low is not None and ratio.high is not None and ratio.low < ratio.high
-    interval = f"95 % interval {ratio.low:.3f} to {ratio.high:.3f}; " if known else ""
-    return f", {ratio.ratio:.3f}× ({interval}threshold {units.format_limit(ratio.threshold)})"
+    interval = interval_words(ratio)
+    told = f"95 % interval {interval}; " if interval else ""
+    return f", {ratio.ratio:.3f}× ({told}threshold {units.format_limit(ratio.threshold)})"
+
+
+def interval_words(ratio: Ratio | None) -> str | None:
+    """The 95 % interval of a ratio; None: there is none, or it has no width."""
+    if ratio is None or ratio.low is None or ratio.high is None:
+        return None
+    return f"{ratio.low:.3f} to {ratio.high:.3f}" if ratio.low < ratio.high else None
 
 
 def _thresholds(figures: Sequence[ComparedFigure]) -> str:

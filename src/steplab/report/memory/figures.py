@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
-from steplab.records.prediction import MemoryPrediction
+from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory.categories import in_order
 
@@ -115,3 +115,9 @@ def capacity(run: Run) -> int | None:
     if run.environment and run.environment.device.kind == "cuda":
         return run.environment.device.memory_bytes
     return None
+
+
+def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
+    """The GPU of the catalogue with the least memory on which a step fits; None: it fits none."""
+    fitting = [card for card in prediction.cards if card.verdict == "fits"]
+    return min(fitting, key=lambda card: card.usable_bytes, default=None)

@@ -53,9 +53,8 @@ def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None)
     taken = profile.reserved_bytes + profile.outside_bytes
     text = f"With the allocator's cache and what lies outside of it, the step took {units.format_bytes(taken)}"
     text += f" of the device's {units.format_bytes(total)}" if total else ""
-    fitting = [card for card in prediction.cards if card.verdict == "fits"] if prediction else []
-    if fitting:
-        least = min(fitting, key=lambda card: card.usable_bytes)
+    least = figures.smallest_card(prediction) if prediction else None
+    if least:
         text += f"; the smallest GPU that it is predicted to fit is the {least.gpu} "
         text += f"({units.format_bytes(least.usable_bytes)})"
     yield f"{text}."

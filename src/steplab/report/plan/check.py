@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.rows import Row, Scalar
-from steplab.records.time_check import TimeCheck
+from steplab.records.time_check import RECORDS, TimeCheck
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import Drawing, drawing, put_mark, series_legend
 from steplab.report.kit.document import Chart, Column, Document, Section, Table, Verdict, later, row_of
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 _WORST = 12
-_RECORDS = "records"
 
 
 def check_document(checks: Sequence[TimeCheck]) -> Document:
@@ -66,10 +65,10 @@ def _groups(scored: Sequence[TimeCheck]) -> Table:
     splits: tuple[tuple[str, Callable[[TimeCheck], str]], ...] = (
         ("source", lambda check: check.source),
         ("seen by the fit", _seen),
-        ("host", lambda check: "" if check.source != _RECORDS else _host(check)),
-        ("host always ahead", lambda check: "" if check.device_waited or check.source != _RECORDS else _seen(check)),
+        ("host", lambda check: "" if check.source != RECORDS else _host(check)),
+        ("host always ahead", lambda check: "" if check.device_waited or check.source != RECORDS else _seen(check)),
         ("GPU", lambda check: f"{check.gpu}, {check.source}"),
-        ("host always ahead", lambda c: "" if c.device_waited or c.source != _RECORDS else _mode(c)),
+        ("host always ahead", lambda c: "" if c.device_waited or c.source != RECORDS else _mode(c)),
     )
     rows = [_group("all", "", scored)]
     for name, key in splits:
@@ -101,7 +100,7 @@ def _groups(scored: Sequence[TimeCheck]) -> Table:
 def _seen(check: TimeCheck) -> str:
     if check.fitted:
         return "yes, or its like"
-    return "held out" if check.source == _RECORDS else "held out, or no fit"
+    return "held out" if check.source == RECORDS else "held out, or no fit"
 
 
 def _host(check: TimeCheck) -> str:

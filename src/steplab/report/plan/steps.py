@@ -9,6 +9,7 @@ from steplab.records.rows import Row
 from steplab.records.step_time import PhaseTimes, PlannedStep
 from steplab.report.kit.document import MOST_ROWS, Column, Document, Section, Sentences, Table, Verdict
 from steplab.report.kit.grouping import told_once
+from steplab.report.memory.figures import smallest_card
 from steplab.report.plan.document import ANSWERS
 from steplab.specs.step import describe
 from steplab.specs.study import in_common, labels
@@ -90,9 +91,8 @@ def planned_table(steps: Sequence[PlannedStep], measured: Sequence[Row] = ()) ->
 
 
 def _smallest(memory: MemoryPrediction) -> str:
-    """The GPU of the catalogue with the least memory on which the step fits."""
-    fitting = [card for card in memory.cards if card.verdict == "fits"]
-    return min(fitting, key=lambda card: card.usable_bytes).gpu if fitting else "none"
+    card = smallest_card(memory)
+    return card.gpu if card else "none"
 
 
 def _named(steps: Sequence[PlannedStep]) -> Iterator[tuple[str, PlannedStep]]:

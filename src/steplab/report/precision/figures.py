@@ -38,11 +38,6 @@ class ModuleGroup:
         """The first of the modules, for what they share."""
         return self.modules[0]
 
-    @property
-    def label(self) -> str:
-        """The name, with the number of modules where there are several."""
-        return f"{self.name} × {len(self.modules)}" if len(self.modules) > 1 else self.name
-
     def elements(self, kind: str) -> Elements | None:
         """The elements of their tensors of a kind, added up."""
         return added(elements_of(module, kind) for module in self.modules)

@@ -1,0 +1,442 @@
+"""What a consumer of the backward kernel for Hopper GPUs does with the tiles of queries: their dK, dV and dQ.
+
+Both consumers multiply the dS of all 128 keys, which each puts into shared memory for its own: each makes the part of
+dQ that is half the columns, or of a tile of 128 queries half the rows. dK and dV it makes of what is in its registers.
+
+Note "the tensor cores": consumers take turns at them, so that one computes, and stores dS and dQ, under the other's
+products. In which turns a tile's products are made depends on what registers and shared memory hold.
+
+- Tiles of 64 queries: one turn a round, with dV, dK and dQ of a tile, and then S and dP of the next. So exponentials
+  have the whole of the other's turn to run under. In its turn the second consumer finds the first one's dS of the same
+  tile; the first does not find the second's yet, and makes its part of dQ a round late. Three tiles have to be there:
+  one whose products are made, one whose exponentials are taken, and one on its way.
+- Tiles of 128 queries, for which three do not fit: two turns a round, one for S and dP, one for dV, dK and dQ. In the
+  latter the first consumer waits for the second's dS, which that one has put into shared memory before it asks for its
+  own; meanwhile it stores its own, and multiplies that.
+
+Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
+those of dQ that a consumer makes.
+"""
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.language.core import _aggregate as aggregate
+
+from steplab.ops.attention.triton_hopper_tiles import (
+    ROWS,
+    let_pass,
+    meet,
+    pack,
+    scores,
+    times,
+    unpack,
+    where_before,
+)
+
+KEYS = gl.constexpr(128)
+"""Keys of a program, and queries whose sums are handed on together."""
+PART = gl.constexpr(32)
+"""Columns of the sums that are added together, for 64 queries: 8 KB in a row."""
+PANEL = gl.constexpr(8)
+"""Columns of these that lie together, as [64, 8]: 32 bytes a query. A thread has two neighbouring columns of a query;
+what half a warp stores at a time, of four queries and eight columns, is then 128 bytes in a row, each in a bank of its
+own. In rows of 128 bytes as the copy engine swizzles them, they would lie in half of the banks."""
+
+# Named barriers of the two consumers, from 1 on, as Triton has one more than there are roles, of which there are five.
+# For the last two add the consumer that waits there.
+BOTH_ARE_DONE = gl.constexpr(1)
+TURN = gl.constexpr(2)
+DS = gl.constexpr(4)
+
+
+@aggregate
+class Room:
+    """What the warps of a program share."""
+
+    kv: gl.shared_memory_descriptor
+    """Keys and values, which become their gradients at the end."""
+    kv_arrived: gl.shared_memory_descriptor
+    tiles: gl.shared_memory_descriptor
+    """Queries and their gradients, in slots."""
+    numbers: gl.shared_memory_descriptor
+    """-log-sum-exp and -D of these, in two slots."""
+    full: gl.shared_memory_descriptor
+    empty: gl.shared_memory_descriptor
+    ds_parts: gl.shared_memory_descriptor
+    """dS^T of two tiles, each of both consumers' keys."""
+    ds_full: gl.shared_memory_descriptor
+    """Where tiles are of 64 queries, for each of these and each consumer."""
+    dq_parts: gl.shared_memory_descriptor
+    """dQ of a tile in parts of PART columns, on the way to the sums."""
+    dq_full: gl.shared_memory_descriptor
+    dq_empty: gl.shared_memory_descriptor
+    num_slots: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, kv, kv_arrived, tiles, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty,
+                 num_slots):  # fmt: skip
+        self.kv = kv
+        self.kv_arrived = kv_arrived
+        self.tiles = tiles
+        self.numbers = numbers
+        self.full = full
+        self.empty = empty
+        self.ds_parts = ds_parts
+        self.ds_full = ds_full
+        self.dq_parts = dq_parts
+        self.dq_full = dq_full
+        self.dq_empty = dq_empty
+        self.num_slots = gl.constexpr(num_slots)
+
+    @gluon.jit
+    def wait(self, i):
+        """Until the i-th tile has come."""
+        mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
+
+    @gluon.jit
+    def queries(self, i):
+        """Those of the i-th tile."""
+        return self.tiles.index(2 * (i % self.num_slots))
+
+    @gluon.jit
+    def gradients(self, i):
+        """Those of its outputs."""
+        return self.tiles.index(2 * (i % self.num_slots) + 1)
+
+    @gluon.jit
+    def minus_lse(self, i):
+        """That of the i-th tile's queries."""
+        return self.numbers.index(2 * (i % 2))
+
+    @gluon.jit
+    def minus_d(self, i):
+        """Likewise."""
+        return self.numbers.index(2 * (i % 2) + 1)
+
+    @gluon.jit
+    def ds_of(self, i, consumer):
+        """The barrier of the consumer's dS of the i-th tile; before the first, any."""
+        return self.ds_full.index(2 * (gl.maximum(i, 0) % 2) + consumer)
+
+    @gluon.jit
+    def release(self, i):
+        """A consumer has done with the i-th tile."""
+        mbarrier.arrive(self.empty.index(i % self.num_slots))
+
+
+@gluon.jit
+def zero_at_run_time(i):
+    """Zero, which the compiler does not know to be one.
+
+    It would compute addresses in shared memory that are the same in every round before the loop, and keep them, for
+    which no registers are left.
+    """
+    return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
+
+
+# --- the products --------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
+    """The consumer's keys (0) or values (1)."""
+    return room.kv.index(zero + WHICH).slice(CONSUMER * ROWS, ROWS, dim=0)
+
+
+@gluon.jit
+def _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
+           CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+    """Weights and dS of the i-th tile, packed, once S and then dP are there."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
+    NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    s_RM = warpgroup_mma_wait(NUM_STARTED, [s_RM])
+    p_RM = gl.exp2(s_RM * scale_log2 + room.minus_lse(i).load(OF_QUERIES)[None, :])
+    if MASKED:
+        keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        queries = first_query + gl.arange(0, M, OF_QUERIES)
+        # Queries beyond the last are zeros, which a key of infinities makes NaN of.
+        end = num_keys
+        if CAUSAL:
+            end = gl.minimum(queries + 1, num_keys)
+        p_RM = where_before(p_RM, keys[:, None], gl.where(queries < num_queries, end, 0)[None, :], 0.0)
+    dp_RM = warpgroup_mma_wait(0, [dp_RM])
+    ds = pack(p_RM * (dp_RM + room.minus_d(i).load(OF_QUERIES)[None, :]), room.kv.dtype)
+    return pack(p_RM, room.kv.dtype), ds
+
+
+@gluon.jit
+def _store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
+    """Put dS where both consumers take it from.
+
+    The tensor cores read shared memory by another path than stores write it (PTX: the async proxy), so a fence has to
+    lie between store and product. It may lie on either side of the barrier between them; the consumer that multiplies
+    makes it behind the barrier, so that the announcement does not wait for it.
+    """
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    room.ds_parts.index(i % 2).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, room.kv.dtype, S))
+
+
+@gluon.jit
+def _start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
+    P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
+    p_RM, ds_RM = unpack(weights, room.kv.dtype, P), unpack(ds, room.kv.dtype, P)
+    dv_RD, dv_rest_RD = times(p_RM, room.gradients(i), dv_RD, dv_rest_RD, MAIN, REST)
+    dk_RD, dk_rest_RD = times(ds_RM, room.queries(i), dk_RD, dk_rest_RD, MAIN, REST)
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def _wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
+    """Until no more than so many products are under way, which were started after these."""
+    if REST > 0:
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
+            num_left, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds]
+        )
+    else:
+        dk_RD, dv_RD, weights, ds = warpgroup_mma_wait(num_left, [dk_RD, dv_RD, weights, ds])
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def _start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
+              W: gl.constexpr):  # fmt: skip
+    """Start dS^T times W columns of some keys, added to the sums unless the keys are the first; of a tile of 128
+    queries, 64 of its rows times all columns."""
+    ds_NM = room.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
+    k_ND = room.kv.index(zero).slice(FIRST_KEY, NUM_KEYS, dim=0)
+    if ds_NM.shape[1] > ROWS:
+        ds_NM = ds_NM.slice(FIRST, ROWS, dim=1)
+    else:
+        k_ND = k_ND.slice(FIRST, W, dim=1)
+    return warpgroup_mma(ds_NM.permute((1, 0)), k_ND, dq_MW, use_acc=FIRST_KEY > 0, is_async=True)
+
+
+@gluon.constexpr_function
+def _in_panels(width):
+    """The layout in which 64 rows of so many columns are [64, PANEL] after [64, PANEL]."""
+    column, row = 1, 1
+    bases = []
+    while column < PANEL:
+        bases.append([0, column])
+        column *= 2
+    while row < ROWS:
+        bases.append([row, 0])
+        row *= 2
+    while column < width:
+        bases.append([0, column])
+        column *= 2
+    return gl.SharedLinearLayout(offset_bases=bases)
+
+
+@gluon.jit
+def _give_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+    """Put dQ of the i-th tile where the copy engine takes it from; of a tile before the first nothing is told."""
+    mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
+    layout: gl.constexpr = _in_panels(W)
+    room.dq_parts.index(FIRST // PART)._reinterpret(gl.float32, [ROWS, W], layout).store(dq_MW)
+    fence_async_shared()
+    mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)
+
+
+# --- one turn a round -----------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _others_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
+    anything, which `_give_dq` tells nobody of."""
+    mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
+    fence_async_shared()
+    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
+    return _start_dq(i, dq_MW, room, zero, 0, KEYS, FIRST, W)
+
+
+@gluon.jit
+def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                    MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr,
+                    CONSUMER: gl.constexpr):  # fmt: skip
+    """As `_weigh`; dS is where the other takes it from, too."""
+    weights, ds = _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
+                         CAUSAL, M, REST)  # fmt: skip
+    _store_ds(i, ds, room, M, CONSUMER)
+    mbarrier.arrive(room.ds_of(i, CONSUMER))
+    return weights, ds
+
+
+@gluon.jit
+def _first_weights(i, room, scale_log2, first_key, first_query, num_queries, num_keys, CAUSAL: gl.constexpr,
+                  M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
+    """The first turn: S and dP alone."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    room.wait(i)
+    meet(OWN_TURN)
+    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, REST)
+    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, REST)
+    let_pass(NEXT_TURN)
+    return _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, True,
+                           CAUSAL, M, REST, CONSUMER)  # fmt: skip
+
+
+@gluon.jit
+def _round_of_a_turn(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query,
+                    num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
+                    MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+                    W: gl.constexpr):  # fmt: skip
+    """All products of the tile before, with its weights and dS, and those of the i-th tile.
+
+    S is started once dV and dK are there, dP once dQ is stored: their sums take the registers of P and dS, and of dQ.
+    """
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    room.wait(i)
+    meet(OWN_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
+        i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+    )
+    of_dq = i - 2 + CONSUMER  # the first consumer is a round late
+    dq_MW = _others_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
+    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, REST)
+    dq_MW = warpgroup_mma_wait(NUM_STARTED, [dq_MW])
+    _give_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, REST)
+    let_pass(NEXT_TURN)
+    room.release(i - 1)
+    weights, ds = _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                                  MASKED, CAUSAL, M, REST, CONSUMER)  # fmt: skip
+    return weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr,
+                  CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """The last turn: all products of the last tile, and the part of dQ that is still to be made."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    meet(OWN_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
+        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+    )
+    of_dq = i - 1 + CONSUMER
+    dq_MW = _others_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+    let_pass(NEXT_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
+    dq_MW = warpgroup_mma_wait(0, [dq_MW])
+    _give_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    if CONSUMER == 0:
+        dq_MW = _others_dq(i, room, zero, FIRST, W, CONSUMER)
+        dq_MW = warpgroup_mma_wait(0, [dq_MW])
+        _give_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
+                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
+                     MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+                     W: gl.constexpr):  # fmt: skip
+    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
+    weights, ds = _first_weights(first, room, scale_log2, first_key, start, num_queries, num_keys, CAUSAL, M, MAIN,
+                                 REST, CONSUMER)  # fmt: skip
+    for t in range(1, first_whole):
+        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+            num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(gl.maximum(first_whole, 1), end_whole):
+        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+            num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(gl.maximum(end_whole, 1), num_tiles):
+        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+            num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    return _last_products(first + num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST,
+                          CONSUMER, FIRST, W)  # fmt: skip
+
+
+# --- two turns a round ---------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query, num_queries,
+                       num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
+                       CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All products of the i-th tile."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    OWN_DS: gl.constexpr = DS + CONSUMER
+    OTHERS_DS: gl.constexpr = DS + 1 - CONSUMER
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    room.wait(i)
+    meet(OWN_TURN)
+    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, 0)
+    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, 0)
+    let_pass(NEXT_TURN)
+    weights, ds = _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
+                         CAUSAL, M, 0)  # fmt: skip
+    # The first has to wait for the second's dS in its turn, and may store its own then too: 1 to 2 % faster.
+    if CONSUMER == 1:
+        _store_ds(i, ds, room, M, CONSUMER)
+        let_pass(OTHERS_DS)
+    meet(OWN_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
+        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, 0
+    )
+    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
+    DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
+    if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
+        _store_ds(i, ds, room, M, CONSUMER)
+        let_pass(OTHERS_DS)
+        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
+        dq_MW = _start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
+    meet(OWN_DS)
+    fence_async_shared()
+    dq_MW = _start_dq(i, dq_MW, room, zero, DONE, KEYS - DONE, FIRST, W)
+    let_pass(NEXT_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, 0)
+    dq_MW = warpgroup_mma_wait(0, [dq_MW])
+    _give_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+    room.release(i)
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first,
+                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
+                        MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
+    for t in range(first_whole):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(first_whole, end_whole):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    for t in range(end_whole, num_tiles):
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
+            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+        )  # fmt: skip
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
