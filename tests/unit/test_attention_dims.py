@@ -47,7 +47,7 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -
     }
 
 
-def test_cells_that_are_set_beside_each_other_are_of_the_newest_record_that_has_them_all() -> None:
+def test_compared_cells_are_of_the_newest_record_that_has_them_all() -> None:
     earlier = [cell(1.0, dim=64), cell(2.0, dim=128), cell(1.0, dim=64, queries=64), cell(2.0, dim=128, queries=64)]
     later = [cell(1.5, dim=64), cell(2.5, dim=128), cell(1.5, dim=64, queries=64)]
     table = attention_dims.dims_table([run_of("a" * 12, *earlier), run_of("b" * 12, *later)])

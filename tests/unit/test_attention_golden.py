@@ -62,7 +62,7 @@ def test_flash_triton_beside_its_peers_in_seven_shapes(
     assert max(map(max, found)) == pytest.approx(most, abs=0.001)
 
 
-def test_both_passes_are_faster_than_flash_attn_4_by_what_each_takes_beside_cudnn(
+def test_speed_relative_to_flash_attn_4_inferred_through_cudnn(
     records: dict[str, AttentionRun | Run],
 ) -> None:
     ours = ratios(records[NEWEST], "sdpa_cudnn", "both")

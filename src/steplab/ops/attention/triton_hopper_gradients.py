@@ -101,22 +101,22 @@ class Room:
 
     @gluon.jit
     def queries(self, i):
-        """Those of the i-th tile."""
+        """The queries of the i-th tile."""
         return self.tiles.index(2 * (i % self.num_slots))
 
     @gluon.jit
     def gradients(self, i):
-        """Those of its outputs."""
+        """The gradients of the outputs of the i-th tile, dO."""
         return self.tiles.index(2 * (i % self.num_slots) + 1)
 
     @gluon.jit
     def minus_lse(self, i):
-        """That of the i-th tile's queries."""
+        """-log-sum-exp of the i-th tile's queries, in powers of two."""
         return self.numbers.index(2 * (i % 2))
 
     @gluon.jit
     def minus_d(self, i):
-        """Likewise."""
+        """-D of the i-th tile's queries: of each, the sum of dO times the output."""
         return self.numbers.index(2 * (i % 2) + 1)
 
     @gluon.jit
@@ -250,7 +250,7 @@ def _give_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
 
 
 @gluon.jit
-def _others_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
     anything, which `_give_dq` tells nobody of."""
     mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
@@ -308,7 +308,7 @@ def _round_of_a_turn(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room,
         i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
     )
     of_dq = i - 2 + CONSUMER  # the first consumer is a round late
-    dq_MW = _others_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
     s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, REST)
     dq_MW = warpgroup_mma_wait(NUM_STARTED, [dq_MW])
@@ -333,13 +333,13 @@ def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, M
         i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
     )
     of_dq = i - 1 + CONSUMER
-    dq_MW = _others_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
     let_pass(NEXT_TURN)
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
     dq_MW = warpgroup_mma_wait(0, [dq_MW])
     _give_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
     if CONSUMER == 0:
-        dq_MW = _others_dq(i, room, zero, FIRST, W, CONSUMER)
+        dq_MW = _start_part_of_dq(i, room, zero, FIRST, W, CONSUMER)
         dq_MW = warpgroup_mma_wait(0, [dq_MW])
         _give_dq(i, dq_MW, room, FIRST, W, CONSUMER)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
