@@ -16,6 +16,7 @@ from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes import turns as processes
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.time import LayoutClock
+from steplab.plan.memory import predict_memory
 from steplab.records.advice import Advice
 from steplab.records.codec import new_id
 from steplab.records.failure import Failure
@@ -29,7 +30,9 @@ from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
-FSDP = {"model": "8b", "context": 32768, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
+FSDP = {"model": "8b", "context": 8192, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
+LONG = FSDP | {"context": 32768, "precision": "bf16_pure", "attention": "auto"}
+"""Fits an H200 if all is recomputed."""
 START_S = 20.0
 """Seconds until the processes of a step are warm."""
 FACTORS = {"attention": {"auto": 0.2}, "checkpointing": {"none": 0.8, "selective": 0.85}, "compile": {"block": 0.97}}
@@ -93,6 +96,7 @@ def test_what_pays_beyond_what_processes_differ_by_is_kept(walk: Any) -> None:
     advice, _ = walk()
     tried = {each.words: each for each in advice.tried}
     assert [each.words for each in advice.kept] == ["attention auto", "checkpointing none"]
+    assert list(tried)[:2] == ["attention auto", "checkpointing none"]  # which may fit with that attention alone
     assert (advice.start_s, advice.best_s) == (pytest.approx(0.2), pytest.approx(0.2 * 0.2 * 0.8))
     assert advice.overall is not None
     assert advice.overall.ratio == pytest.approx(0.16)
@@ -192,7 +196,7 @@ def test_a_change_that_is_refused_in_its_turn_is_said_and_the_walk_goes_on(walk:
     assert [each.words for each in advice.kept] == ["checkpointing selective"]
 
 
-def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> None:
+def test_a_layout_that_does_not_fit_gets_what_too_large_memory(walk: Any) -> None:
     """The processes that fail tell the device, so that changes for GPUs are known."""
 
     def told(spec: StepSpec) -> float | str:
@@ -203,6 +207,58 @@ def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> No
     assert advice.start_s is None
     assert {"attention auto", "loss fused"} <= {each.words for each in advice.kept}
     assert advice.best_s == pytest.approx(0.2 * 0.2 * 0.8)
+
+
+def too_large(spec: StepSpec) -> float | str:
+    """As `product`, of GPUs that do not hold what `none` keeps."""
+    return "asked 8.00 GiB" if spec.checkpointing == "none" else product(spec)
+
+
+def test_what_is_predicted_not_to_fit_is_tried_when_nothing_else_is_left(walk: Any) -> None:
+    advice, _ = walk(too_large, LONG)
+    *others, none, selective = advice.tried
+    assert (none.words, selective.words) == ("checkpointing none", "checkpointing selective")
+    shares = [each.predicted_share or 0.0 for each in (*others, selective, none)]
+    assert shares[-1] > shares[-2] > max(shares[:-2])
+    assert min(shares) < 0  # what should cost time comes before them
+    assert {"compile block", "loss fused"} <= {each.words for each in others}
+    assert none.failure == "out of memory: asked 8.00 GiB"
+    assert selective.kept  # the prediction was wrong
+
+
+def test_less_is_recomputed_as_far_as_it_is_predicted_to_fit(walk: Any) -> None:
+    advice, _ = walk(too_large, LONG | {"context": 24576})
+    words = [each.words for each in advice.tried]
+    assert words[0] == advice.kept[0].words == "checkpointing selective"
+    assert words.index("checkpointing none") > words.index("attention sdpa_cudnn"), "which should cost time"
+
+
+@pytest.mark.parametrize(
+    ("fields", "verdict"),
+    [({"context": 8192, "precision": "bf16"}, "too tight to promise"), ({"loss": "fused"}, None)],
+)
+def test_what_may_fit_keeps_its_place(walk: Any, fields: dict[str, Any], verdict: str | None) -> None:
+    """Of a layout with another loss than plain the memory is not predicted."""
+    spec = resolve_step(LONG | fields | {"checkpointing": "none"})
+    try:
+        cards = predict_memory(spec, device="NVIDIA H200").cards
+    except Unsupported:
+        cards = ()
+    assert {card.gpu: card.verdict for card in cards}.get("H200 SXM") == verdict
+    advice, _ = walk(too_large, LONG | fields)
+    assert [each.words for each in advice.tried][:2] == ["checkpointing none", "checkpointing selective"]
+
+
+def test_no_saving_is_promised_of_what_is_predicted_not_to_fit(walk: Any) -> None:
+    advice, _ = walk(too_large, LONG, budget_s=26.0 + 72.0)
+    assert len(advice.tried) == 1
+    *others, none, selective = advice.untried
+    assert (none, selective) == ("checkpointing none", "checkpointing selective")
+    assert advice.untried_fits == (*[True] * len(others), False, False)
+    text = " ".join(render(advice_document(advice), "table", width=200).split())
+    unfit = "(predicted not to fit the GPU's memory)"
+    assert f"checkpointing none {unfit}, checkpointing selective {unfit}. Trying them takes" in text
+    assert "reshard_after_forward never (predicted to save" in text
 
 
 def test_a_budget_counts_the_processes_of_each_change(walk: Any, recwarn: pytest.WarningsRecorder) -> None:

@@ -18,11 +18,14 @@ from tests.unit.taking import FakeSession
 
 from steplab.comparison.turns import chained
 from steplab.costs.rates import gpu_named
+from steplab.lab import outlook
 from steplab.lab.advising import advise
 from steplab.measurement.processes.turns import Side
 from steplab.plan.host import compile_s, on_the_host_of
+from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
 from steplab.records.advice import Advice
+from steplab.records.prediction import MemoryPrediction
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.attention_kernels import chosen_by_auto
@@ -255,6 +258,35 @@ def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path
     assert together.predicted_share is not None
     assert together.ratio is not None
     assert together.predicted_share == pytest.approx(1 - together.ratio.ratio, abs=0.01)
+
+
+def test_what_is_predicted_not_to_fit_comes_last_and_of_few_steps_the_memory_is_predicted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of those that are next, each once: of a large model it takes seconds."""
+    asked: dict[StepSpec, bool] = {}
+
+    def predicted(spec: StepSpec, **options: Any) -> MemoryPrediction:
+        assert spec not in asked
+        found = predict_memory(spec, **options)
+        asked[spec] = ("H200 SXM", "does not fit") not in {(card.gpu, card.verdict) for card in found.cards}
+        return found
+
+    def told(spec: StepSpec) -> float | str:
+        return "asked 8.00 GiB" if spec.checkpointing == "none" else planned(spec).central_s
+
+    monkeypatch.setattr(outlook, "predict_memory", predicted)
+    spec = resolve_step(
+        {"model": "2.7b", "context": 2048, "batch": 16, "precision": "bf16", "attention": "auto",
+         "checkpointing": "full", "steps": 30}
+    )  # fmt: skip
+    session = FakeSession(told)
+    advice = advise(spec, store=tmp_path / "store.db", session=session)
+    *others, last = advice.tried
+    assert (last.words, last.failure) == ("checkpointing none", "out of memory: asked 8.00 GiB")
+    assert "checkpointing selective" in {tried.words for tried in others if tried.kept}  # too tight to promise
+    assert any((tried.predicted_share or 0.0) < 0 for tried in others)
+    assert {spec for spec, fits in asked.items() if fits} < set(session.asked)
 
 
 def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:

@@ -108,6 +108,7 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
         tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
         untried=tuple(candidate.change.words for candidate in untried),
         untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
+        untried_fits=tuple(walk.fits(candidate) for candidate in untried),
         untried_s=sum(candidate.takes_s for candidate in untried) if untried else None,
         interrupted=walk.interrupted is not None,
         by_hand=walk.outlook.by_hand(best),

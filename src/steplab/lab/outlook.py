@@ -1,5 +1,5 @@
 """What is predicted of the changes of a step: by `plan time`, or of several processes `plan layout`, where it knows the
-step and the GPU, otherwise by the findings on a profile."""
+step and the GPU, otherwise by the findings on a profile; and by `plan memory`, whether they fit the GPU."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,6 +11,7 @@ from steplab.lab.explaining import explain
 from steplab.measurement.progress import OnProgress
 from steplab.plan.host import compile_s, on_the_host_of
 from steplab.plan.layout.time import layout_step_s
+from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
 from steplab.records.environment import Environment
 from steplab.records.finding import Finding
@@ -55,6 +56,7 @@ class Outlook:
         self._on_progress, self._on_change, self._profile = on_progress, on_change, profile
         self._gpu: Gpu | None = None
         self._planned: dict[StepSpec, float | None] = {}
+        self._fitting: dict[StepSpec, bool] = {}
         self._findings: Sequence[Finding] = ()
         self._step_s: float | None = None
         self._device_name, self._device_kind = "", "cpu"
@@ -112,6 +114,18 @@ class Outlook:
             if finding.fields == {change.field: change.value} and finding.saves_s is not None and self._step_s:
                 return Promise(share=finding.saves_s / self._step_s, source=finding.kind)
         return None
+
+    def fits(self, spec: StepSpec) -> bool:
+        """Whether a step may fit the GPU, as all do but those that are predicted not to."""
+        if self._gpu is None:
+            return True
+        if spec not in self._fitting:
+            try:  # not traced, which would run others' models in this process: a lower bound is enough here
+                cards = predict_memory(spec, device=self._device_name).cards
+            except SteplabError:
+                cards = ()
+            self._fitting[spec] = (self._gpu.name, "does not fit") not in {(card.gpu, card.verdict) for card in cards}
+        return self._fitting[spec]
 
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
         """The findings that no field of a step answers."""

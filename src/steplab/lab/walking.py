@@ -4,7 +4,8 @@ Each change is measured in turns with the fastest step until then, and kept only
 it pays; what the turns leave open gets more of them. Next is the change that is predicted to save most for the time
 that trying it takes; then what else the recipe `fast` sets, which is known to pay on devices of this kind; then, the
 shortest trials first, changes of which nothing is predicted; then those that are predicted to save less than what a
-change is kept for; last, those that should cost time.
+change is kept for; then those that should cost time. Last come changes, whatever they save, whose step is predicted not
+to fit the GPU's memory; one that is merely too tight to promise keeps its place.
 
 Steps of several processes cannot wait for turns, so that each turn starts them anew, and whether a step runs is known
 once it had one. What such processes differ by is then the least that a change is kept for.
@@ -14,8 +15,9 @@ is in every comparison, and what a change saves of the device's time is not seen
 not pay by itself, all that is left of the recipe is a change too, so that the walk ends no slower than the recipe.
 """
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -174,7 +176,11 @@ class Walk:
     @property
     def untried(self) -> list[Candidate]:
         """The changes of the fastest step that were not tried, the next one first."""
-        return sorted(self._candidates(), key=self._rank) if self._goes_on() else []
+        return list(self._in_order(self._candidates())) if self._goes_on() else []
+
+    def fits(self, candidate: Candidate) -> bool:
+        """Whether the fastest step with a change may fit the GPU."""
+        return self.outlook.fits(candidate.change.made(self.best.spec))
 
     def leave(self, side: Side) -> Run | None:
         """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
@@ -193,11 +199,17 @@ class Walk:
 
     def _next(self) -> Candidate | None:
         """The change to try, among those for which there is time."""
-        fitting = [candidate for candidate in self._candidates() if self._has_time(candidate.takes_s)]
-        return min(fitting, key=self._rank, default=None)
+        return next(self._in_order(each for each in self._candidates() if self._has_time(each.takes_s)), None)
+
+    def _in_order(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
+        """Candidates in the order that the module's first lines have. Memory is predicted only of those that are asked
+        for, as that may take seconds."""
+        ranked = sorted(candidates, key=self._rank)
+        yield from filter(self.fits, ranked)
+        yield from itertools.filterfalse(self.fits, ranked)
 
     def _rank(self, candidate: Candidate) -> tuple[int, float]:
-        """The order of candidates, as the module's first lines have it; of equal ones the first in the table."""
+        """The order of candidates that may fit; of equal ones the first in the table."""
         takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
         share = candidate.promise.share if candidate.promise else None
         alternating = self.taking.session.alternating

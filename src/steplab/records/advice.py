@@ -83,6 +83,8 @@ class Advice(StepRecord):
     """Changes that apply and were not tried, because time was over or the walk was interrupted, the next one first."""
     untried_shares: tuple[float | None, ...] = ()
     """The predicted saving of each of them as a share of the fastest step; None: there was no prediction."""
+    untried_fits: tuple[bool, ...] = ()
+    """Whether each of them may fit the GPU; False: its step is predicted not to."""
     untried_s: float | None = None
     """Seconds that trying all of them takes, by what the trials before took; None: not known."""
     interrupted: bool = False

@@ -112,10 +112,12 @@ def _kept_with(tried: Tried, advice: Advice) -> list[str]:
 
 
 def _untried(advice: Advice) -> Iterator[str]:
-    """Each change that was not reached, with what it is predicted to save."""
-    for words, share in zip_longest(advice.untried, advice.untried_shares):
+    """Each change that was not reached, with what it is predicted to save, unless it is predicted not to fit."""
+    for words, share, fits in zip_longest(advice.untried, advice.untried_shares, advice.untried_fits):
         gain_s = share * advice.best_s if share is not None and advice.best_s else None
-        if gain_s is None:
+        if fits is False:  # where it is not recorded, it is not known
+            yield f"{words} (predicted not to fit the GPU's memory)"
+        elif gain_s is None:
             yield words
         else:
             yield f"{words} ({f'predicted to save {units.format_time(gain_s)}' if gain_s > 0 else 'no gain predicted'})"
