@@ -2,7 +2,8 @@
 
     python -m benchmarks.eight_b_table [--into docs/layout.md]
 
-The steps are those of benchmarks/results/eight_b_h200_202611.json. The profiles are the traces, imported and exported:
+The steps are those of benchmarks/results/eight_b_h200_202611.json. The walk and the profiles are in its .jsonl.gz; the
+latter are the traces, imported and exported:
 
     steplab import-trace TRACE.json.gz --name ours --store eight.db
     steplab export --store eight.db --output benchmarks/results/eight_b_h200_202611.jsonl
@@ -16,12 +17,14 @@ import json
 from collections import defaultdict
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, TypeVar
 
 from benchmarks.fast_table import MATMUL_FLOPS_PER_S
 from benchmarks.page_tables import table_of_texts, write_between_marks
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
+from steplab.lab.walking import step_s
+from steplab.records.advice import Advice
 from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
@@ -29,6 +32,7 @@ from steplab.report.kit.markup import markdown_table
 
 HERE = Path(__file__).parent
 RESULTS = HERE / "results"
+Kind = TypeVar("Kind", Advice, Run)
 COLLECTIVES = "communication"
 PARTS = ("matmul", "attention", COLLECTIVES)
 """Categories of kernels with a row of their own."""
@@ -39,11 +43,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--into", type=Path)
     options = parser.parse_args()
-    text = "\n\n".join(markdown_table(table) for table in (steps(recorded()), parts(profiles())))
     if options.into:
-        write_between_marks(options.into, "eight_b_table.py", text)
+        write_between_marks(options.into, "eight_b_table.py", written())
     else:
-        print(text)
+        print(written())
+
+
+def written() -> str:
+    """The tables as they stand in the page."""
+    tables = walk(*stored(Advice)), steps(recorded()), parts(profiles())
+    return "\n\n".join(markdown_table(table) for table in tables)
 
 
 def recorded() -> list[dict[str, Any]]:
@@ -54,8 +63,31 @@ def recorded() -> list[dict[str, Any]]:
 
 def profiles() -> dict[str, Run]:
     """The imported traces by name."""
+    return {run.name: run for run in stored(Run) if run.profile}
+
+
+def stored(kind: type[Kind]) -> list[Kind]:
+    """The records of a kind."""
     lines = gzip.decompress((RESULTS / "eight_b_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    return {run.name: run for run in map(decode, lines) if isinstance(run, Run) and run.name}
+    return [record for record in map(decode, lines) if isinstance(record, kind)]
+
+
+def walk(advice: Advice) -> Table:
+    """What each change of a walk was predicted to save, what it saved, and the step and its memory with it."""
+    rows = []
+    for tried in advice.tried:
+        ratio, peak = tried.ratio, tried.peak_bytes or 0
+        [run] = (run for run in stored(Run) if run.id == tried.run_id)
+        saved = "–", "–"
+        if ratio:
+            saved = f"{(tried.predicted_share or 0) * ratio.a:.2f}", f"{ratio.a - ratio.b:.2f}"
+        rows.append((tried.words, *saved, f"{step_s(run) or 0:.2f}", f"{peak / 1e9:.1f}"))
+    headers = ("change", "predicted", "saved", "step", "allocated")
+    caption = (
+        "Seconds; GB (1e9 bytes) of the first rank at the peak. The step as given runs out of memory. "
+        f"Record {advice.id} of {advice.created_utc[:10]}."
+    )
+    return table_of_texts("walk", headers, rows, numeric=[False, *[True] * 4], caption=caption)
 
 
 def flops() -> dict[str, float]:
@@ -71,12 +103,12 @@ def steps(runs: list[dict[str, Any]]) -> Table:
     needed = sum(flops().values())
     rows = []
     for run in runs:
-        step_s = median(run["step_s"])
+        median_s = median(run["step_s"])
         rows.append(
             (
                 *(run["created_utc"][:16].replace("T", " "), _named(run["what"]), str(len(run["step_s"]))),
-                *(f"{step_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
-                f"{needed / MATMUL_FLOPS_PER_S / step_s:.0%}",
+                *(f"{median_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
+                f"{needed / MATMUL_FLOPS_PER_S / median_s:.0%}",
                 *(f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved")),
             )
         )

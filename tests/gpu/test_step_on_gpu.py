@@ -167,13 +167,15 @@ def test_micro_steps_accumulate_in_every_way_of_compiling(compile: str) -> None:
 
 def test_a_pass_holds_no_more_than_its_parts_explain() -> None:
     """fp32 training: weights, gradients and two moments, so at least four times the parameters at the step's peak."""
+    gc.collect()
+    before_bytes = torch.cuda.memory_allocated()  # what other tests of this process keep, as CUDA graphs do
     run = measured(model="small", context=16, batch=1)
     assert run.model is not None
     assert run.memory is not None
     peak = run.memory.peak("step")
     assert peak is not None
     parameters_bytes = 4 * run.model.num_parameters
-    assert 4 * parameters_bytes <= peak.peak_allocated_bytes <= 4.5 * parameters_bytes
+    assert 4 * parameters_bytes <= peak.peak_allocated_bytes - before_bytes <= 4.5 * parameters_bytes
 
 
 def test_out_of_memory_is_a_record_with_the_exact_request() -> None:
@@ -207,7 +209,7 @@ def test_attention_errs_at_most_twice_as_much_as_plain(implementation: str, shap
 
 
 def test_an_attention_without_a_kernel_says_what_to_choose() -> None:
-    with pytest.raises(Unsupported, match="takes bf16 and fp16 alone; use --attention sdpa"):
+    with pytest.raises(Unsupported, match="takes bf16 and fp16 alone, not fp32; use --attention sdpa"):
         measured(attention="sdpa_flash", precision="fp32")
 
 

@@ -15,6 +15,7 @@ from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
 from steplab.records.environment import Environment
 from steplab.records.finding import Finding
+from steplab.records.prediction import FitVerdict
 from steplab.records.run import Run
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.changes import Change, changes_for
@@ -56,7 +57,7 @@ class Outlook:
         self._on_progress, self._on_change, self._profile = on_progress, on_change, profile
         self._gpu: Gpu | None = None
         self._planned: dict[StepSpec, float | None] = {}
-        self._fitting: dict[StepSpec, bool] = {}
+        self._rooms: dict[StepSpec, FitVerdict | None] = {}
         self._findings: Sequence[Finding] = ()
         self._step_s: float | None = None
         self._device_name, self._device_kind = "", "cpu"
@@ -115,17 +116,17 @@ class Outlook:
                 return Promise(share=finding.saves_s / self._step_s, source=finding.kind)
         return None
 
-    def fits(self, spec: StepSpec) -> bool:
-        """Whether a step may fit the GPU, as all do but those that are predicted not to."""
+    def room(self, spec: StepSpec) -> FitVerdict | None:
+        """Whether a step is predicted to fit the GPU; None: it is not known."""
         if self._gpu is None:
-            return True
-        if spec not in self._fitting:
+            return None
+        if spec not in self._rooms:
             try:  # not traced, which would run others' models in this process: a lower bound is enough here
                 cards = predict_memory(spec, device=self._device_name).cards
             except SteplabError:
                 cards = ()
-            self._fitting[spec] = (self._gpu.name, "does not fit") not in {(card.gpu, card.verdict) for card in cards}
-        return self._fitting[spec]
+            self._rooms[spec] = next((card.verdict for card in cards if card.gpu == self._gpu.name), None)
+        return self._rooms[spec]
 
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
         """The findings that no field of a step answers."""

@@ -4,8 +4,9 @@ Each change is measured in turns with the fastest step until then, and kept only
 it pays; what the turns leave open gets more of them. Next is the change that is predicted to save most for the time
 that trying it takes; then what else the recipe `fast` sets, which is known to pay on devices of this kind; then, the
 shortest trials first, changes of which nothing is predicted; then those that are predicted to save less than what a
-change is kept for; then those that should cost time. Last come changes, whatever they save, whose step is predicted not
-to fit the GPU's memory; one that is merely too tight to promise keeps its place.
+change is kept for; then those that should cost time. Of changes that save, those whose step fits the GPU's memory too
+tightly to be promised come after the others, and last of all is what is predicted not to fit. One that would save, but
+does not fit, is tried with a change that needs less memory, if it may fit with that.
 
 Steps of several processes cannot wait for turns, so that each turn starts them anew, and whether a step runs is known
 once it had one. What such processes differ by is then the least that a change is kept for.
@@ -15,7 +16,6 @@ is in every comparison, and what a change saves of the device's time is not seen
 not pay by itself, all that is left of the recipe is a change too, so that the walk ends no slower than the recipe.
 """
 
-import itertools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,6 +31,7 @@ from steplab.lab.turns import StoredSession
 from steplab.measurement.processes.turns import Side
 from steplab.records.comparison import Ratio
 from steplab.records.failure import Failure
+from steplab.records.prediction import FitVerdict
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
@@ -39,6 +40,7 @@ from steplab.units import format_time
 
 _MAKE_ROOM = ("attention", "loss", "precision")
 """Fields whose changes need less memory and no more time, where the first step does not fit."""
+_IN_DOUBT = ("too tight to promise", "does not fit")
 _LAUNCHING = ("compile", "cuda_graph")
 """Fields that change how many kernels are launched, and how."""
 _FIRST_STEPS = 1
@@ -178,9 +180,9 @@ class Walk:
         """The changes of the fastest step that were not tried, the next one first."""
         return list(self._in_order(self._candidates())) if self._goes_on() else []
 
-    def fits(self, candidate: Candidate) -> bool:
-        """Whether the fastest step with a change may fit the GPU."""
-        return self.outlook.fits(candidate.change.made(self.best.spec))
+    def fits(self, change: Change) -> bool:
+        """Whether the fastest step with a change may fit the GPU, as all do but those that are predicted not to."""
+        return self._room(change) != "does not fit"
 
     def leave(self, side: Side) -> Run | None:
         """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
@@ -205,33 +207,54 @@ class Walk:
         """Candidates in the order that the module's first lines have. Memory is predicted only of those that are asked
         for, as that may take seconds."""
         ranked = sorted(candidates, key=self._rank)
-        yield from filter(self.fits, ranked)
-        yield from itertools.filterfalse(self.fits, ranked)
+        saving = [each for each in ranked if self._saves(each.promise)]
+        yield from (each for each in saving if self._room(each.change) not in _IN_DOUBT)
+        yield from (each for each in saving if self._room(each.change) == "too tight to promise")
+        yield from (each for each in ranked if not self._saves(each.promise) and self.fits(each.change))
+        yield from (each for each in ranked if not self.fits(each.change))
+
+    def _room(self, change: Change) -> FitVerdict | None:
+        return self.outlook.room(change.made(self.best.spec))
+
+    def _saves(self, promise: Promise | None) -> bool:
+        """Whether a change is predicted to save what it would be kept for: of a step that starts anew for each turn, a
+        smaller saving would not be."""
+        return promise is not None and promise.share > (SEPARATE if self.taking.session.alternating else _LEAST_GAIN)
 
     def _rank(self, candidate: Candidate) -> tuple[int, float]:
-        """The order of candidates that may fit; of equal ones the first in the table."""
+        """The order of candidates that fit equally well; of equal ones the first in the table."""
         takes_s = max(candidate.takes_s, _LEAST_TRIAL_S)
         share = candidate.promise.share if candidate.promise else None
-        alternating = self.taking.session.alternating
-        if share is None or share <= (SEPARATE if alternating else _LEAST_GAIN):
-            # Of a step that starts anew for each turn, a saving that small would not be kept.
-            is_promoted = candidate.is_fast and (share is None or not alternating)
+        if share is None or not self._saves(candidate.promise):
+            is_promoted = candidate.is_fast and (share is None or not self.taking.session.alternating)
             return (2 if is_promoted else 3 if share is None else 4 if share > 0 else 5), takes_s
         return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
-        fast = self.outlook.recipe(spec)
-        return [
-            Candidate(
-                change=change,
-                promise=self.outlook.promise(spec, change),
-                is_fast=change in fast,
-                takes_s=trial_s + self.outlook.compile_s(change.made(spec)),
-            )
-            for change in (*self._untried_of(spec), *self._rest_of_recipe(spec))
-            if not change.makes_room
-        ]
+        fast, found = self.outlook.recipe(spec), []
+        for change in (*self._untried_of(spec), *self._rest_of_recipe(spec)):
+            if change.makes_room:
+                continue
+            promise, is_fast = self.outlook.promise(spec, change), change in fast
+            if self._saves(promise) and not self.fits(change):
+                change = self._with_room(change)
+                promise = self.outlook.promise(spec, change)
+            takes_s = trial_s + self.outlook.compile_s(change.made(spec))
+            found.append(Candidate(change=change, promise=promise, is_fast=is_fast, takes_s=takes_s))
+        return found
+
+    def _with_room(self, change: Change) -> Change:
+        """A change whose step does not fit, together with another that needs less memory and leaves the numbers alone,
+        if it may fit with that. What saves time as well comes by itself."""
+        spec = self.best.spec
+        for other in self.outlook.changes(spec):
+            if other.field not in _MAKE_ROOM or other.field in change.fields or other.numerics:
+                continue
+            both = change.joined([other])
+            if both.is_supported(spec) and not self._saves(self.outlook.promise(spec, other)) and self.fits(both):
+                return both
+        return change
 
     def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
         """What the recipe sets and the fastest step lacks, as one, once a part of it did not pay by itself: what each
@@ -310,7 +333,8 @@ class Walk:
             self._say_that_it_was_cut_off(attempt)
 
     def _say_that_it_was_cut_off(self, attempt: Attempt) -> None:
-        why = f"the budget was over before {attempt.change.words} was decided; it counts as not tried"
+        words = attempt.change.words_along(attempt.base.spec)
+        why = f"the budget was over before {words} was decided; it counts as not tried"
         if attempt.side.run is not None and (left := self.leave(attempt.side)):
             why += f", and record {left.id} has the turns until then"
         warn_caller(Remark(why))
@@ -407,7 +431,7 @@ class Walk:
     def _attempt(self, change: Change, promise: Promise | None, *, by_itself: bool = False) -> Attempt:
         """Build the fastest step with a change; `by_itself`: so that it is known whether it runs."""
         spec = self.best.spec
-        self.on_change(change.words)
+        self.on_change(change.words_along(spec))
         attempt = Attempt(change=change, base=self.best, promise=promise)
         try:
             side = self.taking.enter(change.words, change.made(spec))

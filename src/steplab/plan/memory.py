@@ -142,10 +142,6 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
-    if spec.loss != "plain" and (spec.compile == "block" or spec.layout.world_size > 1):
-        other = f"layout {spec.layout}" if spec.layout.world_size > 1 else "compile block"
-        why = "gradients that are formed in the forward pass are known of one process, eager or compiled as a whole"
-        raise Unsupported(f"{what} with {other} and loss {spec.loss}", why, "leave one of them out")
     if spec.layout.world_size > 1:
         if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
             why = "what it keeps besides the moments is known of one process"
@@ -251,6 +247,17 @@ def _last_phase(spec: StepSpec) -> str:
     return "forward" if spec.pass_name == "forward" else "backward"
 
 
+def _kept_by_torch_2_11(spec: StepSpec) -> int:
+    """Bytes of what attention gives in a compiled block that is recomputed whole, its output and the log-sum-exp of its
+    rows, if that is an operator of steplab's own; else 0."""
+    shape = spec.model.shape
+    is_own = spec.attention in ("flash_triton", "flash_reference")
+    if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", "selective"):
+        return 0
+    element = 4 if spec.precision in ("fp32", "tf32") else 2
+    return spec.tokens // spec.num_microbatches * (element * shape.d_model + 4 * shape.num_heads) // spec.layout.tp
+
+
 def _notes(
     spec: StepSpec, workspace_bytes: int, device: str | None, *, foreign: bool = False, traced: bool = False
 ) -> list[str]:
@@ -282,6 +289,11 @@ def _notes(
             "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "
             "between is not followed"
         )
+        if kept_bytes := _kept_by_torch_2_11(spec):
+            notes.append(
+                f"torch 2.11 keeps what {spec.attention} gives of each block that is recomputed as well, "
+                f"{format_bytes(kept_bytes)} a block, and does not compute it again"
+            )
         if spec.compile in RECORD_THEIR_OWN:
             notes.append("CUDA graphs keep a pool of their own, which is not counted: the peak is at least this")
     if spec.cuda_graph == "step":

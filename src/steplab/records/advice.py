@@ -8,6 +8,7 @@ from steplab.records.finding import Finding
 from steplab.records.problems import Problem
 from steplab.records.record import StepRecord
 from steplab.records.rows import Row, head, software, step_columns
+from steplab.specs.changes import words_with
 from steplab.specs.step import StepSpec
 
 
@@ -52,7 +53,7 @@ class Tried:
     def words(self) -> str:
         """The change in words, with what was changed along with it."""
         own, *others = self.all_words
-        return f"{own} with {' and '.join(others)}" if others else own
+        return words_with(own, others)
 
     @property
     def all_words(self) -> tuple[str, ...]:

@@ -50,6 +50,10 @@ class Change:
         """The change in words."""
         return f"{self.field.removeprefix('model.')} {self.value}"
 
+    def words_along(self, spec: StepSpec) -> str:
+        """The change of a step in words, with what it brings."""
+        return words_with(self.words, [each.words for each in self.brings(spec)])
+
     @property
     def fields(self) -> frozenset[str]:
         """The fields that it sets."""
@@ -206,6 +210,11 @@ CHANGES = (
     ),
 )
 """The changes, in the order in which they are tried where nothing is predicted."""
+
+
+def words_with(own: str, others: Sequence[str]) -> str:
+    """A change in words, with those that are made along with it."""
+    return f"{own} with {' and '.join(others)}" if others else own
 
 
 def changes_for(spec: StepSpec, device_kind: str, *, keep_precision: bool) -> list[Change]:

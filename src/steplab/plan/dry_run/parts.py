@@ -113,8 +113,9 @@ def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
     compiled = spec.compile != "off"
-    facts = (spec.model.shape, batch, spec.context, gradients, spec.precision, spec.attention, spec.block_ops)
-    return _parts_of(*facts, recomputed, compiled, split, gathering)
+    sizes = spec.model.shape, batch, spec.context, gradients
+    choices = spec.precision, spec.attention, spec.block_ops, spec.loss
+    return _parts_of(*sizes, *choices, recomputed, compiled, split, gathering)
 
 
 @functools.lru_cache(maxsize=2048)
@@ -126,6 +127,7 @@ def _parts_of(
     precision: Precision,
     attention: str,
     block_ops: BlockOps,
+    loss: str,
     recomputed: str,
     compiled: bool,
     split: Split,
@@ -140,11 +142,12 @@ def _parts_of(
         compile="block" if compiled else "off",
         attention=attention,
         block_ops=block_ops,
+        loss=loss,
         checkpointing=recomputed,
     )
     found = _reading(spec, split, gathering)
     if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
-        facts = (shape, batch, context, gradients, precision, attention, block_ops, recomputed)
+        facts = (shape, batch, context, gradients, precision, attention, block_ops, loss, recomputed)
         eager = _parts_of(*facts, False, split, gathering)
         of_blocks = [moment for moment in found.moments() if moment.part == "block"]
         others = [moment for moment in eager.moments if moment.part != "block"]

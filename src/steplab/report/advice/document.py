@@ -17,6 +17,7 @@ from steplab.specs.command import command
 from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import describe
 
+_OF_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SIGNED_BYTES = Quantity(lambda size: units.signed(size, units.format_bytes))
 
 
@@ -145,7 +146,7 @@ def _sections(advice: Advice) -> Iterator[Section]:
         model = own_model(advice.best)
         yield Section.of(
             "The fastest step",
-            Sentences.of([command(advice.best)], "code"),
+            Sentences.of([_allocator(advice) + command(advice.best)], "code"),
             "In a model of your own:" if model else None,
             Sentences.of(model, "code") if model else None,
             "In a training loop of your own:",
@@ -156,6 +157,13 @@ def _sections(advice: Advice) -> Iterator[Section]:
         by_hand += [f"{found.title}. {found.saw}", Sentences.of([found.change], "code")]
     yield Section.of("To be changed in the code", *by_hand)
     yield Section.notes(advice.notes)
+
+
+def _allocator(advice: Advice) -> str:
+    """The setting of torch's allocator under which the walk was made, before a command: its fastest step may not fit
+    without."""
+    variables = advice.environment.variables if advice.environment else {}
+    return "".join(f"{name}={variables[name]} " for name in _OF_ALLOCATOR if name in variables)
 
 
 def _table(advice: Advice) -> Table:
