@@ -74,14 +74,13 @@ def stored(kind: type[Kind]) -> list[Kind]:
 
 def walk(advice: Advice) -> Table:
     """What each change of a walk was predicted to save, what it saved, and the step and its memory with it."""
-    rows = []
+    rows, runs = [], {run.id: run for run in stored(Run)}
     for tried in advice.tried:
         ratio, peak = tried.ratio, tried.peak_bytes or 0
-        [run] = (run for run in stored(Run) if run.id == tried.run_id)
         saved = "–", "–"
         if ratio:
             saved = f"{(tried.predicted_share or 0) * ratio.a:.2f}", f"{ratio.a - ratio.b:.2f}"
-        rows.append((tried.words, *saved, f"{step_s(run) or 0:.2f}", f"{peak / 1e9:.1f}"))
+        rows.append((tried.words, *saved, f"{step_s(runs[tried.run_id or '']) or 0:.2f}", f"{peak / 1e9:.1f}"))
     headers = ("change", "predicted", "saved", "step", "allocated")
     caption = (
         "Seconds; GB (1e9 bytes) of the first rank at the peak. The step as given runs out of memory. "

@@ -106,7 +106,7 @@ def test_nothing_is_recomputed_where_there_is_no_gpu_or_no_gradient(fields: dict
 
 
 def test_what_cannot_be_predicted_is_left_to_the_user() -> None:
-    spec = resolve_step(STEP | {"compile": "block", "loss": "chunked"})
+    spec = resolve_step(STEP | {"layout": "dp=2", "optimizer": "adamw_triton"})
     with pytest.raises(
         UserError, match=r"goes by predicted memory: .* is not supported.*or name none, selective or full"
     ):

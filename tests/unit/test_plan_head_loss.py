@@ -224,3 +224,18 @@ def test_the_memory_of_a_step_on_an_h200_is_predicted() -> None:
             assert peak is not None
             errors.setdefault(run.spec.loss, set()).add(predicted[phase] - peak.peak_allocated_bytes)
     assert errors["fused"] == errors["plain"] == {1_167_360}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "bf16_pure", "bf16_master"])
+@pytest.mark.parametrize("head", ["untied", "tied"])
+def test_parts_of_a_step_have_the_memory_of_the_whole(precision: str, head: str) -> None:
+    """Blocks compiled one by one are put together of parts; where all is recomputed and sequences are short, head and
+    loss are most of the memory, and those are the same in an eager step, which is run dry whole."""
+    fields = {
+        "model": "small", "model.vocab_size": 131_072, "model.head": head, "context": 64, "batch": 8, "loss": "fused",
+        "precision": precision, "attention": "flash_triton", "checkpointing": "full", "pass": "forward_backward",
+    }  # fmt: skip
+    whole, parts = (predict_memory(resolve_step(fields | {"compile": choice})) for choice in ("off", "block"))
+    assert parts.peak_bytes == pytest.approx(whole.peak_bytes, rel=0.025)
+    if precision != "bf16":  # eager blocks hold autocast's copies of their weights, compiled ones do not
+        assert parts.phase_peaks["forward"] == pytest.approx(whole.phase_peaks["forward"], rel=0.025)

@@ -245,6 +245,28 @@ def test_what_saves_but_does_not_fit_is_tried_with_what_needs_less_memory(walk: 
     assert "loss fused" not in {each.words for each in others}
 
 
+def test_what_makes_room_does_not_decide_the_fate_of_what_it_makes_room_for(walk: Any) -> None:
+    """A device that has no kernel for the fused loss: the loss in chunks makes as much room."""
+
+    def told(spec: StepSpec) -> float | str | Exception:
+        return Unsupported("loss fused", "no Triton", "use chunked") if spec.loss == "fused" else too_large(spec)
+
+    advice, _ = walk(told, LONG)
+    words = [each.words for each in advice.tried]
+    with_fused, with_chunked = (f"checkpointing selective with loss {loss}" for loss in ("fused", "chunked"))
+    assert words.index(with_fused) < words.index(with_chunked)
+    assert with_chunked in {each.words for each in advice.kept}
+
+
+def test_what_saves_by_itself_comes_before_what_it_makes_room_for(walk: Any) -> None:
+    """With so large a vocabulary the fused loss saves more than processes differ by."""
+    fields = LONG | {"context": 16384, "batch": 2, "model.vocab_size": 1_000_000, "model.num_layers": 8}
+    advice, _ = walk(lambda spec: compiled_pays(spec) * {"plain": 1.0, "chunked": 1.3, "fused": 0.8}[spec.loss], fields)
+    words = [each.words for each in advice.tried]
+    assert "loss fused" in {each.words for each in advice.kept}
+    assert not any("with loss" in each for each in words)
+
+
 def test_what_fits_too_tightly_to_be_promised_comes_after_what_fits(walk: Any) -> None:
     spec = resolve_step(LONG | {"context": 8192, "precision": "bf16", "checkpointing": "none"})
     [verdict] = [card.verdict for card in predict_memory(spec, device="NVIDIA H200").cards if card.gpu == "H200 SXM"]

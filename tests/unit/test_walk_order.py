@@ -284,7 +284,6 @@ def test_what_is_predicted_not_to_fit_comes_last_and_each_step_is_predicted_once
     assert (last.words, last.failure) == ("checkpointing none", "out of memory: asked 8.00 GiB")
     assert "checkpointing selective" in {tried.words for tried in others if tried.kept}  # too tight to promise
     assert any((tried.predicted_share or 0.0) < 0 for tried in others)
-    assert asked
 
 
 def test_ends_that_did_not_meet_have_the_product_of_what_lies_between(behind_a_slow_host: Advice) -> None:

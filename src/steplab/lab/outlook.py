@@ -122,7 +122,7 @@ class Outlook:
             return None
         if spec not in self._rooms:
             try:  # not traced, which would run others' models in this process: a lower bound is enough here
-                cards = predict_memory(spec, device=self._device_name).cards
+                cards = predict_memory(_of_two_micro_steps(spec), device=self._device_name).cards
             except SteplabError:
                 cards = ()
             self._rooms[spec] = next((card.verdict for card in cards if card.gpu == self._gpu.name), None)
@@ -153,3 +153,8 @@ class Outlook:
 def _predicted_s(spec: StepSpec, gpu: Gpu) -> float | None:
     """The predicted time of a step in seconds. Raises Unsupported for one that cannot be predicted."""
     return predict_step_time(spec, gpu).central_s if spec.layout == SINGLE else layout_step_s(spec, gpu)
+
+
+def _of_two_micro_steps(spec: StepSpec) -> StepSpec:
+    """The step with no more micro-steps than its peak depends on: from the second on each holds the same."""
+    return replace(spec, accumulation=min(spec.accumulation, 2))

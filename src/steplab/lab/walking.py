@@ -129,6 +129,8 @@ class Walk:
     """What ended the walk before its end; None: nothing."""
     _tried: set[tuple[str, str]] = field(default_factory=set)
     """The field and the meaning of each change that was tried, and its own value."""
+    _given_room: set[StepSpec] = field(default_factory=set)
+    """Steps that did not pay with a change and what made room for it; without that, or with another, they may."""
     _built_s: list[float] = field(default_factory=list)
     """Seconds that building each step took, without compilation: in each process of it."""
     _turns: list[float] = field(default_factory=list)
@@ -204,8 +206,8 @@ class Walk:
         return next(self._in_order(each for each in self._candidates() if self._has_time(each.takes_s)), None)
 
     def _in_order(self, candidates: Iterable[Candidate]) -> Iterator[Candidate]:
-        """Candidates in the order that the module's first lines have. Memory is predicted only of those that are asked
-        for, as that may take seconds."""
+        """Candidates in the order that the module's first lines have. Memory is predicted of those that should save,
+        and of others as they are asked for, because that takes up to a second each."""
         ranked = sorted(candidates, key=self._rank)
         saving = [each for each in ranked if self._saves(each.promise)]
         yield from (each for each in saving if self._room(each.change) not in _IN_DOUBT)
@@ -246,13 +248,17 @@ class Walk:
 
     def _with_room(self, change: Change) -> Change:
         """A change whose step does not fit, together with another that needs less memory and leaves the numbers alone,
-        if it may fit with that. What saves time as well comes by itself."""
+        if it may fit with that. What saves time as well comes first, by itself."""
         spec = self.best.spec
+        if self.outlook.room(spec) == "does not fit":
+            return change  # the fastest step runs, so that the prediction is wrong
         for other in self.outlook.changes(spec):
             if other.field not in _MAKE_ROOM or other.field in change.fields or other.numerics:
                 continue
+            if (other.field, other.value) not in self._tried and self._saves(self.outlook.promise(spec, other)):
+                return change
             both = change.joined([other])
-            if both.is_supported(spec) and not self._saves(self.outlook.promise(spec, other)) and self.fits(both):
+            if both.is_supported(spec) and both.made(spec) not in self._given_room and self.fits(both):
                 return both
         return change
 
@@ -372,7 +378,11 @@ class Walk:
 
     def _settle(self, attempt: Attempt) -> None:
         """Count a change among those that were tried; one that is kept makes the fastest step (`best`)."""
-        self._tried |= {(attempt.change.field, attempt.change.value), self._meaning(attempt.base.spec, attempt.change)}
+        change, spec = attempt.change, attempt.base.spec
+        if not attempt.kept and any(each.field in _MAKE_ROOM for each in attempt.along):
+            self._given_room.add(change.made(spec))
+        else:
+            self._tried |= {(change.field, change.value), self._meaning(spec, change)}
         self.attempts.append(attempt)
         self.on_attempt(attempt)
         if attempt.kept:

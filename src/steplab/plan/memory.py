@@ -251,7 +251,7 @@ def _kept_by_torch_2_11(spec: StepSpec) -> int:
     """Bytes of what attention gives in a compiled block that is recomputed whole, its output and the log-sum-exp of its
     rows, if that is an operator of steplab's own; else 0."""
     shape = spec.model.shape
-    is_own = spec.attention in ("flash_triton", "flash_reference")
+    is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")
     if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", "selective"):
         return 0
     element = 4 if spec.precision in ("fp32", "tf32") else 2

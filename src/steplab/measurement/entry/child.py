@@ -16,12 +16,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, MutableMapping
-from pathlib import Path
+from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
 from steplab.errors import SteplabError
+from steplab.measurement.entry.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
 from steplab.measurement.jobs import JOBS
 from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, place_in, torchrun_around
 from steplab.measurement.observer import Observer
@@ -45,7 +45,7 @@ then; without the folder torch would wait for it for minutes, and let no other t
 
 
 def main() -> None:
-    keep_compiled_code_private()
+    remove_what_was_cut_off(keep_compiled_code_private())
     parent, orders = Channel(socket.socket(fileno=int(sys.argv[1]))), SimpleQueue[Any]()
     folder: str | None = None
 
@@ -237,24 +237,6 @@ def answer(
     )
     compat.watch_refused_allocations()
     send("result", JOBS[request.job].do(request.task, observer, world))
-
-
-_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
-
-
-def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have torch.compile keep its code in the user's cache folder, unless its variable names another one.
-
-    Its default is /tmp/torchinductor_USER: anyone on the machine may make that folder first, and torch then runs what
-    they put there. Without a home folder the default stays.
-    """
-    cache = Path(environment.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        try:
-            cache = Path.home() / ".cache"
-        except RuntimeError:
-            return
-    environment.setdefault(_VARIABLE, str(cache / "steplab" / "torchinductor"))
 
 
 if __name__ == "__main__":

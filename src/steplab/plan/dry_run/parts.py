@@ -106,9 +106,9 @@ class Parts:
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
     """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
 
-    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, block operators, compilation and
-    passes count; its layout, batch and checkpointing do not. Compiled, blocks are so each by itself, and the rest is
-    eager.
+    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, block operators, loss,
+    compilation and passes count; its layout, batch, checkpointing and micro-steps do not (with several of these a loss
+    in chunks multiplies its gradients once more). Compiled, blocks are so each by itself, and the rest is eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
@@ -217,7 +217,7 @@ class _Reading:
             now = [
                 (other, of_other)
                 for other, of_other in alive.values()
-                if other.category != "gradients" or other.where == piece.where
+                if other.category != "gradients" or other.where == piece.where or _waits_for_embedding(other)
             ]
             level = sum(of_other for _, of_other in now)
             if level > self._peaks.get((phase, piece.where), (0,))[0]:
@@ -255,6 +255,11 @@ def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
             for piece, size in alive
         )
     )
+
+
+def _waits_for_embedding(piece: Piece) -> bool:
+    """Whether it is the gradient that a tied head gives the embedding, which is there until the embedding's own is."""
+    return piece.category == "gradients" and piece.where == _HEAD and "embedding.weight" in piece.what
 
 
 def _part_word(where: str) -> str:

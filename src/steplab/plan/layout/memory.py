@@ -15,6 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
+from steplab.ops.cross_entropy.implementations import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel
@@ -250,7 +251,8 @@ class _Rank:
         return weight.shard(self._sharing.fsdp)
 
     def _has_master(self, weight: Weight) -> bool:
-        return self._has_masters and weight.of_linear_layer
+        is_whole = weight.name == "head.weight" and implementation(self._spec.loss).in_chunks  # it stays in fp32
+        return self._has_masters and weight.of_linear_layer and not is_whole
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
         """Bytes of this rank's shards of these weights; their gradients take as many."""

@@ -1,5 +1,6 @@
 """The report of a walk to a faster step: its answer, every change that was tried, and how to make those that paid."""
 
+import shlex
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
@@ -162,8 +163,11 @@ def _sections(advice: Advice) -> Iterator[Section]:
 def _allocator(advice: Advice) -> str:
     """The setting of torch's allocator under which the walk was made, before a command: its fastest step may not fit
     without."""
-    variables = advice.environment.variables if advice.environment else {}
-    return "".join(f"{name}={variables[name]} " for name in _OF_ALLOCATOR if name in variables)
+    environment = advice.environment
+    if environment is None or environment.device.kind != "cuda":
+        return ""
+    variables = environment.variables
+    return "".join(f"{name}={shlex.quote(variables[name])} " for name in _OF_ALLOCATOR if name in variables)
 
 
 def _table(advice: Advice) -> Table:
