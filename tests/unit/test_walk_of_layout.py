@@ -214,6 +214,9 @@ def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> No
     assert advice.start_s is None
     assert {"attention auto", "loss fused"} <= {each.words for each in advice.kept}
     assert advice.best_s == pytest.approx(0.2 * 0.2 * 0.8)
+    [runs] = [each for each in advice.tried if each.words == "loss fused"]
+    assert runs.ratio is None
+    assert runs.step_s == pytest.approx(0.2 * 0.2)  # nothing to compare it with, but a time
 
 
 def too_large(spec: StepSpec) -> float | str:

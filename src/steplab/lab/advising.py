@@ -4,6 +4,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from steplab.lab.attempts import Attempt, step_s
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -11,7 +12,7 @@ from steplab.lab.outlook import Outlook
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.profiling import profile
 from steplab.lab.turns import STEPS, StoredSession
-from steplab.lab.walking import Attempt, Walk, step_s
+from steplab.lab.walking import Walk
 from steplab.measurement.processes.turns import Session
 from steplab.measurement.progress import OnProgress
 from steplab.records.advice import Advice, Tried
@@ -160,6 +161,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         before_bytes=_peak_bytes(base),
         run_id=run.id if run else None,
         base_id=base.id if base else None,
+        step_s=None if attempt.ratio else step_s(run),
         took_s=attempt.took_s,
     )
 

@@ -25,6 +25,7 @@ from typing import Any
 from steplab.comparison.samples import FEWEST, SEPARATE
 from steplab.comparison.turns import chained, step_ratio
 from steplab.errors import Remark, UserError, warn_caller
+from steplab.lab.attempts import Attempt, Candidate, step_s, waited
 from steplab.lab.explaining import failure_words
 from steplab.lab.outlook import Outlook, Promise
 from steplab.lab.turns import StoredSession
@@ -33,7 +34,6 @@ from steplab.records.comparison import Ratio
 from steplab.records.failure import Failure
 from steplab.records.prediction import FitVerdict
 from steplab.records.run import Run
-from steplab.records.timing import waits_for_host
 from steplab.specs.changes import Change
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.units import format_time
@@ -55,52 +55,6 @@ _MOST_PROCESSES = 3
 """Processes of a comparison, at most, where each turn is one: the fastest step, the other, the fastest again."""
 _LEAST_TRIAL_S = 1.0
 """What a trial is taken to need at least."""
-
-
-@dataclass(eq=False, kw_only=True)
-class Attempt:
-    """One change that was tried."""
-
-    change: Change
-    base: Any
-    """The side of the step without it."""
-    promise: Promise | None = None
-    side: Any = None
-    """The side of the step with it; None if it could not be built."""
-    ratio: Ratio | None = None
-    kept: bool = False
-    failure: str | None = None
-    took_s: float = 0.0
-    """Seconds from its beginning until it was decided."""
-
-    @property
-    def along(self) -> tuple[Change, ...]:
-        """The changes that were made with it."""
-        return self.change.brings(self.base.spec)
-
-    @property
-    def waits_for_host(self) -> bool | None:
-        """Whether the device waited for the host in the step with it; None: not known."""
-        return _waited(self.side)
-
-    @property
-    def is_settled(self) -> bool:
-        """Whether it was kept, failed, or saves nothing although the host launches it in time."""
-        if self.kept or self.ratio is None:
-            return True
-        return self.ratio.decision in ("higher", "same") and not self.waits_for_host
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Candidate:
-    """A change of the fastest step that was not tried."""
-
-    change: Change
-    promise: Promise | None
-    is_fast: bool
-    """Whether the recipe `fast` sets it."""
-    takes_s: float
-    """Seconds that trying it takes, as far as is known."""
 
 
 @dataclass(eq=False, kw_only=True)
@@ -230,7 +184,7 @@ class Walk:
         if share is None or not self._saves(candidate.promise):
             is_promoted = candidate.is_fast and (share is None or not self.taking.session.alternating)
             return (2 if is_promoted else 3 if share is None else 4 if share > 0 else 5), takes_s
-        return (0 if candidate.change.field in _LAUNCHING and _waited(self.best) else 1), -share / takes_s
+        return (0 if candidate.change.field in _LAUNCHING and waited(self.best) else 1), -share / takes_s
 
     def _candidates(self) -> list[Candidate]:
         spec, trial_s = self.best.spec, self._trial_s(step_s(self.best.run))
@@ -496,15 +450,3 @@ def _lacks_memory(side: Any) -> bool:
     """Whether a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
     failure = side.failure
     return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
-
-
-def _waited(side: Any) -> bool | None:
-    """Whether the device waited for the host in the step of a side; None: not known."""
-    timing = side.run.timing if side and side.run else None
-    return waits_for_host(timing.back_to_back) if timing else None
-
-
-def step_s(run: Run | None) -> float | None:
-    """Median step time in seconds; None without one."""
-    step = run.timing.phase("step") if run and run.timing and not run.failure else None
-    return median(step.best_s) if step and step.best_s else None

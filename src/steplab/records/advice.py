@@ -46,6 +46,8 @@ class Tried:
     """Id of the record with the change; None: it could not be built."""
     base_id: str | None = None
     """Id of the record without it."""
+    step_s: float | None = None
+    """Median seconds of the step with it, where the step without it did not run; None: see `ratio`."""
     took_s: float | None = None
     """Seconds from building the step until the change was decided; None: not known."""
 

@@ -210,7 +210,7 @@ def _row(tried: Tried) -> Row:
         "least_saved_s": ratio.a * (1 - ratio.high) if ratio and ratio.high else None,
         "most_saved_s": ratio.a * (1 - ratio.low) if ratio and ratio.low else None,
         "before_s": ratio.a if ratio else None,
-        "after_s": ratio.a * ratio.ratio if ratio else None,
+        "after_s": ratio.a * ratio.ratio if ratio else tried.step_s,
         "saved_share": 1 - ratio.ratio if ratio else None,
         "peak_bytes": tried.peak_bytes,
         "added_bytes": added,
