@@ -83,7 +83,8 @@ def walk(advice: Advice) -> Table:
         rows.append((tried.words, *saved, f"{step_s(runs[tried.run_id or '']) or 0:.2f}", f"{peak / 1e9:.1f}"))
     headers = ("change", "predicted", "saved", "step", "allocated")
     caption = (
-        "Seconds; GB (1e9 bytes) of the first rank at the peak. The step as given runs out of memory. "
+        "Seconds; GB (1e9 bytes) of the first rank at the peak. Predicted is the share that the plan says, of the step "
+        "as measured. The step as given runs out of memory. "
         f"Record {advice.id} of {advice.created_utc[:10]}."
     )
     return table_of_texts("walk", headers, rows, numeric=[False, *[True] * 4], caption=caption)

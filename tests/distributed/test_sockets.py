@@ -75,7 +75,7 @@ def is_loopback(address: str) -> bool:
 
 COMMANDS = {
     "run": ("run", *without_device(), "--processes", "2"),
-    # Calls of two seconds together, as a look at all processes may take half a second on a busy machine.
+    # Calls of a second together, as a look at all processes may take half a second on a busy machine.
     "comm": ("comm", "--size", "16MB", "--repeats", "50", "--collective", "all_reduce", "--processes", "2"),
     "ddp": ("ddp", *without_device(), "--variants", "bucketed:1", "--processes", "2"),
 }
