@@ -25,6 +25,10 @@ def test_compiled_code_is_kept_where_only_the_user_writes(
     assert given["TORCHINDUCTOR_CACHE_DIR"] == folder
 
 
+def test_an_empty_name_of_the_folder_is_not_the_working_folder() -> None:
+    assert keep_compiled_code_private({"TORCHINDUCTOR_CACHE_DIR": ""}) is None
+
+
 def test_every_measuring_process_asks_for_it_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
     from steplab.measurement.entry import child
 

@@ -263,7 +263,7 @@ def test_what_the_host_cannot_launch_in_time_is_tried_with_graphs(tmp_path: Path
 def test_what_is_predicted_not_to_fit_comes_last_and_each_step_is_predicted_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a large model a prediction of its memory takes long."""
+    """Predicting the memory of a large model takes long, so that it is done once for each step."""
     asked: dict[StepSpec, MemoryPrediction] = {}
 
     def predicted(spec: StepSpec, **options: Any) -> MemoryPrediction:

@@ -11,20 +11,22 @@ _LINKED_WITHIN_S = 10.0
 
 
 def keep_compiled_code_private(environment: MutableMapping[str, str] = os.environ) -> Path | None:
-    """Have torch.compile keep its code in the user's cache folder, unless its variable names another one. The folder;
-    None: torch's own.
+    """Have torch.compile keep its code in the user's cache folder, unless its variable names another one. Returns that
+    folder; None where torch's default stays, because there is no home folder.
 
-    Its default is /tmp/torchinductor_USER: anyone on the machine may make that folder first, and torch then runs what
-    they put there. Without a home folder the default stays.
+    That default is /tmp/torchinductor_USER: anyone on the machine may make that folder first, and torch then runs what
+    they put there.
     """
-    cache = Path(environment.get("XDG_CACHE_HOME", ""))
-    if not cache.is_absolute():
-        try:
-            cache = Path.home() / ".cache"
-        except RuntimeError:
-            given = environment.get(_VARIABLE)
-            return Path(given) if given else None
-    return Path(environment.setdefault(_VARIABLE, str(cache / "steplab" / "torchinductor")))
+    if _VARIABLE not in environment:
+        cache = Path(environment.get("XDG_CACHE_HOME", ""))
+        if not cache.is_absolute():
+            try:
+                cache = Path.home() / ".cache"
+            except RuntimeError:
+                return None
+        environment[_VARIABLE] = str(cache / "steplab" / "torchinductor")
+    folder = environment[_VARIABLE]
+    return Path(folder) if folder else None  # an empty name would be the working folder
 
 
 def remove_what_was_cut_off(folder: Path | None) -> None:

@@ -16,8 +16,8 @@ _SMALL = 0.001
 """Share of the peak below which summands come last, and a terminal leaves them out."""
 ANSWERS = {
     "fits": "fits on {}",
-    "too tight to promise": "may fit on {}, depending on fragmentation "
-    "(less with PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True)",
+    "too tight to promise": "may fit on {}, depending on how far memory is fragmented; "
+    "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True helps",
     "does not fit": "does not fit on {}",
     "not known": "cannot be judged on {}, because the prediction is a lower bound",
 }
