@@ -35,12 +35,9 @@ class Workspace:
     tokens: int = 1
     """Tokens are rounded up to a multiple of this."""
     width: int | None = None
-    """The head dimension is rounded up to a multiple of this; None: one number a row."""
-    least_width: int = 0
-    """Least head dimension, rounded up, that it has room for."""
-    halves_up_to: int | None = None
-    """It is taken for bf16 and fp16 alone, and head dimensions up to this; None: for all."""
-
+    """The head dimension is rounded up to a multiple of this; None: one number a row, unless there are `widths`."""
+    widths: tuple[int, ...] = ()
+    """The head dimension is rounded up to the next of these. It is taken for bf16 and fp16 alone, up to the last."""
     times: int = 1
     """How many of these."""
     of_shared_keys: bool = False
@@ -49,15 +46,15 @@ class Workspace:
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
         """Shape of one of them in numbers, for queries of this shape, or for keys where `of_shared_keys`."""
         rows = batch, heads, _rounded_up(tokens, self.tokens)
-        if self.width is None:
-            return rows
-        return *rows, max(_rounded_up(head_dim, self.width), self.least_width)
+        if self.widths:
+            return *rows, next(width for width in self.widths if width >= head_dim)
+        return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
         """Whether it is, for tensors of such numbers; shared: whether several heads of queries share keys."""
         if self.of_shared_keys and not shared:
             return False
-        return self.halves_up_to is None or (number_bytes == 2 and head_dim <= self.halves_up_to)
+        return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -272,16 +269,12 @@ TABLE = (
             Workspace(
                 what="gradient of the rotated query, summed within the kernels",
                 tokens=128,
-                width=32,
-                least_width=64,
-                halves_up_to=128,
+                widths=(64, 96, 128),
             ),
             Workspace(
                 what="gradients of keys and values, on their way through the heads that share them",
                 tokens=128,
-                width=32,
-                least_width=64,
-                halves_up_to=128,
+                widths=(64, 80, 96, 128),
                 times=2,
                 of_shared_keys=True,
             ),

@@ -222,9 +222,9 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     """What a head of queries has of dK and dV of 128 keys, and of dQ from them."""
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
-    W_1: gl.constexpr = PART if REST > 0 else W_0
+    W_1: gl.constexpr = REST if REST > 0 else W_0
     PARTS_0: gl.constexpr = W_0 // PART
-    PARTS: gl.constexpr = PARTS_0 + W_1 // PART
+    PARTS: gl.constexpr = PARTS_0 + (W_1 + PART - 1) // PART  # of one that is not filled, the rest is never read
     num_key_tiles = gl.cdiv(num_keys, KEYS)
     members_ptr = turns_ptr + NUM_CONSUMERS * heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
     b_head, key_tile, upwards = _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL)

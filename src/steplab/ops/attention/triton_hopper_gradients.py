@@ -9,7 +9,8 @@ products. In which turns a tile's products are made depends on what registers an
 - Tiles of 64 queries: one turn a round, with dV, dK and dQ of a tile, and then S and dP of the next. So exponentials
   have the whole of the other's turn to run under. In its turn the second consumer finds the first one's dS of the same
   tile; the first does not find the second's yet, and makes its part of dQ a round late. Three tiles have to be there:
-  one whose products are made, one whose exponentials are taken, and one on its way.
+  one whose products are made, one whose exponentials are taken, and one on its way. Up to 96 columns a consumer holds
+  its keys, up to 80 its values too, in registers.
 - Tiles of 128 queries, for which three do not fit: two turns a round, one for S and dP, one for dV, dK and dQ. In the
   latter the first consumer waits for the second's dS, which that one has put into shared memory before it asks for its
   own; meanwhile it stores its own, and multiplies that.
@@ -34,6 +35,7 @@ from steplab.ops.attention.triton_hopper_tiles import (
     meet,
     pack,
     scores,
+    scores_of_parts,
     times,
     unpack,
     where_before,
@@ -237,13 +239,65 @@ def _in_panels(width):
 
 
 @gluon.jit
-def _give_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
-    """Put dQ of the i-th tile where the copy engine takes it from; of a tile before the first nothing is told."""
+def _put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+    """Put dQ of the i-th tile where the copy engine takes it from, once what lay there has been added."""
     mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
     layout: gl.constexpr = _in_panels(W)
     room.dq_parts.index(FIRST // PART)._reinterpret(gl.float32, [ROWS, W], layout).store(dq_MW)
+
+
+@gluon.jit
+def _tell_dq(i, room, CONSUMER: gl.constexpr):
+    """dQ of the i-th tile has been put there; of a tile before the first nothing is told."""
     fence_async_shared()
     mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)
+
+
+# --- S and dP of a turn a round ------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _is_held(which, rest):
+    """Whether a consumer holds its keys (0) or values (1) in registers, by the columns beside the main ones.
+
+    A product of 64 queries whose two factors are in shared memory takes all that this can give in its time. Where dK
+    and dV have 80 columns, registers are left for both, where they have 96 for one.
+    """
+    return rest == 16 or (rest == 32 and which == 0)
+
+
+@gluon.jit
+def _in_registers(x_RD, M: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):
+    """Columns of keys or values as a product takes them, packed; see `pack`."""
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
+    first, second = x_RD.slice(FIRST, W, dim=1).load(A).reshape([ROWS, W // 2, 2]).split()
+    asm: gl.constexpr = "mov.b32 $0, {$1, $2};"
+    return gl.inline_asm_elementwise(asm, "=r,h,h", [first, second], dtype=gl.int32, is_pure=True, pack=1)
+
+
+@gluon.jit
+def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+          CONSUMER: gl.constexpr):  # fmt: skip
+    """The main columns and the rest of the consumer's keys (0) or values (1), if it holds them; else nothing."""
+    main, rest = zero, zero
+    if _is_held(WHICH, REST):
+        own_RD = _own(room, zero, WHICH, CONSUMER)
+        main, rest = _in_registers(own_RD, M, 0, MAIN), _in_registers(own_RD, M, MAIN, REST)
+    return main, rest
+
+
+@gluon.jit
+def _scores(held, tile_MD, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+            CONSUMER: gl.constexpr):  # fmt: skip
+    """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    if _is_held(WHICH, REST):
+        A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+        main_RD, rest_RD = unpack(held[0], tile_MD.dtype, A), unpack(held[1], tile_MD.dtype, A)
+        sums_RM = scores_of_parts(main_RD, rest_RD, tile_MD, S, MAIN, REST)
+    else:
+        sums_RM = scores(_own(room, zero, WHICH, CONSUMER), tile_MD, S, MAIN, REST)
+    return sums_RM
 
 
 # --- one turn a round -----------------------------------------------------------------------------------------------
@@ -252,7 +306,7 @@ def _give_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.
 @gluon.jit
 def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
-    anything, which `_give_dq` tells nobody of."""
+    anything, which `_tell_dq` tells nobody of."""
     mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
     fence_async_shared()
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
@@ -272,49 +326,63 @@ def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, nu
 
 
 @gluon.jit
-def _first_weights(i, room, scale_log2, first_key, first_query, num_queries, num_keys, CAUSAL: gl.constexpr,
-                  M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr):  # fmt: skip
+def _first_weights(i, k_held, v_held, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                  CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                  CONSUMER: gl.constexpr):  # fmt: skip
     """The first turn: S and dP alone."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     room.wait(i)
     meet(OWN_TURN)
-    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, REST)
-    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, REST)
+    s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
     let_pass(NEXT_TURN)
     return _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, True,
                            CAUSAL, M, REST, CONSUMER)  # fmt: skip
 
 
 @gluon.jit
-def _round_of_a_turn(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query,
-                    num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
+def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
+                    first_query, num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
                     MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
                     W: gl.constexpr):  # fmt: skip
     """All products of the tile before, with its weights and dS, and those of the i-th tile.
 
-    S is started once dV and dK are there, dP once dQ is stored: their sums take the registers of P and dS, and of dQ.
+    S takes the registers of P and dS, and dP those of dQ: each starts when these are free. dQ is stored under other
+    products, and announced, with a fence that waits for all stores, after the turn.
     """
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    of_dq = i - 2 + CONSUMER  # the first consumer is a round late
     room.wait(i)
     meet(OWN_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
-        i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-    )
-    of_dq = i - 2 + CONSUMER  # the first consumer is a round late
-    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
-    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, REST)
-    dq_MW = warpgroup_mma_wait(NUM_STARTED, [dq_MW])
-    _give_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, REST)
+    if REST > 0:  # dQ is stored under dV and dK, which read little of shared memory
+        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
+            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+        )
+        dq_MW = warpgroup_mma_wait(4, [dq_MW])
+        _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(
+            0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
+        )
+        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+    else:  # dQ is stored under S
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
+            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+        )
+        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(
+            1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
+        )
+        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+        dq_MW = warpgroup_mma_wait(1, [dq_MW])
+        _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
     let_pass(NEXT_TURN)
+    _tell_dq(of_dq, room, CONSUMER)
     room.release(i - 1)
     weights, ds = _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
                                   MASKED, CAUSAL, M, REST, CONSUMER)  # fmt: skip
@@ -337,11 +405,13 @@ def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, M
     let_pass(NEXT_TURN)
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
     dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    _give_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    _tell_dq(of_dq, room, CONSUMER)
     if CONSUMER == 0:
         dq_MW = _start_part_of_dq(i, room, zero, FIRST, W, CONSUMER)
         dq_MW = warpgroup_mma_wait(0, [dq_MW])
-        _give_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+        _put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+        _tell_dq(i, room, CONSUMER)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 
@@ -351,22 +421,24 @@ def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, fir
                      MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
                      W: gl.constexpr):  # fmt: skip
     """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
-    weights, ds = _first_weights(first, room, scale_log2, first_key, start, num_queries, num_keys, CAUSAL, M, MAIN,
-                                 REST, CONSUMER)  # fmt: skip
+    k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
+    v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
+    weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
+                                 CAUSAL, M, MAIN, REST, CONSUMER)  # fmt: skip
     for t in range(1, first_whole):
         weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-            num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
+            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
     for t in range(gl.maximum(first_whole, 1), end_whole):
         weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-            num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
+            start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
     for t in range(gl.maximum(end_whole, 1), num_tiles):
         weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
-            num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
+            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
     return _last_products(first + num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST,
                           CONSUMER, FIRST, W)  # fmt: skip
@@ -414,7 +486,8 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     let_pass(NEXT_TURN)
     dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, 0)
     dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    _give_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+    _put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+    _tell_dq(i, room, CONSUMER)
     room.release(i)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 

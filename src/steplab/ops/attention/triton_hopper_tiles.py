@@ -167,16 +167,25 @@ def barrier():
 @gluon.jit
 def scores(a_RD, b_CD, layout: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
     """Start a b^T over the columns that hold something. Where REST is not zero, a is in shared memory."""
-    C: gl.constexpr = b_CD.shape[0]
-    zero = gl.zeros([ROWS, C], gl.float32, layout)
     if REST == 0:
+        C: gl.constexpr = b_CD.shape[0]
+        zero = gl.zeros([ROWS, C], gl.float32, layout)
         sums_RC = warpgroup_mma(a_RD, b_CD.permute((1, 0)), zero, use_acc=False, is_async=True)
     else:
-        b_DC = b_CD.slice(0, MAIN, dim=1).permute((1, 0))
-        sums_RC = warpgroup_mma(a_RD.slice(0, MAIN, dim=1), b_DC, zero, use_acc=False, is_async=True)
-        b_DC = b_CD.slice(MAIN, REST, dim=1).permute((1, 0))
-        sums_RC = warpgroup_mma(a_RD.slice(MAIN, REST, dim=1), b_DC, sums_RC, is_async=True)
+        main_RD, rest_RD = a_RD.slice(0, MAIN, dim=1), a_RD.slice(MAIN, REST, dim=1)
+        sums_RC = scores_of_parts(main_RD, rest_RD, b_CD, layout, MAIN, REST)
     return sums_RC
+
+
+@gluon.jit
+def scores_of_parts(main_RD, rest_RD, b_CD, layout: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Start a b^T, the columns of a in two parts, each in shared memory or in registers."""
+    C: gl.constexpr = b_CD.shape[0]
+    sums_RC = gl.zeros([ROWS, C], gl.float32, layout)
+    b_DC = b_CD.slice(0, MAIN, dim=1).permute((1, 0))
+    sums_RC = warpgroup_mma(main_RD, b_DC, sums_RC, use_acc=False, is_async=True)
+    b_DC = b_CD.slice(MAIN, REST, dim=1).permute((1, 0))
+    return warpgroup_mma(rest_RD, b_DC, sums_RC, is_async=True)
 
 
 @gluon.jit
