@@ -79,7 +79,7 @@ def _profiled(head: Head) -> bool:
 
 def _attention(head: Head) -> bool:
     """The newest comparison with peers, the study, and the long sequences of two head dimensions."""
-    return head["id"] in ("44296415b666", "9c03359db301", "cbb0072f24b7", "5f69823e9286", "ae34ac94a844") or (
+    return head["id"] in ("f35c5aced2c3", "9c03359db301", "cbb0072f24b7", "5f69823e9286", "ae34ac94a844") or (
         head["name"].startswith("study-")
     )
 
@@ -106,7 +106,7 @@ PAGES = {
     "run": Page(title="One profiled step", files={PROFILES: _ids("62cf52f9b110")}),
     "sizes": Page(title="Step time by size", files={STEPS: _named("sizes")}),
     "memory": Page(title="Memory of a step", files={MEMORY: _ids("aa06916a8789")}),
-    "attention": Page(title="Attention against its peers", files={ATTENTION: _ids("44296415b666")}),
+    "attention": Page(title="Attention against its peers", files={ATTENTION: _ids("f35c5aced2c3")}),
     "comm": Page(title="Collectives on four GPUs", files={COLLECTIVES: _named("comm 4 GPUs")}),
     "ddp": Page(title="Data parallelism on two GPUs", files={DATA_PARALLEL: _named("compiled-2")}),
 }
