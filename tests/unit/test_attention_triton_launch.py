@@ -5,6 +5,8 @@ import importlib
 import importlib.util
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
+from math import prod
 from typing import Any
 from unittest.mock import patch
 
@@ -15,6 +17,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from steplab.ops.attention import triton_backward, triton_forward
+from steplab.ops.attention.implementations import implementation
 from steplab.ops.attention.triton_backward import (
     _layout,
     _results,
@@ -151,6 +154,24 @@ def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     x = torch.zeros(1, 4, 50, 64)
     *_, room = _results(x, x, x)
     assert room == ((sum(_layout(x.shape, x.shape, x.dtype, x.device).parts),), (1,), torch.float32)
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 88, 96, 112, 128])
+@pytest.mark.parametrize("num_kv_heads", [4, 2])
+def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
+    """All but the counters of turns, of which there are few."""
+    shapes = (1, 4, 300, head_dim), (1, num_kv_heads, 130, head_dim)
+    hopper = replace(tiles_of("backward", "hopper"), box=max(64, columns(head_dim).box))
+    with patch.object(triton_backward, "tiles_on", return_value=hopper):
+        *parts, _ = _layout.__wrapped__(*shapes, torch.bfloat16, torch.device("cpu")).parts
+    shared = num_kv_heads < 4
+    stated = [
+        each.times
+        * prod(each.shape(1, num_kv_heads, 130, head_dim) if each.of_shared_keys else each.shape(1, *shapes[0][1:]))
+        for each in implementation("flash_triton").workspaces
+        if each.taken(2, head_dim, shared=shared)
+    ]
+    assert stated == [part for part in parts if part]
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:

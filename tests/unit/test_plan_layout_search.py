@@ -6,6 +6,7 @@ import re
 import shlex
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -100,6 +101,24 @@ def test_those_that_fit_come_first_and_the_fastest_of_them_first() -> None:
     assert 1 <= plan.num_as_fast <= len(sure)
     for each in plan.candidates[len(timed) :]:
         assert each.reason
+
+
+def test_a_layout_that_is_too_tight_to_promise_is_not_counted_among_those_that_fit() -> None:
+    long = {"model": "8b", "context": 32768, "attention": "flash_triton", "loss": "chunked", "precision": "bf16"}
+    plan = planned(spec=long | {"checkpointing": "full"}, gpus=2, global_batch=2, gpu="H200 SXM")
+    verdicts = {each.layout: each.verdict for each in plan.candidates if each.time}
+    assert verdicts == {"fsdp=2": "fits", "dp=2": "too tight to promise"}
+    assert (
+        layouts_document(plan)
+        .verdict.sentences[0]
+        .startswith("1 of 4 layouts fits; 1 is too tight to promise. Fastest: --layout fsdp=2")
+    )
+    tight = tuple(each for each in plan.candidates if each.layout != "fsdp=2")
+    assert (
+        layouts_document(replace(plan, candidates=tight))
+        .verdict.sentences[0]
+        .startswith("None of 3 layouts is known to fit; 1 is too tight to promise. Fastest: --layout dp=2")
+    )
 
 
 def test_the_options_are_those_of_a_step_of_the_job() -> None:

@@ -54,11 +54,7 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         fits = "fits" if best.verdict == "fits" else "is too tight to promise"
         yield f"A step takes about {time_words(time)}; {best.options} {fits}."
     else:
-        fit = "fits" if len(fitting) == 1 else "fit"
-        yield (
-            f"{len(fitting)} of {units.counted(number, 'layout')} {fit}. Fastest: {best.options}, about "
-            f"{time_words(time)} a step."
-        )
+        yield f"{_how_many_fit(fitting, number)} Fastest: {best.options}, about {time_words(time)} a step."
     tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
     yield f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
@@ -79,6 +75,15 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
     if slow := [option for field, value, option in _SLOW if getattr(plan.spec, field) == value]:
         lists = "; options take lists, as --attention plain,sdpa, and then the best layouts stand side by side"
         yield f"Steps are mostly faster with {' '.join(slow)}{lists if number > 1 else ''}."
+
+
+def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
+    """Of so many layouts, those that fit, and those that are too tight to promise."""
+    fit = sum(each.verdict == "fits" for each in fitting)
+    tight = len(fitting) - fit
+    layouts = units.counted(number, "layout")
+    of_all = f"{fit} of {layouts} {'fits' if fit == 1 else 'fit'}" if fit else f"None of {layouts} is known to fit"
+    return f"{of_all}; {tight} {_VERDICTS['too tight to promise'][tight > 1]}." if tight else f"{of_all}."
 
 
 _SLOW = (
