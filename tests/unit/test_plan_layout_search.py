@@ -16,6 +16,7 @@ from tests.documents import chapter_says
 
 from steplab.cli.app import main
 from steplab.errors import Unsupported, UserError
+from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.layout_planning import plan_layout, plan_layouts
 from steplab.plan.layout.search import layouts_of
 from steplab.plan.memory import predict_memory
@@ -24,6 +25,7 @@ from steplab.report.kit.html import to_html
 from steplab.report.kit.rendering import render
 from steplab.report.plan.compared_layouts import compared_layouts_document
 from steplab.report.plan.layouts import layout_rows, layouts_document
+from steplab.specs.hardware import hardware_named
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.resolve import resolve_step
 
@@ -119,6 +121,22 @@ def test_a_layout_that_is_too_tight_to_promise_is_not_counted_among_those_that_f
         .verdict.sentences[0]
         .startswith("None of 3 layouts is known to fit; 1 is too tight to promise. Fastest: --layout dp=2")
     )
+
+
+def test_of_a_layout_that_must_recompute_as_few_blocks_are_recomputed_as_it_fits_with() -> None:
+    """As a step on that layout chooses."""
+    long = {"model": "8b", "context": 32768, "attention": "flash_triton", "loss": "chunked", "precision": "bf16"}
+    job: dict[str, Any] = {"gpus": 2, "global_batch": 2, "gpu": "H200 SXM"}
+    (best, *_) = planned(spec=long | {"checkpointing": "auto"}, **job).candidates
+    (full, *_) = planned(spec=long | {"checkpointing": "full"}, **job).candidates
+    assert best.spec
+    assert best.time
+    assert full.spec
+    assert full.time
+    chosen = choose_checkpointing(replace(full.spec, checkpointing="auto"), hardware_named("H200 SXM"))
+    assert best.spec.checkpointing == chosen.spec.checkpointing == "first_29"
+    assert best.verdict == "fits"
+    assert best.time.seconds < full.time.seconds
 
 
 def test_the_options_are_those_of_a_step_of_the_job() -> None:

@@ -27,12 +27,12 @@ from steplab.ops.attention.triton_hopper_gradients import (
     PART,
     TURN,
     Room,
-    rounds_of_a_turn,
-    rounds_of_two_turns,
     zero_at_run_time,
 )
+from steplab.ops.attention.triton_hopper_one_turn import rounds_of_a_turn
 from steplab.ops.attention.triton_hopper_tiles import NUM_CONSUMERS, ROWS, barrier, let_pass, meet, put
 from steplab.ops.attention.triton_hopper_turns import add_to_global, hand_on, wait_for, written
+from steplab.ops.attention.triton_hopper_two_turns import rounds_of_two_turns
 
 ZERO = gl.constexpr(0)
 ONE = gl.constexpr(1)

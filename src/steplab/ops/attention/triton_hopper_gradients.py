@@ -1,19 +1,11 @@
-"""What a consumer of the backward kernel for Hopper GPUs does with the tiles of queries: their dK, dV and dQ.
+"""What the consumers of the backward kernel for Hopper GPUs share, and what each does for its dK, dV and dQ.
 
 Both consumers multiply the dS of all 128 keys, which each puts into shared memory for its own: each makes the part of
 dQ that is half the columns, or of a tile of 128 queries half the rows. dK and dV it makes of what is in its registers.
 
 Note "the tensor cores": consumers take turns at them, so that one computes, and stores dS and dQ, under the other's
-products. In which turns a tile's products are made depends on what registers and shared memory hold.
-
-- Tiles of 64 queries: one turn a round, with dV, dK and dQ of a tile, and then S and dP of the next. So exponentials
-  have the whole of the other's turn to run under. In its turn the second consumer finds the first one's dS of the same
-  tile; the first does not find the second's yet, and makes its part of dQ a round late. Three tiles have to be there:
-  one whose products are made, one whose exponentials are taken, and one on its way. Up to 96 columns a consumer holds
-  its keys, up to 80 its values too, in registers.
-- Tiles of 128 queries, for which three do not fit: two turns a round, one for S and dP, one for dV, dK and dQ. In the
-  latter the first consumer waits for the second's dS, which that one has put into shared memory before it asks for its
-  own; meanwhile it stores its own, and multiplies that.
+products. In which turns a tile's products are made depends on what registers and shared memory hold: of tiles of 64
+queries in one a round (triton_hopper_one_turn.py), of 128 in two (triton_hopper_two_turns.py).
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
 those of dQ that a consumer makes.
@@ -31,11 +23,7 @@ from triton.language.core import _aggregate as aggregate
 
 from steplab.ops.attention.triton_hopper_tiles import (
     ROWS,
-    let_pass,
-    meet,
     pack,
-    scores,
-    scores_of_parts,
     times,
     unpack,
     where_before,
@@ -146,13 +134,13 @@ def zero_at_run_time(i):
 
 
 @gluon.jit
-def _own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
+def own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
     """The consumer's keys (0) or values (1)."""
     return room.kv.index(zero + WHICH).slice(CONSUMER * ROWS, ROWS, dim=0)
 
 
 @gluon.jit
-def _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
+def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
            CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """Weights and dS of the i-th tile, packed, once S and then dP are there."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
@@ -174,7 +162,7 @@ def _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries
 
 
 @gluon.jit
-def _store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
+def store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dS where both consumers take it from.
 
     The tensor cores read shared memory by another path than stores write it (PTX: the async proxy), so a fence has to
@@ -186,7 +174,7 @@ def _store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
 
 
 @gluon.jit
-def _start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr):
+def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr):
     """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
     p_RM, ds_RM = unpack(weights, room.kv.dtype, P), unpack(ds, room.kv.dtype, P)
@@ -196,7 +184,7 @@ def _start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAI
 
 
 @gluon.jit
-def _wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
+def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
     """Until no more than so many products are under way, which were started after these."""
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
@@ -208,7 +196,7 @@ def _wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_R
 
 
 @gluon.jit
-def _start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
+def start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
               W: gl.constexpr):  # fmt: skip
     """Start dS^T times W columns of some keys, added to the sums unless the keys are the first; of a tile of 128
     queries, 64 of its rows times all columns."""
@@ -239,7 +227,7 @@ def _in_panels(width):
 
 
 @gluon.jit
-def _put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+def put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dQ of the i-th tile where the copy engine takes it from, once what lay there has been added."""
     mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
     layout: gl.constexpr = _in_panels(W)
@@ -247,269 +235,7 @@ def _put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.c
 
 
 @gluon.jit
-def _tell_dq(i, room, CONSUMER: gl.constexpr):
+def tell_dq(i, room, CONSUMER: gl.constexpr):
     """dQ of the i-th tile has been put there; of a tile before the first nothing is told."""
     fence_async_shared()
     mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)
-
-
-# --- S and dP of a turn a round ------------------------------------------------------------------------------------
-
-
-@gluon.constexpr_function
-def _is_held(which, rest):
-    """Whether a consumer holds its keys (0) or values (1) in registers, by the columns beside the main ones.
-
-    A product of 64 queries whose two factors are in shared memory takes all that this can give in its time. Where dK
-    and dV have 80 columns, registers are left for both, where they have 96 for one.
-    """
-    return rest == 16 or (rest == 32 and which == 0)
-
-
-@gluon.jit
-def _in_registers(x_RD, M: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):
-    """Columns of keys or values as a product takes them, packed; see `pack`."""
-    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
-    first, second = x_RD.slice(FIRST, W, dim=1).load(A).reshape([ROWS, W // 2, 2]).split()
-    asm: gl.constexpr = "mov.b32 $0, {$1, $2};"
-    return gl.inline_asm_elementwise(asm, "=r,h,h", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
-def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-          CONSUMER: gl.constexpr):  # fmt: skip
-    """The main columns and the rest of the consumer's keys (0) or values (1), if it holds them; else nothing."""
-    main, rest = zero, zero
-    if _is_held(WHICH, REST):
-        own_RD = _own(room, zero, WHICH, CONSUMER)
-        main, rest = _in_registers(own_RD, M, 0, MAIN), _in_registers(own_RD, M, MAIN, REST)
-    return main, rest
-
-
-@gluon.jit
-def _scores(held, tile_MD, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-            CONSUMER: gl.constexpr):  # fmt: skip
-    """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    if _is_held(WHICH, REST):
-        A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        main_RD, rest_RD = unpack(held[0], tile_MD.dtype, A), unpack(held[1], tile_MD.dtype, A)
-        sums_RM = scores_of_parts(main_RD, rest_RD, tile_MD, S, MAIN, REST)
-    else:
-        sums_RM = scores(_own(room, zero, WHICH, CONSUMER), tile_MD, S, MAIN, REST)
-    return sums_RM
-
-
-# --- one turn a round -----------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
-    anything, which `_tell_dq` tells nobody of."""
-    mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
-    fence_async_shared()
-    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
-    return _start_dq(i, dq_MW, room, zero, 0, KEYS, FIRST, W)
-
-
-@gluon.jit
-def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                    MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr,
-                    CONSUMER: gl.constexpr):  # fmt: skip
-    """As `_weigh`; dS is where the other takes it from, too."""
-    weights, ds = _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                         CAUSAL, M, REST)  # fmt: skip
-    _store_ds(i, ds, room, M, CONSUMER)
-    mbarrier.arrive(room.ds_of(i, CONSUMER))
-    return weights, ds
-
-
-@gluon.jit
-def _first_weights(i, k_held, v_held, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                  CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                  CONSUMER: gl.constexpr):  # fmt: skip
-    """The first turn: S and dP alone."""
-    zero = zero_at_run_time(i)
-    OWN_TURN: gl.constexpr = TURN + CONSUMER
-    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    room.wait(i)
-    meet(OWN_TURN)
-    s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
-    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
-    let_pass(NEXT_TURN)
-    return _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, True,
-                           CAUSAL, M, REST, CONSUMER)  # fmt: skip
-
-
-@gluon.jit
-def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-                    first_query, num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
-                    MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-                    W: gl.constexpr):  # fmt: skip
-    """All products of the tile before, with its weights and dS, and those of the i-th tile.
-
-    S takes the registers of P and dS, and dP those of dQ: each starts when these are free. dQ is stored under other
-    products, and announced, with a fence that waits for all stores, after the turn.
-    """
-    zero = zero_at_run_time(i)
-    OWN_TURN: gl.constexpr = TURN + CONSUMER
-    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    of_dq = i - 2 + CONSUMER  # the first consumer is a round late
-    room.wait(i)
-    meet(OWN_TURN)
-    if REST > 0:  # dQ is stored under dV and dK, which read little of shared memory
-        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
-            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-        )
-        dq_MW = warpgroup_mma_wait(4, [dq_MW])
-        _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(
-            0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
-        )
-        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
-    else:  # dQ is stored under S
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
-            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-        )
-        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(
-            1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
-        )
-        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
-        dq_MW = warpgroup_mma_wait(1, [dq_MW])
-        _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
-    let_pass(NEXT_TURN)
-    _tell_dq(of_dq, room, CONSUMER)
-    room.release(i - 1)
-    weights, ds = _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
-                                  MASKED, CAUSAL, M, REST, CONSUMER)  # fmt: skip
-    return weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
-
-
-@gluon.jit
-def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr,
-                  CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """The last turn: all products of the last tile, and the part of dQ that is still to be made."""
-    zero = zero_at_run_time(i)
-    OWN_TURN: gl.constexpr = TURN + CONSUMER
-    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    meet(OWN_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
-        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
-    )
-    of_dq = i - 1 + CONSUMER
-    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
-    let_pass(NEXT_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
-    dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    _put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
-    _tell_dq(of_dq, room, CONSUMER)
-    if CONSUMER == 0:
-        dq_MW = _start_part_of_dq(i, room, zero, FIRST, W, CONSUMER)
-        dq_MW = warpgroup_mma_wait(0, [dq_MW])
-        _put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
-        _tell_dq(i, room, CONSUMER)
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
-
-
-@gluon.jit
-def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
-                     MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-                     W: gl.constexpr):  # fmt: skip
-    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
-    k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
-    v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
-    weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
-                                 CAUSAL, M, MAIN, REST, CONSUMER)  # fmt: skip
-    for t in range(1, first_whole):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(gl.maximum(first_whole, 1), end_whole):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(gl.maximum(end_whole, 1), num_tiles):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    return _last_products(first + num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST,
-                          CONSUMER, FIRST, W)  # fmt: skip
-
-
-# --- two turns a round ---------------------------------------------------------------------------------------------
-
-
-@gluon.jit
-def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query, num_queries,
-                       num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
-                       CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All products of the i-th tile."""
-    zero = zero_at_run_time(i)
-    OWN_TURN: gl.constexpr = TURN + CONSUMER
-    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
-    OWN_DS: gl.constexpr = DS + CONSUMER
-    OTHERS_DS: gl.constexpr = DS + 1 - CONSUMER
-    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    room.wait(i)
-    meet(OWN_TURN)
-    s_RM = scores(_own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, 0)
-    dp_RM = scores(_own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, 0)
-    let_pass(NEXT_TURN)
-    weights, ds = _weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                         CAUSAL, M, 0)  # fmt: skip
-    # The first has to wait for the second's dS in its turn, and may store its own then too: 1 to 2 % faster.
-    if CONSUMER == 1:
-        _store_ds(i, ds, room, M, CONSUMER)
-        let_pass(OTHERS_DS)
-    meet(OWN_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _start_dv_dk(
-        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, 0
-    )
-    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
-    DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
-    if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
-        _store_ds(i, ds, room, M, CONSUMER)
-        let_pass(OTHERS_DS)
-        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
-        dq_MW = _start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
-    meet(OWN_DS)
-    fence_async_shared()
-    dq_MW = _start_dq(i, dq_MW, room, zero, DONE, KEYS - DONE, FIRST, W)
-    let_pass(NEXT_TURN)
-    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _wait_for_dv_dk(0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, 0)
-    dq_MW = warpgroup_mma_wait(0, [dq_MW])
-    _put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
-    _tell_dq(i, room, CONSUMER)
-    room.release(i)
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
-
-
-@gluon.jit
-def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first,
-                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
-                        MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
-    for t in range(first_whole):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(first_whole, end_whole):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(end_whole, num_tiles):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD

@@ -2,9 +2,11 @@
 
 A job is a step and a number of sequences that all ranks take together. On each layout the largest micro-batch that
 fits is taken, and the rest of a rank's sequences come in further micro-steps; in a pipeline the micro-batch and the
-schedule that are fastest among those that fit. Checkpointing `auto` is the choice with which a layout is fastest.
+schedule that are fastest among those that fit. Checkpointing `auto` is the choice with which a layout is fastest, and
+where all blocks would be recomputed, with as few of the first as it fits with.
 """
 
+import bisect
 import dataclasses
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -33,7 +35,7 @@ from steplab.units import format_bytes
 
 MOST_GPUS = 1 << 16
 _CHECKPOINTING = ("none", "selective", "full")
-"""What is tried on each layout for checkpointing `auto`."""
+"""What is tried on each layout for checkpointing `auto`, full in the end for as few blocks as it fits with."""
 _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
@@ -171,7 +173,23 @@ class _Search:
         for choice in choices[1:]:
             found = self._best(layout, per_rank, choice)
             best = found if _better(found, best) else best
-        return best
+        return self._with_fewest_recomputed(best) if job.spec.checkpointing == AUTO else best
+
+    def _with_fewest_recomputed(self, best: LayoutCandidate) -> LayoutCandidate:
+        """The same, where it recomputes all blocks, with as few of the first as it fits with."""
+        spec = best.spec
+        if spec is None or spec.checkpointing != "full" or best.verdict != "fits" or spec.layout.pp > 1:
+            return best
+        shape = spec.model.shape
+        numbers = range(1, shape.num_layers if shape else 1)
+
+        def with_first(number: int) -> LayoutCandidate:
+            return self.judged(dataclasses.replace(spec, checkpointing=f"first_{number}"))
+
+        # A block more that is recomputed needs less memory, but for the last, with which backward begins.
+        fewest = bisect.bisect_left(numbers, True, key=lambda number: with_first(number).verdict == "fits") + 1
+        found = with_first(fewest) if fewest in numbers else best
+        return found if _better(found, best) else best
 
     def _best(self, layout: Layout, per_rank: int, checkpointing: str) -> LayoutCandidate:
         best: LayoutCandidate | None = None
