@@ -27,6 +27,7 @@ def path(tmp_path: Path) -> Path:
         store.add(replace(RUN, id="b" * 12, name="nightly", created_utc="2026-11-22T07:30:00Z"))
         store.add(replace(RUN, id="c" * 12, name="aaaa"))
         store.add(replace(RUN, id="d" * 12, name="alone"))
+        store.add(replace(RUN, id="e" * 12, name="a" * 12))
     return path
 
 
@@ -34,7 +35,9 @@ def path(tmp_path: Path) -> Path:
     ("text", "id"),
     [
         ("last", "b"),  # the newest, of whatever name
-        ("aaaa", "a"),  # the beginning of an id before a name
+        ("aaaa", "c"),  # a name before the beginning of an id
+        ("aaa", "a"),
+        ("aaaaaaaaaaaa", "a"),  # a whole id before a name
         ("nightly", "a"),  # a study before a name
         ("alone", "d"),
     ],

@@ -162,7 +162,9 @@ def test_a_name_that_one_record_alone_has_stands_for_it(store: Store) -> None:
     for run_id in ("cc11", "cc12"):
         store.add(make_run(run_id, name="twice"))
     assert store.get("mine").id == "bb11"
-    assert store.get("bb").id == "bb11", "ids come first"
+    assert store.get("bb").id == "aa11", "a name comes before the first digits of an id, as a branch does in git"
+    store.add(make_run("dd11", name="aa11"))
+    assert store.get("aa11").id == "aa11", "a whole id comes first"
     with pytest.raises(UserError, match=r"'twice' is the name of more than one record: cc1.*steplab export"):
         store.get("twice")
     with pytest.raises(UserError, match="no record 'min'"):

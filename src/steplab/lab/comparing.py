@@ -68,10 +68,11 @@ def _given(given: Record | Sequence[Record] | str, store: Path | str | None) -> 
 def find_records(text: str, *, store: Path | str | None = None) -> Found:
     """The records that a text stands for, in this store or in the file that it names.
 
-    The text is tried in this order: `last`, or `last~2` for the record two before it; the beginning of a record's id;
-    the id or the name of a study; a name or a tag, for all records that have it; a git revision, for the newest record
-    of each cell that was measured in a clean checkout of it. FILE stands for the records in an export (.jsonl), or for
-    the newest of another store (.db); FILE:TEXT for the records in that store that TEXT stands for.
+    The text is tried in this order: `last`, or `last~2` for the record two before it; a record's whole id; the id or
+    the name of a study; a name or a tag, for all records that have it; the beginning of the id of a record, or of a
+    study; a git revision, for the newest record of each cell that was measured in a clean checkout of it. FILE stands
+    for the records in an export (.jsonl), or for the newest of another store (.db); FILE:TEXT for the records in that
+    store that TEXT stands for.
 
     Raises UserError if it stands for none, and SteplabError for a file that cannot be read.
     """
@@ -121,26 +122,36 @@ def _in_store(opened: Store, text: str) -> list[Record]:
         raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
     if text == LAST or text.startswith(BACK):
         return [opened.get(text)]
-    if (record_id := opened.id_beginning(text)) is not None:
-        return [opened.get(record_id)]
-    studies = [str(row["id"]) for row in opened.studies() if str(row["id"]).startswith(text) or row["name"] == text]
-    for study in studies:
-        if records := list(opened.iterate(study=study)):
-            return records
     rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
+    if any(row["id"] == text for row in rows):
+        return [opened.get(text)]
+    studies = list(opened.studies())
+    called = [str(row["id"]) for row in studies if text in (row["id"], row["name"])]
+    if records := _of_studies(opened, called):
+        return records
     for having in (
         [row for row in rows if row["name"] == text],
         [row for row in rows if text in str(row.get("tags") or "").split()],
     ):
         if having:
             return opened.records(str(row["id"]) for row in reversed(having))
+    if (record_id := opened.id_beginning(text)) is not None:
+        return [opened.get(record_id)]
+    beginning = [str(row["id"]) for row in studies if str(row["id"]).startswith(text)]
+    if records := _of_studies(opened, beginning):
+        return records
     if records := _of_commit(opened, rows, text):
         return records
-    if studies:
+    if called or beginning:
         raise without_records(text, opened)
     raise UserError(
         f"'{text}' is no id, study, name, tag or measured commit in {opened.path}; `steplab list` shows what there is"
     )
+
+
+def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
+    """The records of the first of these that has any."""
+    return next((records for study in studies if (records := list(opened.iterate(study=study)))), [])
 
 
 def without_records(study: str, opened: Store) -> UserError:

@@ -1,4 +1,4 @@
-"""Finds an id by its first digits, as git does, or by a unique name."""
+"""Finds an id by a unique name, or by its first digits, as git does."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -13,16 +13,15 @@ LAST, BACK = "last", "last~"
 
 
 def unique_id(connection: Connection, table: Literal["record", "study"], prefix: str) -> str:
-    """The only id in `table` that begins with `prefix`, or else the id with that name.
+    """The id that is written so, or else has that name, or else is the only one in `table` that begins so.
 
-    A complete id is found even if longer ids begin with it; `last` is the newest id, `last~1` the one before. Of
-    several studies with one name the newest is taken. Raises UserError if there is none, or more than one.
+    `last` is the newest id, `last~1` the one before. Of several studies with one name the newest is taken. Raises
+    UserError if there is none, or more than one.
     """
     if prefix == LAST or prefix.startswith(BACK):
         return _newest(connection, table, prefix)
-    found = id_beginning(connection, table, prefix)
-    if found is not None:
-        return found
+    if connection.query(f"SELECT 1 FROM {table} WHERE id = ?", prefix):
+        return prefix
     query = f"SELECT id FROM {table} WHERE name = ? AND name != '' ORDER BY created_utc DESC, seq DESC LIMIT ?"
     called = [str(row[0]) for row in connection.query(query, prefix, _NUM_SHOWN + 1)]
     if len(called) == 1 or (called and table == "study"):
@@ -32,7 +31,10 @@ def unique_id(connection: Connection, table: Literal["record", "study"], prefix:
             f"'{prefix}' is the name of more than one record: {_some(called)}; give an id; `steplab report` "
             "and `steplab export` take all of a name"
         )
-    raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
+    found = id_beginning(connection, table, prefix)
+    if found is None:
+        raise UserError(f"no {table} '{prefix}' in {connection.path}; `steplab list` shows what there is")
+    return found
 
 
 def id_beginning(connection: Connection, table: Literal["record", "study"], prefix: str) -> str | None:

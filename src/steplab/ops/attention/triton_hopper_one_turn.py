@@ -143,7 +143,7 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, d
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
             i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
         )
-        dq_MW = warpgroup_mma_wait(4, [dq_MW])
+        dq_MW = warpgroup_mma_wait(4, [dq_MW])  # dV and dK are two products each
         put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(
             0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
