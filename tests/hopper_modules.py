@@ -69,8 +69,13 @@ def backward_lowered(main: int, rest: int, grouped: bool) -> str:
 
 
 def main() -> None:
-    """Three consumers forward, and heads of 96 columns that share keys backward: between them all that there is."""
-    for name, module in (("forward", forward_lowered(64, 0, 3)), ("backward", backward_lowered(64, 32, grouped=True))):
+    """Three consumers forward; backward one turn a round, where heads share keys, and two: all that there is."""
+    modules = (
+        ("forward", forward_lowered(64, 0, 3)),
+        ("backward", backward_lowered(64, 16, grouped=True)),
+        ("backward", backward_lowered(64, 0, grouped=False)),
+    )
+    for name, module in modules:
         products = [line for line in module.splitlines() if "ttng.warp_group_dot " in line]
         print(json.dumps([name, len(products), sum("isAsync = true" in line for line in products)]))
 

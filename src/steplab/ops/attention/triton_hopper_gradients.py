@@ -141,7 +141,7 @@ def own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
 
 @gluon.jit
 def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
-           CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
+          CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
     """Weights and dS of the i-th tile, packed, once S and then dP are there."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
@@ -197,7 +197,7 @@ def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD
 
 @gluon.jit
 def start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
-              W: gl.constexpr):  # fmt: skip
+             W: gl.constexpr):  # fmt: skip
     """Start dS^T times W columns of some keys, added to the sums unless the keys are the first; of a tile of 128
     queries, 64 of its rows times all columns."""
     ds_NM = room.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)

@@ -99,7 +99,7 @@ def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, nu
                     CONSUMER: gl.constexpr):  # fmt: skip
     """As `weigh`; dS is where the other takes it from, too."""
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                         CAUSAL, M, REST)  # fmt: skip
+                        CAUSAL, M, REST)  # fmt: skip
     store_ds(i, ds, room, M, CONSUMER)
     mbarrier.arrive(room.ds_of(i, CONSUMER))
     return weights, ds

@@ -45,7 +45,7 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     dp_RM = scores(own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, 0)
     let_pass(NEXT_TURN)
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
-                         CAUSAL, M, 0)  # fmt: skip
+                        CAUSAL, M, 0)  # fmt: skip
     # The first has to wait for the second's dS in its turn, and may store its own then too: 1 to 2 % faster.
     if CONSUMER == 1:
         store_ds(i, ds, room, M, CONSUMER)

@@ -78,7 +78,7 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
 
 
 def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
-    """Of so many layouts, those that fit, and those that are too tight to promise."""
+    """The sentence that says how many layouts fit, and how many are too tight to promise."""
     fit = sum(each.verdict == "fits" for each in fitting)
     tight = len(fitting) - fit
     layouts = units.counted(number, "layout")
