@@ -21,7 +21,7 @@ from steplab.ops.attention.triton_hopper_forward import attention_forward
 
 def in_tiles(dtype: str, *block: int) -> str:
     """The type of a tensor that the copy engine takes in such tiles, as Triton's signatures spell it."""
-    swizzle = 128 if len(block) == 4 else 0
+    swizzle = min(128, 2 * block[-1]) if len(block) == 4 else 0
     layout = gl.NVMMASharedLayout(swizzle, 32 if dtype == "fp32" else 16, len(block))
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
@@ -51,12 +51,15 @@ REGISTERS = {"CONSUMER_REGISTERS": 160, "LOADER_REGISTERS": 24}
 def forward_lowered(main: int, rest: int, num_consumers: int) -> str:
     box = 64 if main + rest <= 64 else 128
     types = {name: in_tiles("bf16", 1, 1, 64, box) for name in ("q_tiles", "o_tiles")}
-    types |= {name: in_tiles("bf16", 1, 1, 128, box) for name in ("k_tiles", "v_tiles")}
-    sizes = {"N": 128, "NUM_CONSUMERS": num_consumers, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
+    types |= {name: in_tiles("bf16", 1, 1, 128, main) for name in ("k_tiles", "v_tiles")}
+    rests = dict.fromkeys(("k_rest_tiles", "v_rest_tiles"))  # of no rest there are no tiles
+    types |= {name: in_tiles("bf16", 1, 1, 128, rest) for name in rests if rest}
+    sizes: dict[str, Any] = {} if rest else dict(rests)
+    sizes |= {"N": 128, "NUM_CONSUMERS": num_consumers, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
     return lowered(attention_forward, types, {"CAUSAL": True, **sizes, **REGISTERS})
 
 
-def backward_lowered(main: int, rest: int, grouped: bool) -> str:
+def backward_lowered(main: int, rest: int, grouped: bool, in_a_row: int = 1) -> str:
     box, rows = (64, 128) if main + rest <= 64 else (128, 64)
     types = {name: in_tiles("bf16", 1, 1, rows, box) for name in ("q_tiles", "do_tiles")}
     types |= {name: in_tiles("bf16", 1, 1, 128, box) for name in ("k_tiles", "v_tiles")}
@@ -64,15 +67,17 @@ def backward_lowered(main: int, rest: int, grouped: bool) -> str:
     types |= {"sums_tiles": in_tiles("fp32", 64, 32)}
     types |= {name: in_tiles("fp32", rows) for name in ("minus_lse_tiles", "minus_d_tiles")}
     sizes = {"M": rows, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
-    options = {"CAUSAL": True, "GROUPED": grouped, **sizes, **REGISTERS}
+    options = {"CAUSAL": True, "GROUPED": grouped, "IN_A_ROW": in_a_row, **sizes, **REGISTERS}
     return lowered(attention_backward, types, options)
 
 
 def main() -> None:
-    """Three consumers forward; backward one turn a round, where heads share keys, and two: all that there is."""
+    """Three consumers forward, and two for tiles in two parts; backward one turn a round, where heads share keys, and
+    two: all that there is."""
     modules = (
         ("forward", forward_lowered(64, 0, 3)),
-        ("backward", backward_lowered(64, 16, grouped=True)),
+        ("forward", forward_lowered(64, 16, 2)),
+        ("backward", backward_lowered(64, 16, grouped=True, in_a_row=2)),
         ("backward", backward_lowered(64, 0, grouped=False)),
     )
     for name, module in modules:

@@ -18,7 +18,7 @@ from unittest.mock import patch
 
 import torch
 
-from steplab.ops.attention import triton_forward, triton_tuning
+from steplab.ops.attention import triton_backward, triton_forward, triton_tuning
 from steplab.ops.attention.functions import FlashAttentionTriton
 
 # Heads, heads of keys, queries, keys, head dimension, type, causal.
@@ -29,9 +29,11 @@ SHAPES = [
     (1, 1, 70, 150, 33, torch.float16, False),
     (1, 1, 140, 140, 200, torch.bfloat16, True),
     (1, 1, 1, 140, 96, torch.bfloat16, False),
+    (3, 1, 150, 140, 80, torch.bfloat16, True),
     (2, 1, 70, 40, 64, torch.float32, True),
 ]
-# Every kernel for Hopper, more tiles than it has slots for, keys that heads share, and one and two products a sum.
+# Every kernel for Hopper, more tiles than it has slots for, keys that heads share, in pairs that hand sums on, and one
+# and two products a sum.
 # Beyond 2,048 positions forward has a third consumer.
 FEW = [
     (1, 1, 300, 300, 64, torch.bfloat16, True),
@@ -39,7 +41,7 @@ FEW = [
     (1, 1, 200, 300, 128, torch.float16, True),
     (1, 1, 2100, 70, 64, torch.bfloat16, False),
     (1, 1, 130, 200, 256, torch.bfloat16, False),
-    (2, 1, 130, 150, 64, torch.bfloat16, True),
+    (4, 1, 130, 150, 64, torch.bfloat16, True),
 ]
 MULTIPROCESSORS = 2
 """What a GPU is taken to have for these: programs of the forward kernel then have several tasks each."""
@@ -69,12 +71,20 @@ def hand_over() -> bool:
     return x.tolist() == [7, 7, 7]
 
 
+def in_pairs(bytes_a_head: int, sharing: int, *of_programs: int) -> int:
+    """Heads that a program of the backward kernel takes, as where there are many more of them."""
+    return 2 - sharing % 2
+
+
 def main() -> int:
     """The exit status."""
     torch.manual_seed(1)
     if sys.argv[1] == "handover":
         return 0 if hand_over() else 1
-    with patch.object(triton_tuning, "hopper_kernels_run", return_value=sys.argv[1] in ("hopper", "few")):
+    with (
+        patch.object(triton_tuning, "hopper_kernels_run", return_value=sys.argv[1] in ("hopper", "few")),
+        patch.object(triton_backward, "heads_in_a_row", in_pairs),
+    ):
         if sys.argv[1] != "few":
             return 0 if run_all(SHAPES) else 1
         with patch.object(triton_forward, "num_multiprocessors", return_value=MULTIPROCESSORS):

@@ -24,7 +24,7 @@ if importlib.util.find_spec("triton") is None:
     pytest.skip("triton is not installed", allow_module_level=True)
 
 from steplab.ops.attention import triton_hopper_backward, triton_hopper_forward
-from steplab.ops.attention.triton_schedule import dealt, heads_a_group, task_table, tasks_in_order
+from steplab.ops.attention.triton_schedule import dealt, heads_a_group, heads_in_a_row, task_table, tasks_in_order
 
 KEYS = 128
 WIDTHS = [(64, 128), (128, 64)]
@@ -65,7 +65,7 @@ def workers_of(program: int, **given: Any) -> list[tuple[Any, dict[str, Any]]]:
     kernel = triton_hopper_backward.attention_backward
     names = inspect.signature(kernel.fn).parameters
     usual: dict[str, Any] = {"heads_in_all": 1, "heads_a_group": 1, "num_upwards": 0, "num_heads": 1, "sharing": 1}
-    usual |= {"M": 64, "MAIN": 128, "REST": 0, "BOX": 128, "NUM_SLOTS": 2}
+    usual |= {"IN_A_ROW": 1, "M": 64, "MAIN": 128, "REST": 0, "BOX": 128, "NUM_SLOTS": 2}
     with as_python(triton_hopper_backward, program) as started:
         kernel.fn(**{name: (usual | given).get(name, ANYTHING) for name in names})
     return [(w, dict(zip(inspect.signature(w.fn).parameters, told, strict=True))) for w, told in started]
@@ -105,16 +105,17 @@ def test_keys_meet_every_query_that_sees_them_once(causal: bool, upwards: bool, 
         assert torch.equal(done, right.int()), (num_queries, num_keys)
 
 
-@pytest.mark.parametrize(("num_heads", "sharing"), [(1, 1), (4, 2), (6, 3)])
+@pytest.mark.parametrize(("num_heads", "sharing", "in_a_row"), [(1, 1, 1), (4, 2, 1), (6, 3, 1), (4, 2, 2), (8, 4, 2)])
 @pytest.mark.parametrize("together", [1, 2, 5])
-def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, together: int) -> None:
+def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a_row: int, together: int) -> None:
     batch, length = 3, 300
     tiles = -(-length // KEYS)
     sizes = {"num_heads": num_heads, "sharing": sharing, "num_queries": length, "num_keys": length, "CAUSAL": True}
     sizes |= {"heads_in_all": batch * num_heads, "heads_a_group": together, "num_upwards": num_heads}
-    told = [told_by(program, **sizes) for program in range(batch * num_heads * tiles)]
+    sizes |= {"IN_A_ROW": in_a_row}
+    told = [told_by(program, **sizes) for program in range(batch * num_heads * tiles // in_a_row)]
     assert sorted((x["b"], x["head"], x["first_key"]) for x in told) == [
-        (b, head, KEYS * t) for b in range(batch) for head in range(num_heads) for t in range(tiles)
+        (b, head, KEYS * t) for b in range(batch) for head in range(0, num_heads, in_a_row) for t in range(tiles)
     ]
     assert all(x["kv_head"] == x["head"] // sharing for x in told)
     assert all(x["b_kv_head"] == x["b"] * (num_heads // sharing) + x["kv_head"] for x in told)
@@ -122,7 +123,7 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, toge
     order = {(x["b"], x["head"], x["first_key"]): program for program, x in enumerate(told)}
     for b, head, first_key in order:
         if head % sharing:
-            assert order[b, head - 1, first_key] < order[b, head, first_key]
+            assert order[b, head - in_a_row, first_key] < order[b, head, first_key]
     # And does so when they have ended: those that are under way together have other keys, if there are as many.
     for first in range(0, len(told), together):
         neighbours = [x for x in told[first : first + together] if x["first_key"] == told[first]["first_key"]]
@@ -132,18 +133,20 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, toge
 @pytest.mark.parametrize(("columns", "rows"), WIDTHS)
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("num_upwards", [0, 2, 100])
+@pytest.mark.parametrize("in_a_row", [1, 2])
 @pytest.mark.parametrize(("num_queries", "num_keys"), [(600, 600), (200, 600), (600, 200), (1, 300), (129, 128)])
 def test_turns_come_to_all_and_wait_for_lower_programs_alone(
-    causal: bool, num_upwards: int, num_queries: int, num_keys: int, columns: int, rows: int
+    causal: bool, num_upwards: int, in_a_row: int, num_queries: int, num_keys: int, columns: int, rows: int
 ) -> None:
     """Whatever the number of programs that run at a time: if it is one, each finds its turns come."""
-    heads, num_padded = 3, -(-num_queries // KEYS) * KEYS
+    heads, num_padded = 3 * in_a_row, -(-num_queries // KEYS) * KEYS
     sizes = {"num_queries": num_queries, "num_keys": num_keys, "num_padded": num_padded, "CAUSAL": causal}
     sizes |= {"heads_in_all": heads, "heads_a_group": 2, "num_upwards": num_upwards, "num_heads": heads}
+    sizes |= {"sharing": in_a_row, "IN_A_ROW": in_a_row}
     sizes |= {"M": rows, "MAIN": columns, "BOX": columns}
     turns = [0] * (2 * heads * num_padded // KEYS)
     first_of_tile: dict[int, list[bool]] = {}
-    for program in range(heads * -(-num_keys // KEYS)):
+    for program in range(heads // in_a_row * -(-num_keys // KEYS)):
         workers = workers_of(program, **sizes)
         adders = [told for worker, told in workers if worker is triton_hopper_backward._add_up]
         waits: list[tuple[int, int]] = []
@@ -271,6 +274,17 @@ def test_a_table_that_a_graph_may_read_stays_when_others_are_made() -> None:
     first = made(1)
     assert all(made(num_keys) is not first for num_keys in range(2, 400))
     assert made(1) is first
+
+
+def test_heads_go_in_pairs_where_the_cache_holds_some_and_no_multiprocessor_lacks_work() -> None:
+    def of(length: int, columns: int, *, sharing: int = 4, heads: int = 128) -> int:
+        return heads_in_a_row(length * columns * 4, sharing, -(-length // KEYS) * heads, 132)
+
+    assert of(1024, 128) == of(2048, 128) == of(4096, 64) == 2
+    assert of(4096, 128) == of(8192, 64) == 1, "too long for the cache"
+    assert of(1024, 128, sharing=3) == of(1024, 128, sharing=1) == 1
+    assert of(1024, 128, heads=100) == 2
+    assert of(1024, 128, heads=98) == 1, "fewer than three programs for each of 132"
 
 
 def test_groups_of_heads_fit_the_cache_and_are_never_empty() -> None:

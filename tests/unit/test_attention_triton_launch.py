@@ -105,28 +105,35 @@ def tiles_of(kernel: Kernel, variant: Variant) -> Tiles:
     return Tiles(kernel=kernel, gpu="any", bits=16, box=64, variant=variant, queries=128, keys=128, stages=2)
 
 
-def starts(kernel: Kernel, variant: Variant) -> tuple[Start, int]:
+def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start, int]:
     """A start of the kernel for some shape, and the number of its tensors."""
     tiles = tiles_of(kernel, variant)
     if kernel == "forward":
+        call = CALL._replace(parts=columns(head_dim))
         with patch.object(triton_forward, "num_multiprocessors", return_value=3):
-            start, more = triton_forward._start.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q))
-        return start, 5 + len(more)
+            start, more = triton_forward._start.__wrapped__(tiles, call, Q_SHAPE, K_SHAPE, (Q, K, K, Q))
+        return start, 5 + len(more) + (2 if call.parts.rest else 0)
     if kernel == "backward_kv":
         return _start_for_keys.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K)), 8
     return _start_for_queries.__wrapped__(tiles, CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, Q)), 7
 
 
 @pytest.mark.parametrize(
-    ("kernel", "variant"),
-    [("forward", "portable"), ("forward", "hopper"), ("backward_kv", "portable"), ("backward_q", "portable")],
+    ("kernel", "variant", "head_dim"),
+    [
+        ("forward", "portable", 64),
+        ("forward", "hopper", 64),
+        ("forward", "hopper", 80),
+        ("backward_kv", "portable", 64),
+        ("backward_q", "portable", 64),
+    ],
 )
-def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant) -> None:
+def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant, head_dim: int) -> None:
     """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
     home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
     noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))
     with patch.object(home, f"attention_{kernel}", noted):
-        start, num_tensors = starts(kernel, variant)
+        start, num_tensors = starts(kernel, variant, head_dim)
     check_both_starts(start, noted, num_tensors)
 
 
@@ -137,7 +144,11 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None
         KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.attention_backward, portable.attention_finish)
     ]
     given = tiles_of("backward", "hopper"), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
-    with patch.object(hopper, "attention_backward", noted[0]), patch.object(portable, "attention_finish", noted[1]):
+    with (
+        patch.object(hopper, "attention_backward", noted[0]),
+        patch.object(portable, "attention_finish", noted[1]),
+        patch.object(triton_backward, "num_multiprocessors", return_value=3),
+    ):
         start, finish = _starts_of_one_sweep.__wrapped__(*given)
     check_both_starts(start, noted[0], 11)
     check_both_starts(finish, noted[1], 2)
@@ -194,9 +205,9 @@ def check_both_starts(start: Start, noted: KernelWithoutGpu, num_tensors: int) -
     assert noted.arg_names[-len(constants) :] == constants
     pointers = [name for name in noted.arg_names if name.endswith(("_ptr", "_tiles"))]
     assert noted.arg_names[: len(pointers)] == pointers
-    assert len(pointers) == num_tensors
-    for name, x in zip(pointers, given, strict=False):
+    for name, x in zip(pointers[:num_tensors], given, strict=False):
         assert isinstance(x, torch.Tensor) == name.endswith("_ptr")
+    assert given[num_tensors : len(pointers)] == (None,) * (len(pointers) - num_tensors)
 
 
 def _shown(x: Any) -> object:

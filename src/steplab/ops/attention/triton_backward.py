@@ -15,6 +15,7 @@ from steplab.ops.attention.triton_launch import (
     Start,
     base_two,
     hopper_options,
+    num_multiprocessors,
     number_form,
     portable_options,
     positive_scale,
@@ -24,7 +25,7 @@ from steplab.ops.attention.triton_launch import (
 )
 from steplab.ops.attention.triton_launcher import Launch
 from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_out_as
-from steplab.ops.attention.triton_schedule import heads_a_group
+from steplab.ops.attention.triton_schedule import heads_a_group, heads_in_a_row
 from steplab.ops.attention.triton_tensors import (
     Columns,
     Shape,
@@ -239,10 +240,13 @@ def _starts_of_one_sweep(
     numbers = _numbers(q_shape, k_shape, call.scale)
     parts = _columns_of(tiles, call.parts)
     num_parts = _num_parts(parts)
-    heads = batch * num_heads
-    num_rows = heads * numbers.num_padded
+    num_rows = batch * num_heads * numbers.num_padded
     # Of a head's queries, q, dO and the sums are read by every program.
-    together = min(heads_a_group(num_queries * head_dim * 2 * call.dtype.itemsize, heads), MOST_TOGETHER)
+    bytes_a_head = num_queries * head_dim * 2 * call.dtype.itemsize
+    num_programs = -(-num_keys // tiles.keys) * batch * num_heads
+    in_a_row = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
+    heads = batch * num_heads // in_a_row
+    together = min(heads_a_group(in_a_row * bytes_a_head, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
     shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
     half = ROWS_OF_A_CONSUMER
@@ -253,13 +257,12 @@ def _starts_of_one_sweep(
     of_numbers = number_form(num_rows, tiles.queries)
     forms = [q, k, v, do, sums_form(num_rows * num_parts), dk, dv, of_numbers, of_numbers, None, None]
     options = hopper_options(tiles, parts)
-    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": num_heads > num_kv_heads}
-    num_programs = -(-num_keys // tiles.keys) * heads
+    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": num_heads > num_kv_heads, "IN_A_ROW": in_a_row}
     start = Start(
         attention_backward,
-        num_programs,
+        num_programs // in_a_row,
         forms,
-        [heads, together, num_upwards, *numbers],
+        [batch * num_heads, together, num_upwards, *numbers],
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale

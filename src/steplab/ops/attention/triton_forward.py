@@ -54,7 +54,8 @@ def triton_forward(
     with on_device_of(q):
         call = Call(parts, q.dtype, q.device, products, causal, scale)
         start, more = _start(tiles, call, q.shape, k.shape, strides)
-        launch = start(q, k, v, o, lse_BHS, *more, stream=stream)
+        rests = (k, v) if tiles.variant == "hopper" and parts.rest else ()
+        launch = start(q, k, v, o, lse_BHS, *more, *rests, stream=stream)
     kind.keep((*inputs, *results), [launch], more)
     copy_back(o, o_BHSD)
     return o_BHSD, lse_BHS
@@ -69,11 +70,12 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> tuple[Start, tuple[Tensor, ...]]:
-    """The kernel for (q, k, v, o, lse), strides being those of the first four, and what it takes after these."""
+    """The kernel for (q, k, v, o, lse), strides being those of the first four, and what it takes after these. Where a
+    head has a rest of columns, the kernel for Hopper takes k and v once more behind that, for tiles of the rest."""
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads
-    numbers = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
+    numbers: list[float | None] = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
     more: tuple[Tensor, ...] = ()
     if tiles.variant == "hopper":
         from steplab.ops.attention.triton_hopper_forward import attention_forward
@@ -94,19 +96,22 @@ def _start(
         more = (tasks,)
         num_programs, row_length = tasks.shape
         rows = ROWS_OF_A_CONSUMER
-        numbers = [row_length, *numbers]
+        main, rest = call.parts.main, call.parts.rest
+        numbers = [*([] if rest else [None, None]), row_length, *numbers]
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
         from steplab.ops.attention.triton_portable_forward import attention_forward
 
-        num_programs, rows = num_tasks, tiles.queries
+        num_programs, rows, main, rest = num_tasks, tiles.queries, tiles.box, 0
         options = portable_options(tiles, call.products)
-    shapes = q_shape, k_shape, k_shape, q_shape
+    q, k, v, o = zip((q_shape, k_shape, k_shape, q_shape), strides, strict=True)
     forms = [
-        tile_form(tiles, call.dtype, shape, its_strides, its_rows)
-        for shape, its_strides, its_rows in zip(shapes, strides, (rows, tiles.keys, tiles.keys, rows), strict=True)
+        tile_form(tiles, call.dtype, *q, rows),
+        *(tile_form(tiles, call.dtype, *x, tiles.keys, main) for x in (k, v)),
+        tile_form(tiles, call.dtype, *o, rows),
+        *[None] * (1 + len(more)),
+        *(tile_form(tiles, call.dtype, *x, tiles.keys, rest) for x in (k, v) if rest),
     ]
-    forms_of_numbers = [None] * (1 + len(more))
-    start = Start(attention_forward, num_programs, [*forms, *forms_of_numbers], numbers, CAUSAL=call.causal, **options)
+    start = Start(attention_forward, num_programs, forms, numbers, CAUSAL=call.causal, **options)
     return start, more

@@ -1,11 +1,11 @@
 """The backward kernel for Hopper GPUs in bf16 and fp16: all three gradients in one sweep, five products a tile.
 
-A program has a head and 128 of its keys, 64 for each of two consumers, and goes over the queries that see them. A
-consumer keeps its keys' dK and dV in registers; heads that share keys hand them on, each to the next one. What a tile
-of queries gets of dQ is a sum over all keys: each consumer makes half of it from the dS of both, and a warp of its own
-has the copy engine add that to float32 sums in memory, which `attention_finish` rounds. Tiles are of 128 queries where
-the keys have up to 64 columns, beyond of 64: what registers hold. triton_hopper_gradients.py says what a consumer does
-with them.
+A program has a head, or two in a row that share keys, and 128 of its keys, 64 for each of two consumers, and goes over
+the queries that see them. A consumer keeps its keys' dK and dV in registers; where more heads share the keys, programs
+hand them on, each to the next one. What a tile of queries gets of dQ is a sum over all keys: each consumer makes half
+of it from the dS of both, and a warp of its own has the copy engine add that to float32 sums in memory, which
+`attention_finish` rounds. Tiles are of 128 queries where the keys have up to 64 columns, beyond of 64: what registers
+hold. triton_hopper_gradients.py says what a consumer does with them.
 
 Note "turns": programs add to the same sums, and sums of floats depend on their order. So every 128 queries of a head
 have a counter for each consumer's half, and a program waits until it says that it is its turn. Nobody waits for long:
@@ -49,62 +49,67 @@ def _tile(i, num_tiles, upwards):
 
 @gluon.jit
 def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head, first_key,
-          first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr):  # fmt: skip
+          first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
     mbarrier.expect(room.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
     tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(0))
     tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(1))
-    for i in range(num_tiles):
-        query = first_query + _tile(i, num_tiles, upwards) * M
-        number = b_head * num_padded + query
-        slot = i % room.num_slots
-        mbarrier.wait(room.empty.index(slot), ((i // room.num_slots) & 1) ^ 1)
-        arrived = room.full.index(slot)
-        mbarrier.expect(arrived, 2 * (q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes))
-        tma.async_copy_global_to_shared(q_tiles, [b, head, query, 0], arrived, room.queries(i))
-        tma.async_copy_global_to_shared(do_tiles, [b, head, query, 0], arrived, room.gradients(i))
-        if M == ROWS:  # numbers have two slots, and have been read when the tile's dS is there
-            before_last = i - 2
-            for c in gl.static_range(NUM_CONSUMERS):
-                mbarrier.wait(room.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
-        tma.async_copy_global_to_shared(minus_lse_tiles, [number], arrived, room.minus_lse(i))
-        tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, room.minus_d(i))
+    for which in range(IN_A_ROW):
+        for t in range(num_tiles):
+            i = which * num_tiles + t
+            query = first_query + _tile(t, num_tiles, upwards) * M
+            number = (b_head + which) * num_padded + query
+            slot = i % room.num_slots
+            mbarrier.wait(room.empty.index(slot), ((i // room.num_slots) & 1) ^ 1)
+            arrived = room.full.index(slot)
+            mbarrier.expect(arrived, 2 * (q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes))
+            tma.async_copy_global_to_shared(q_tiles, [b, head + which, query, 0], arrived, room.queries(i))
+            tma.async_copy_global_to_shared(do_tiles, [b, head + which, query, 0], arrived, room.gradients(i))
+            if M == ROWS:  # numbers have two slots, and have been read when the tile's dS is there
+                before_last = i - 2
+                for c in gl.static_range(NUM_CONSUMERS):
+                    mbarrier.wait(room.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
+            tma.async_copy_global_to_shared(minus_lse_tiles, [number], arrived, room.minus_lse(i))
+            tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, room.minus_d(i))
 
 
 @gluon.jit
 def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, room,
-            CAUSAL: gl.constexpr, M: gl.constexpr, PARTS: gl.constexpr, CONSUMER: gl.constexpr,
-            FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
+            CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr,
+            CONSUMER: gl.constexpr, FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
     """Add what a consumer made of dQ to the sums in memory, in turn."""
     turn = 0
-    for i in range(num_tiles):
-        query = first_query + _tile(i, num_tiles, upwards) * M
-        turn_ptr = turns_ptr + (b_head * (num_padded // KEYS) + query // KEYS) * NUM_CONSUMERS + CONSUMER
-        if (i == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
-            turn = key_tile
-            if CAUSAL:  # upwards, programs have started with the last keys
-                last = gl.minimum(query // KEYS, num_key_tiles - 1)
-                turn = gl.where(upwards, last - key_tile, key_tile)
-            wait_for(turn, turn_ptr)
-        row = (b_head * num_padded + query) * (PARTS * ROWS // M)
-        mbarrier.wait(room.dq_full.index(CONSUMER), i & 1)
-        for part in gl.static_range(FIRST_PART, END_PART):
-            if turn == 0:
-                tma.async_copy_shared_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
-            else:
-                add_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
-        tma.store_wait(0)
-        mbarrier.arrive(room.dq_empty.index(CONSUMER))
-        if (i == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
-            written()
-            hand_on(turn_ptr)
+    for which in range(IN_A_ROW):
+        of_head = b_head + which
+        for t in range(num_tiles):
+            i = which * num_tiles + t
+            query = first_query + _tile(t, num_tiles, upwards) * M
+            turn_ptr = turns_ptr + (of_head * (num_padded // KEYS) + query // KEYS) * NUM_CONSUMERS + CONSUMER
+            if (t == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
+                turn = key_tile
+                if CAUSAL:  # upwards, programs have started with the last keys
+                    last = gl.minimum(query // KEYS, num_key_tiles - 1)
+                    turn = gl.where(upwards, last - key_tile, key_tile)
+                wait_for(turn, turn_ptr)
+            row = (of_head * num_padded + query) * (PARTS * ROWS // M)
+            mbarrier.wait(room.dq_full.index(CONSUMER), i & 1)
+            for part in gl.static_range(FIRST_PART, END_PART):
+                if turn == 0:
+                    tma.async_copy_shared_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
+                else:
+                    add_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
+            tma.store_wait(0)
+            mbarrier.arrive(room.dq_empty.index(CONSUMER))
+            if (t == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
+                written()
+                hand_on(turn_ptr)
 
 
 @gluon.jit
 def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing, key_tile,
                       num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards, num_queries,
                       num_keys, scale, scale_log2, room, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr,
-                      GROUPED: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
-                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+                      GROUPED: gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
+                      REST: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
     G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_G: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
@@ -129,31 +134,38 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     if M > ROWS:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_two_turns(
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, CONSUMER, FIRST, W,
         )  # fmt: skip
     elif num_tiles > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_a_turn(
             dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-            end_whole, num_tiles, num_queries, num_keys, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
     if CONSUMER == 0:
         meet(TURN_OF_0)  # which the other has let it have once more
     # dK and dV go where the keys and values were, of which dQ of both consumers is made.
     meet(BOTH_ARE_DONE)
-    member = 0
+    member, num_members = 0, sharing // IN_A_ROW
     if GROUPED:
-        member = head % sharing
+        member = head % sharing // IN_A_ROW
         SIZE: gl.constexpr = ROWS * (MAIN + REST)
         number = (b_kv_head * num_key_tiles + key_tile) * NUM_CONSUMERS + CONSUMER
         at = shared_ptr + number.to(gl.int64) * (2 * SIZE)
+        is_first, is_last = member == 0, member == num_members - 1
         wait_for(member * 4, members_ptr + number)
-        dk_RD = _with_those_before(dk_RD, at, member, sharing, MAIN)
-        dv_RD = _with_those_before(dv_RD, at + SIZE, member, sharing, MAIN)
+        # All are loaded before any is stored: the loads are under way together.
+        dk_RD += _from_those_before(at, is_first, MAIN, G)
+        dv_RD += _from_those_before(at + SIZE, is_first, MAIN, G)
         if REST > 0:
-            dk_rest_RD = _with_those_before(dk_rest_RD, at + ROWS * MAIN, member, sharing, REST)
-            dv_rest_RD = _with_those_before(dv_rest_RD, at + SIZE + ROWS * MAIN, member, sharing, REST)
+            dk_rest_RD += _from_those_before(at + ROWS * MAIN, is_first, REST, REST_G)
+            dv_rest_RD += _from_those_before(at + SIZE + ROWS * MAIN, is_first, REST, REST_G)
+        _for_the_next(at, dk_RD, is_last)
+        _for_the_next(at + SIZE, dv_RD, is_last)
+        if REST > 0:
+            _for_the_next(at + ROWS * MAIN, dk_rest_RD, is_last)
+            _for_the_next(at + SIZE + ROWS * MAIN, dv_rest_RD, is_last)
         hand_on(members_ptr + number)  # by each of four warps
-    if member == sharing - 1:
+    if member == num_members - 1:
         k_own = room.kv.index(0).slice(CONSUMER * ROWS, ROWS, dim=0)
         v_own = room.kv.index(1).slice(CONSUMER * ROWS, ROWS, dim=0)
         put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
@@ -163,15 +175,29 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         tma.store_wait(0)
 
 
+@gluon.constexpr_function
+def _in_fours():
+    """The layout of sums on their way from program to program: a thread has four in a row, a warp 512 bytes."""
+    return gl.BlockedLayout([4], [32], [4], [0])
+
+
 @gluon.jit
-def _with_those_before(x_RW, at, member, sharing, W: gl.constexpr):
-    """x and what the heads before have of it, which is handed on to the next one, unless there is none."""
-    rows = gl.arange(0, ROWS, gl.SliceLayout(1, x_RW.type.layout))[:, None]
-    columns = gl.arange(0, W, gl.SliceLayout(0, x_RW.type.layout))[None, :]
-    ptrs = at + rows * W + columns
-    x_RW += gl.load(ptrs, mask=rows < gl.where(member > 0, ROWS, 0), other=0.0, cache_modifier=".cg")
-    gl.store(ptrs, x_RW, mask=rows < gl.where(member < sharing - 1, ROWS, 0))
-    return x_RW
+def _from_those_before(at, is_first, W: gl.constexpr, layout: gl.constexpr):
+    """What the programs before have of a consumer's sums [R, W]; zeros for the first."""
+    loaded = gl.load(at + gl.arange(0, ROWS * W, _in_fours()), mask=not is_first, other=0.0, cache_modifier=".cg")
+    # A thread's four are what it has of eight columns: two columns of two rows. By columns: which eight, the thread,
+    # which of two; by rows: the warp, which of two, the thread.
+    x_RW = loaded.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W])
+    return gl.convert_layout(x_RW, layout, assert_trivial=True)
+
+
+@gluon.jit
+def _for_the_next(at, x_RW, is_last):
+    """Leave a consumer's sums [R, W] to the next program, unless there is none."""
+    W: gl.constexpr = x_RW.shape[1]
+    x = x_RW.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * W])
+    x = gl.convert_layout(x, _in_fours(), assert_trivial=True)
+    gl.store(at + gl.arange(0, ROWS * W, _in_fours()), x, mask=not is_last)
 
 
 @gluon.jit
@@ -188,22 +214,23 @@ def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
 
 
 @gluon.jit
-def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL: gl.constexpr):
-    """Head and tile of keys of a program, and whether it visits the queries upwards.
+def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL: gl.constexpr,
+          IN_A_ROW: gl.constexpr):  # fmt: skip
+    """First head and tile of keys of a program, and whether it visits the queries upwards.
 
-    First come the first of all heads that share keys, then the second of all: each adds to dK and dV of those before,
-    which have ended by then. Heads go in groups whose queries the L2 cache holds together. Under a causal mask the
-    first programs of a group have the last keys and visit the queries upwards, each a tile behind the program that it
-    waits for. The last group, from head num_upwards on, has the longest programs first, so that all end together, and
-    visits the queries downwards.
+    Heads in a row count as one. First come the first of all that share keys, then the second of all: each adds to dK
+    and dV of those before, which have ended by then. Heads go in groups whose queries the L2 cache holds together.
+    Under a causal mask the first programs of a group have the last keys and visit the queries upwards, each a tile
+    behind the program that it waits for. The last group, from head num_upwards on, has the longest programs first, so
+    that all end together, and visits the queries downwards.
     """
     programs_a_group = heads_a_group * num_key_tiles
     first = gl.program_id(0) // programs_a_group * heads_a_group
-    heads = gl.minimum(heads_a_group, heads_in_all - first)  # the last group may have fewer
+    heads = gl.minimum(heads_a_group, heads_in_all // IN_A_ROW - first)  # the last group may have fewer
     within = gl.program_id(0) % programs_a_group
     position = first + within % heads
     kv_heads_in_all = heads_in_all // sharing
-    b_head = position % kv_heads_in_all * sharing + position // kv_heads_in_all
+    b_head = position % kv_heads_in_all * sharing + position // kv_heads_in_all * IN_A_ROW
     upwards = first < num_upwards
     key_tile = within // heads
     if CAUSAL:
@@ -216,10 +243,10 @@ def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUS
 def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
                     minus_d_tiles, turns_ptr, shared_ptr, heads_in_all, heads_a_group, num_upwards, num_heads, sharing,
                     num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-                    M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
+                    IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
                     NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                     LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """What a head of queries has of dK and dV of 128 keys, and of dQ from them."""
+    """What IN_A_ROW heads of queries have of dK and dV of 128 keys, and of dQ from them."""
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
     W_1: gl.constexpr = REST if REST > 0 else W_0
@@ -227,7 +254,9 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     PARTS: gl.constexpr = PARTS_0 + (W_1 + PART - 1) // PART  # of one that is not filled, the rest is never read
     num_key_tiles = gl.cdiv(num_keys, KEYS)
     members_ptr = turns_ptr + NUM_CONSUMERS * heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
-    b_head, key_tile, upwards = _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL)
+    b_head, key_tile, upwards = _task(
+        heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL, IN_A_ROW
+    )
     b, head = b_head // num_heads, b_head % num_heads
     b_kv_head, kv_head = b_head // sharing, head // sharing
     first_key = key_tile * KEYS
@@ -267,16 +296,16 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
-                             num_queries, num_keys, scale, scale_log2, room, ZERO, CAUSAL, GROUPED, M, MAIN, REST,
-                             ZERO, W_0)),
+                             num_queries, num_keys, scale, scale_log2, room, ZERO, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
+                             REST, ZERO, W_0)),
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
-                             num_queries, num_keys, scale, scale_log2, room, ONE, CAUSAL, GROUPED, M, MAIN, REST,
-                             W_0, W_1)),
+                             num_queries, num_keys, scale, scale_log2, room, ONE, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
+                             REST, W_0, W_1)),
         (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head,
-                 first_key, first_query, num_tiles, upwards, num_padded, room, M)),
+                 first_key, first_query, num_tiles, upwards, num_padded, room, M, IN_A_ROW)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
-                   room, CAUSAL, M, PARTS, ZERO, ZERO, PARTS_0)),
+                   room, CAUSAL, M, IN_A_ROW, PARTS, ZERO, ZERO, PARTS_0)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
-                   room, CAUSAL, M, PARTS, ONE, PARTS_0, PARTS)),
+                   room, CAUSAL, M, IN_A_ROW, PARTS, ONE, PARTS_0, PARTS)),
     ], [4, 1, 1, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

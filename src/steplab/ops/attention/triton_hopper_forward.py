@@ -15,6 +15,10 @@ nothing. Up to 96 columns the four threads that have a row between them do not e
 where a vote of the warp says that there is one; from 80 on the assembler puts the wait for the second product before
 that branch, which pays no longer at 128.
 
+Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. In one tile the
+copy engine would ask the L2 cache for what it fills up with zeros as well: of 80 columns, which lie across the cache's
+lines of 128 bytes, for 3.5 lines a row in place of 2.75, and of these it can ask for so many in its time.
+
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.
 """
@@ -26,6 +30,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from steplab.ops.attention.triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
+    in_parts,
     let_pass,
     meet,
     named_ring,
@@ -61,8 +66,20 @@ def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.co
 
 
 @gluon.jit
-def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring, v_ring,
-          CAUSAL: gl.constexpr, N: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
+def _bring(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Load the i-th tile, of keys or of values, once there is room for it."""
+    if REST > 0:
+        arrived = to.room(i, main_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
+        tma.async_copy_global_to_shared(rest_tiles, [b, head, first_key, MAIN], arrived, to.slot(i)[1])
+    else:
+        arrived = to.room(i, main_tiles.block_type.nbytes)
+    tma.async_copy_global_to_shared(main_tiles, [b, head, first_key, 0], arrived, to.slot(i)[0])
+
+
+@gluon.jit
+def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys,
+          q_ring, k_ring, v_ring, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+          NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     i = 0  # tiles of keys so far
     row = tasks_ptr + gl.program_id(0) * row_length
     for number in range(gl.load(row)):
@@ -75,10 +92,8 @@ def _load(q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, 
             tma.async_copy_global_to_shared(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
         for t in range(num_tiles):
             first_key = (num_tiles - 1 - t) * N
-            k_arrived = k_ring.room(i, k_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(k_tiles, [b, head // sharing, first_key, 0], k_arrived, k_ring.slot(i))
-            v_arrived = v_ring.room(i, v_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(v_tiles, [b, head // sharing, first_key, 0], v_arrived, v_ring.slot(i))
+            _bring(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
+            _bring(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
             i += 1
     for slot in range(gl.minimum(i, k_ring.num_slots)):  # no barrier is left with some of its arrivals
         k_ring.wait(slot)
@@ -222,11 +237,11 @@ def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2,
     BY_THREADS: gl.constexpr = MAIN + REST <= 96
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
-    k_ND = k_ring.take(i)
+    k_parts = k_ring.take(i)
     meet(CONSUMER)
-    s_RN = scores(q_RD, k_ND, S, MAIN, REST)
+    s_RN = scores(in_parts(q_RD, MAIN, REST), k_parts, S, REST)
     p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
-    o_RD, rest_RD = times(p_RN, v_ring.take(i - 1), o_RD, rest_RD, MAIN, REST)
+    o_RD, rest_RD = times(p_RN, v_ring.take(i - 1), o_RD, rest_RD, REST)
     let_pass(NEXT)
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
     k_ring.release(i)
@@ -271,7 +286,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         for t in range(hidden):
             k_ring.take(first_tile + t)
             k_ring.release(first_tile + t)
-        s_RN = scores(q_RD, k_ring.take(first_tile + hidden), S, MAIN, REST)
+        s_RN = scores(in_parts(q_RD, MAIN, REST), k_ring.take(first_tile + hidden), S, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
         largest, sums = _nothing_yet(S, N, BY_THREADS)
@@ -297,7 +312,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             q_ring.release(own)
         first_tile += num_tiles
         p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
-        o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, MAIN, REST)
+        o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, REST)
         if BY_THREADS:
             largest, sums = _of_rows(largest, sums, gl.SliceLayout(1, S))
         part_R = 1 / gl.where(sums == 0, 1.0, sums)
@@ -327,12 +342,13 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
 
 
 @gluon.jit(do_not_specialize=["row_length", "num_heads", "sharing", "num_queries", "num_keys"])
-def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, sharing,
-                      num_queries, num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
+def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, k_rest_tiles, v_rest_tiles, row_length,
+                      num_heads, sharing, num_queries, num_keys, scale_log2, CAUSAL: gl.constexpr, N: gl.constexpr,
                       NUM_CONSUMERS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
                       NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                       LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """A program per row of tasks_ptr [programs, row_length], as task_table makes them."""
+    """A program per row of tasks_ptr [programs, row_length], as task_table makes them. Where a head has no rest of
+    columns, the tiles of that are None."""
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
@@ -347,8 +363,8 @@ def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, ro
     # Named barriers: first the consumers' turns, then the slots of keys, then those of values.
     V_NAME: gl.constexpr = NUM_CONSUMERS + NUM_SLOTS
     gl.static_assert(V_NAME + NUM_SLOTS <= NUM_NAMES, "more slots than there are barriers")
-    k_ring = named_ring(q_tiles.dtype, N, BOX, NUM_SLOTS, NUM_CONSUMERS, NUM_CONSUMERS)
-    v_ring = named_ring(q_tiles.dtype, N, BOX, NUM_SLOTS, V_NAME, NUM_CONSUMERS)
+    k_ring = named_ring(q_tiles.dtype, N, MAIN, REST, NUM_SLOTS, NUM_CONSUMERS, NUM_CONSUMERS)
+    v_ring = named_ring(q_tiles.dtype, N, MAIN, REST, NUM_SLOTS, V_NAME, NUM_CONSUMERS)
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([ROWS, BOX], q_tiles.dtype)
     if APART:
         o_own = gl.allocate_shared_memory(q_tiles.dtype, [NUM_CONSUMERS, ROWS, BOX], layout)
@@ -361,8 +377,8 @@ def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, ro
                        k_ring, v_ring, o_own, C0, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
             (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
                        k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
-            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring,
-                     v_ring, CAUSAL, N, NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_length, num_heads, sharing,
+                     num_keys, q_ring, k_ring, v_ring, CAUSAL, N, MAIN, REST, NUM_CONSUMERS)),
         ], [4, 1], [CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip
     else:
         gl.warp_specialize([
@@ -372,6 +388,6 @@ def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, ro
                        k_ring, v_ring, o_own, C1, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
             (_attend, (o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring,
                        k_ring, v_ring, o_own, C2, CAUSAL, N, MAIN, REST, APART, NUM_CONSUMERS)),
-            (_load, (q_tiles, k_tiles, v_tiles, tasks_ptr, row_length, num_heads, sharing, num_keys, q_ring, k_ring,
-                     v_ring, CAUSAL, N, NUM_CONSUMERS)),
+            (_load, (q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_length, num_heads, sharing,
+                     num_keys, q_ring, k_ring, v_ring, CAUSAL, N, MAIN, REST, NUM_CONSUMERS)),
         ], [4, 4, 1], [CONSUMER_REGISTERS, CONSUMER_REGISTERS, LOADER_REGISTERS])  # fmt: skip

@@ -23,6 +23,7 @@ from triton.language.core import _aggregate as aggregate
 
 from steplab.ops.attention.triton_hopper_tiles import (
     ROWS,
+    in_parts,
     pack,
     times,
     unpack,
@@ -178,8 +179,8 @@ def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN
     """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
     p_RM, ds_RM = unpack(weights, room.kv.dtype, P), unpack(ds, room.kv.dtype, P)
-    dv_RD, dv_rest_RD = times(p_RM, room.gradients(i), dv_RD, dv_rest_RD, MAIN, REST)
-    dk_RD, dk_rest_RD = times(ds_RM, room.queries(i), dk_RD, dk_rest_RD, MAIN, REST)
+    dv_RD, dv_rest_RD = times(p_RM, in_parts(room.gradients(i), MAIN, REST), dv_RD, dv_rest_RD, REST)
+    dk_RD, dk_rest_RD = times(ds_RM, in_parts(room.queries(i), MAIN, REST), dk_RD, dk_rest_RD, REST)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 

@@ -31,7 +31,7 @@ from steplab.ops.attention.triton_hopper_gradients import (
     weigh,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_tiles import ROWS, let_pass, meet, scores, scores_of_parts, unpack
+from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, let_pass, meet, scores, unpack
 
 # --- S and dP ------------------------------------------------------------------------------------------------------
 
@@ -73,11 +73,10 @@ def _scores(held, tile_MD, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAI
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     if _is_held(WHICH, REST):
         A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        main_RD, rest_RD = unpack(held[0], tile_MD.dtype, A), unpack(held[1], tile_MD.dtype, A)
-        sums_RM = scores_of_parts(main_RD, rest_RD, tile_MD, S, MAIN, REST)
+        own_parts = unpack(held[0], tile_MD.dtype, A), unpack(held[1], tile_MD.dtype, A)
     else:
-        sums_RM = scores(own(room, zero, WHICH, CONSUMER), tile_MD, S, MAIN, REST)
-    return sums_RM
+        own_parts = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
+    return scores(own_parts, in_parts(tile_MD, MAIN, REST), S, REST)
 
 
 # --- the turns -----------------------------------------------------------------------------------------------------
@@ -197,28 +196,32 @@ def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, M
 
 @gluon.jit
 def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
-                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
-                     MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
-                     W: gl.constexpr):  # fmt: skip
-    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
+                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
+                     M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
+                     FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
+    the keys."""
     k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
     v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
     weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
                                  CAUSAL, M, MAIN, REST, CONSUMER)  # fmt: skip
-    for t in range(1, first_whole):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(gl.maximum(first_whole, 1), end_whole):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(gl.maximum(end_whole, 1), num_tiles):
-        weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
-            first + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
-            start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    return _last_products(first + num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST,
-                          CONSUMER, FIRST, W)  # fmt: skip
+    for which in range(IN_A_ROW):
+        of_head = first + which * num_tiles
+        begin = gl.where(which == 0, 1, 0)
+        for t in range(begin, first_whole):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(gl.maximum(first_whole, begin), end_whole):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(gl.maximum(end_whole, begin), num_tiles):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+    return _last_products(first + IN_A_ROW * num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room,
+                          MAIN, REST, CONSUMER, FIRST, W)  # fmt: skip

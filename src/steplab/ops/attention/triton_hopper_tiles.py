@@ -8,6 +8,8 @@ other (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2).
 Note "one round": products that were started run on while a consumer computes, and are waited for before the next round
 of its loop. Across rounds the assembler (ptxas of CUDA 13) would wait after every one of them. What a round cannot
 finish, the product with the weights that it has just made, the next round starts.
+
+Note "two parts": products are of the main columns of a head, and then of the rest, if there is one.
 """
 
 from triton.experimental import gluon
@@ -68,21 +70,24 @@ class Ring:
 
 @aggregate
 class NamedRing:
-    """A ring whose slots are given back at named barriers, the first of so many from a name on.
+    """A ring of tiles in two parts, whose slots are given back at named barriers, the first of so many from a name on.
 
     To arrive at one costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as Ring has) one of
     its threads arrives for all, for which its four warps wait for each other first.
     """
 
-    tiles: gl.shared_memory_descriptor
+    mains: gl.shared_memory_descriptor
+    rests: gl.shared_memory_descriptor
+    """Of no use where tiles have no rest."""
     full: gl.shared_memory_descriptor
     num_slots: gl.constexpr
     first_name: gl.constexpr
     num_readers: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, tiles, full, num_slots, first_name, num_readers):
-        self.tiles = tiles
+    def __init__(self, mains, rests, full, num_slots, first_name, num_readers):
+        self.mains = mains
+        self.rests = rests
         self.full = full
         self.num_slots = gl.constexpr(num_slots)
         self.first_name = gl.constexpr(first_name)
@@ -90,14 +95,14 @@ class NamedRing:
 
     @gluon.jit
     def slot(self, i):
-        """Where the i-th tile is."""
-        return self.tiles.index(i % self.num_slots)
+        """Where the two parts of the i-th tile are."""
+        return self.mains.index(i % self.num_slots), self.rests.index(i % self.num_slots)
 
     @gluon.jit
     def take(self, i):
         """The i-th tile, once it has come."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
-        return self.tiles.index(i % self.num_slots)
+        return self.slot(i)
 
     @gluon.jit
     def release(self, i):
@@ -123,18 +128,23 @@ class NamedRing:
 def named_ring(
     dtype: gl.constexpr,
     rows: gl.constexpr,
-    box: gl.constexpr,
+    main: gl.constexpr,
+    rest: gl.constexpr,
     num_slots: gl.constexpr,
     first_name: gl.constexpr,
     num_readers: gl.constexpr,
 ):
-    """A ring for tiles [rows, box] which so many consumers give back at named barriers."""
-    layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, box], dtype)
-    tiles = gl.allocate_shared_memory(dtype, [num_slots, rows, box], layout)
+    """A ring for tiles [rows, main] and [rows, rest] which so many consumers give back at named barriers."""
+    main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, main], dtype)
+    mains = gl.allocate_shared_memory(dtype, [num_slots, rows, main], main_layout)
+    rests = mains
+    if rest > 0:
+        rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, rest], dtype)
+        rests = gl.allocate_shared_memory(dtype, [num_slots, rows, rest], rest_layout)
     full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num_slots):
         mbarrier.init(full.index(i), count=1)
-    return NamedRing(tiles, full, num_slots, first_name, num_readers)
+    return NamedRing(mains, rests, full, num_slots, first_name, num_readers)
 
 
 @gluon.jit
@@ -165,44 +175,41 @@ def barrier():
 
 
 @gluon.jit
-def scores(a_RD, b_CD, layout: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start a b^T over the columns that hold something. Where REST is not zero, a is in shared memory."""
-    if REST == 0:
-        C: gl.constexpr = b_CD.shape[0]
-        zero = gl.zeros([ROWS, C], gl.float32, layout)
-        sums_RC = warpgroup_mma(a_RD, b_CD.permute((1, 0)), zero, use_acc=False, is_async=True)
-    else:
-        main_RD, rest_RD = a_RD.slice(0, MAIN, dim=1), a_RD.slice(MAIN, REST, dim=1)
-        sums_RC = scores_of_parts(main_RD, rest_RD, b_CD, layout, MAIN, REST)
+def in_parts(tile, MAIN: gl.constexpr, REST: gl.constexpr):
+    """The main columns of a tile and the rest of them; if there is none, anything."""
+    rest = tile
+    if REST > 0:
+        rest = tile.slice(MAIN, REST, dim=1)
+    return tile.slice(0, MAIN, dim=1), rest
+
+
+@gluon.jit
+def scores(a, b, layout: gl.constexpr, REST: gl.constexpr):
+    """Start a b^T. Both are in parts: those of a [R, D] in shared memory or in registers, those of b [C, D] there."""
+    C: gl.constexpr = b[0].shape[0]
+    sums_RC = gl.zeros([ROWS, C], gl.float32, layout)
+    sums_RC = warpgroup_mma(a[0], b[0].permute((1, 0)), sums_RC, use_acc=False, is_async=True)
+    if REST > 0:
+        sums_RC = warpgroup_mma(a[1], b[1].permute((1, 0)), sums_RC, is_async=True)
     return sums_RC
 
 
 @gluon.jit
-def scores_of_parts(main_RD, rest_RD, b_CD, layout: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start a b^T, the columns of a in two parts, each in shared memory or in registers."""
-    C: gl.constexpr = b_CD.shape[0]
-    sums_RC = gl.zeros([ROWS, C], gl.float32, layout)
-    b_DC = b_CD.slice(0, MAIN, dim=1).permute((1, 0))
-    sums_RC = warpgroup_mma(main_RD, b_DC, sums_RC, use_acc=False, is_async=True)
-    b_DC = b_CD.slice(MAIN, REST, dim=1).permute((1, 0))
-    return warpgroup_mma(rest_RD, b_DC, sums_RC, is_async=True)
-
-
-@gluon.jit
-def times(a_RC, b_CD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Start sums + a b, the sums in two parts like the columns of b."""
-    main_RD = warpgroup_mma(a_RC, b_CD.slice(0, MAIN, dim=1), main_RD, is_async=True)
+def times(a_RC, b, main_RD, rest_RD, REST: gl.constexpr):
+    """Start sums + a b, the sums in two parts like the columns of b [C, D]."""
+    main_RD = warpgroup_mma(a_RC, b[0], main_RD, is_async=True)
     if REST > 0:
-        rest_RD = warpgroup_mma(a_RC, b_CD.slice(MAIN, REST, dim=1), rest_RD, is_async=True)
+        rest_RD = warpgroup_mma(a_RC, b[1], rest_RD, is_async=True)
     return main_RD, rest_RD
 
 
 @gluon.jit
 def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
     """Both parts into shared memory, where the copy engine will see them."""
-    tile_RD.slice(0, MAIN, dim=1).store(main_RD.to(tile_RD.dtype))
+    main, rest = in_parts(tile_RD, MAIN, REST)
+    main.store(main_RD.to(tile_RD.dtype))
     if REST > 0:
-        tile_RD.slice(MAIN, REST, dim=1).store(rest_RD.to(tile_RD.dtype))
+        rest.store(rest_RD.to(tile_RD.dtype))
     fence_async_shared()
 
 

@@ -25,7 +25,7 @@ from steplab.ops.attention.triton_hopper_gradients import (
     weigh,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_tiles import ROWS, let_pass, meet, scores
+from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, let_pass, meet, scores
 
 
 @gluon.jit
@@ -41,8 +41,8 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     room.wait(i)
     meet(OWN_TURN)
-    s_RM = scores(own(room, zero, 0, CONSUMER), room.queries(i), S, MAIN, 0)
-    dp_RM = scores(own(room, zero, 1, CONSUMER), room.gradients(i), S, MAIN, 0)
+    s_RM = scores(in_parts(own(room, zero, 0, CONSUMER), MAIN, 0), in_parts(room.queries(i), MAIN, 0), S, 0)
+    dp_RM = scores(in_parts(own(room, zero, 1, CONSUMER), MAIN, 0), in_parts(room.gradients(i), MAIN, 0), S, 0)
     let_pass(NEXT_TURN)
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
                         CAUSAL, M, 0)  # fmt: skip
@@ -75,22 +75,26 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
 
 @gluon.jit
 def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first,
-                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, M: gl.constexpr,
-                        MAIN: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds, from the first tile on, those from first_whole to end_whole unmasked: the gradients of the keys."""
-    for t in range(first_whole):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(first_whole, end_whole):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
-    for t in range(end_whole, num_tiles):
-        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
-            first + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step, num_queries,
-            num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
-        )  # fmt: skip
+                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr,
+                        IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr,
+                        FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
+    the keys."""
+    for which in range(IN_A_ROW):
+        of_head = first + which * num_tiles
+        for t in range(first_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(first_whole, end_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(end_whole, num_tiles):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD

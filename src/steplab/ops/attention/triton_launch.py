@@ -86,9 +86,13 @@ class Form:
         return descriptor
 
 
-def tile_form(tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int) -> Form:
-    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, box], as the kernels take them."""
-    block = [1, 1, rows, tiles.box]
+def tile_form(
+    tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int, columns: int | None = None
+) -> Form:
+    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, columns], as the kernels take them; without
+    `columns`, of all that a tile holds."""
+    columns = columns or tiles.box
+    block = [1, 1, rows, columns]
     if tiles.variant == "portable":
         from triton.tools.tensor_descriptor import TensorDescriptor
 
@@ -97,7 +101,7 @@ def tile_form(tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, ro
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
     size = dtype.itemsize
-    swizzle = min(128, tiles.box * size)
+    swizzle = min(128, columns * size)
     layout = gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=8 * size, rank=4)
     return _form(TensorDescriptor, shape, strides_of(shape, strides), block, layout=layout)
 
