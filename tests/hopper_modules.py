@@ -7,6 +7,7 @@ TRITON_INTERPRET=1, where Triton's own functions are for its interpreter.
 """
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from triton._C.libtriton import ir
@@ -48,26 +49,33 @@ def lowered(kernel: Any, types: dict[str, str], options: dict[str, Any]) -> str:
 REGISTERS = {"CONSUMER_REGISTERS": 160, "LOADER_REGISTERS": 24}
 
 
+def in_two_parts(names: Sequence[str], rows: int, main: int, rest: int) -> tuple[dict[str, str], dict[str, Any]]:
+    """The types of tiles that come in two parts, and what stands for those of the rest where there is none."""
+    rests = [f"{name}_rest_tiles" for name in names]
+    types = {f"{name}_tiles": in_tiles("bf16", 1, 1, rows, main) for name in names}
+    if rest:
+        return types | {name: in_tiles("bf16", 1, 1, rows, rest) for name in rests}, {}
+    return types, dict.fromkeys(rests)
+
+
 def forward_lowered(main: int, rest: int, num_consumers: int) -> str:
     box = 64 if main + rest <= 64 else 128
     types = {name: in_tiles("bf16", 1, 1, 64, box) for name in ("q_tiles", "o_tiles")}
-    types |= {name: in_tiles("bf16", 1, 1, 128, main) for name in ("k_tiles", "v_tiles")}
-    rests = dict.fromkeys(("k_rest_tiles", "v_rest_tiles"))  # of no rest there are no tiles
-    types |= {name: in_tiles("bf16", 1, 1, 128, rest) for name in rests if rest}
-    sizes: dict[str, Any] = {} if rest else dict(rests)
-    sizes |= {"N": 128, "NUM_CONSUMERS": num_consumers, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
+    of_parts, no_rest = in_two_parts(("k", "v"), 128, main, rest)
+    types |= of_parts
+    sizes = no_rest | {"N": 128, "NUM_CONSUMERS": num_consumers, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
     return lowered(attention_forward, types, {"CAUSAL": True, **sizes, **REGISTERS})
 
 
 def backward_lowered(main: int, rest: int, grouped: bool, in_a_row: int = 1) -> str:
     box, rows = (64, 128) if main + rest <= 64 else (128, 64)
-    types = {name: in_tiles("bf16", 1, 1, rows, box) for name in ("q_tiles", "do_tiles")}
+    types, no_rest = in_two_parts(("q", "do"), rows, main, rest)
     types |= {name: in_tiles("bf16", 1, 1, 128, box) for name in ("k_tiles", "v_tiles")}
     types |= {name: in_tiles("bf16", 1, 1, 64, box) for name in ("dk_tiles", "dv_tiles")}
     types |= {"sums_tiles": in_tiles("fp32", 64, 32)}
     types |= {name: in_tiles("fp32", rows) for name in ("minus_lse_tiles", "minus_d_tiles")}
     sizes = {"M": rows, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
-    options = {"CAUSAL": True, "GROUPED": grouped, "IN_A_ROW": in_a_row, **sizes, **REGISTERS}
+    options = {"CAUSAL": True, "GROUPED": grouped, "IN_A_ROW": in_a_row, **no_rest, **sizes, **REGISTERS}
     return lowered(attention_backward, types, options)
 
 

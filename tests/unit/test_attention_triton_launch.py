@@ -137,20 +137,22 @@ def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: 
     check_both_starts(start, noted, num_tensors)
 
 
-def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once() -> None:
+@pytest.mark.parametrize(("head_dim", "num_tensors"), [(64, 11), (80, 13)])
+def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim: int, num_tensors: int) -> None:
     hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
     portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
     noted = [
         KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.attention_backward, portable.attention_finish)
     ]
-    given = tiles_of("backward", "hopper"), CALL, Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
+    tiles = replace(tiles_of("backward", "hopper"), box=max(64, columns(head_dim).box))
+    given = tiles, CALL._replace(parts=columns(head_dim)), Q_SHAPE, K_SHAPE, (Q, K, K, Q, K, K, Q)
     with (
         patch.object(hopper, "attention_backward", noted[0]),
         patch.object(portable, "attention_finish", noted[1]),
         patch.object(triton_backward, "num_multiprocessors", return_value=3),
     ):
         start, finish = _starts_of_one_sweep.__wrapped__(*given)
-    check_both_starts(start, noted[0], 11)
+    check_both_starts(start, noted[0], num_tensors)
     check_both_starts(finish, noted[1], 2)
 
 

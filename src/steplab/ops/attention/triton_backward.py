@@ -12,6 +12,7 @@ from steplab.ops.attention.triton_launch import (
     SUMS_PANEL,
     SUMS_WIDTH,
     Call,
+    Form,
     Start,
     base_two,
     hopper_options,
@@ -224,7 +225,8 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride(), dq.stride()
     start, finish = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
     given = x.q, x.k, x.v, x.do, x.sums, dk, dv, x.minus_lse, x.minus_d, x.turns, x.shared
-    swept = start(*given, stream=x.stream)
+    rests = (x.q, x.do) if _columns_of(tiles, x.call.parts).rest else ()
+    swept = start(*given, *rests, stream=x.stream)
     x.launches.extend([swept, finish(x.sums, dq, stream=x.stream)])
 
 
@@ -232,7 +234,8 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and for (sums, dq)."""
+    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared), where a head has a rest of columns with q
+    and do once more, for tiles of the rest, and for (sums, dq)."""
     from steplab.ops.attention.triton_hopper_backward import attention_backward
     from steplab.ops.attention.triton_portable_backward import attention_finish
 
@@ -248,21 +251,23 @@ def _starts_of_one_sweep(
     heads = batch * num_heads // in_a_row
     together = min(heads_a_group(in_a_row * bytes_a_head, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
-    shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
-    half = ROWS_OF_A_CONSUMER
-    all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, half, half
-    q, k, v, do, dk, dv = (
-        tile_form(tiles, call.dtype, *form) for form in zip(shapes, strides[:6], all_rows, strict=True)
+    q, k, v, do, dk, dv = zip((q_shape, k_shape, k_shape, q_shape, k_shape, k_shape), strides[:6], strict=True)
+    main, rest = (
+        [tile_form(tiles, call.dtype, *x, tiles.queries, width) for x in (q, do) if width]
+        for width in (parts.main, parts.rest)
     )
+    of_keys = [tile_form(tiles, call.dtype, *x, tiles.keys) for x in (k, v)]
+    of_gradients = [tile_form(tiles, call.dtype, *x, ROWS_OF_A_CONSUMER) for x in (dk, dv)]
     of_numbers = number_form(num_rows, tiles.queries)
-    forms = [q, k, v, do, sums_form(num_rows * num_parts), dk, dv, of_numbers, of_numbers, None, None]
+    forms: list[Form | None] = [main[0], *of_keys, main[1], sums_form(num_rows * num_parts), *of_gradients]
+    forms += [of_numbers, of_numbers, None, None, *rest]
     options = hopper_options(tiles, parts)
     options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": num_heads > num_kv_heads, "IN_A_ROW": in_a_row}
     start = Start(
         attention_backward,
         num_programs // in_a_row,
         forms,
-        [batch * num_heads, together, num_upwards, *numbers],
+        [*([] if rest else [None, None]), batch * num_heads, together, num_upwards, *numbers],
         **options,
     )
     of_dq = *strides_of(q_shape, strides[6])[:3], num_heads, num_queries, numbers.num_padded, head_dim, call.scale

@@ -48,8 +48,9 @@ def _tile(i, num_tiles, upwards):
 
 
 @gluon.jit
-def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head, first_key,
-          first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
+def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q_rest_tiles, do_rest_tiles, b, head,
+          b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr,
+          MAIN: gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
     mbarrier.expect(room.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
     tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(0))
     tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(1))
@@ -61,9 +62,16 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b
             slot = i % room.num_slots
             mbarrier.wait(room.empty.index(slot), ((i // room.num_slots) & 1) ^ 1)
             arrived = room.full.index(slot)
-            mbarrier.expect(arrived, 2 * (q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes))
-            tma.async_copy_global_to_shared(q_tiles, [b, head + which, query, 0], arrived, room.queries(i))
-            tma.async_copy_global_to_shared(do_tiles, [b, head + which, query, 0], arrived, room.gradients(i))
+            num_bytes: gl.constexpr = q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes
+            if REST > 0:
+                mbarrier.expect(arrived, 2 * (num_bytes + q_rest_tiles.block_type.nbytes))
+                at = [b, head + which, query, MAIN]
+                tma.async_copy_global_to_shared(q_rest_tiles, at, arrived, room.queries(i)[1])
+                tma.async_copy_global_to_shared(do_rest_tiles, at, arrived, room.gradients(i)[1])
+            else:
+                mbarrier.expect(arrived, 2 * num_bytes)
+            tma.async_copy_global_to_shared(q_tiles, [b, head + which, query, 0], arrived, room.queries(i)[0])
+            tma.async_copy_global_to_shared(do_tiles, [b, head + which, query, 0], arrived, room.gradients(i)[0])
             if M == ROWS:  # numbers have two slots, and have been read when the tile's dS is there
                 before_last = i - 2
                 for c in gl.static_range(NUM_CONSUMERS):
@@ -241,12 +249,13 @@ def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUS
 @gluon.jit(do_not_specialize=["heads_in_all", "heads_a_group", "num_upwards", "num_heads", "sharing", "num_queries",
                               "num_keys", "num_padded"])  # fmt: skip
 def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles, dv_tiles, minus_lse_tiles,
-                    minus_d_tiles, turns_ptr, shared_ptr, heads_in_all, heads_a_group, num_upwards, num_heads, sharing,
-                    num_queries, num_keys, num_padded, scale, scale_log2, CAUSAL: gl.constexpr, GROUPED: gl.constexpr,
-                    IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
-                    NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
-                    LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """What IN_A_ROW heads of queries have of dK and dV of 128 keys, and of dQ from them."""
+                       minus_d_tiles, turns_ptr, shared_ptr, q_rest_tiles, do_rest_tiles, heads_in_all, heads_a_group,
+                       num_upwards, num_heads, sharing, num_queries, num_keys, num_padded, scale, scale_log2,
+                       CAUSAL: gl.constexpr, GROUPED: gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr,
+                       MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
+                       CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
+    """What IN_A_ROW heads of queries have of dK and dV of 128 keys, and of dQ from them. Where a head has no rest of
+    columns, the tiles of that are None."""
     # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
     W_1: gl.constexpr = REST if REST > 0 else W_0
@@ -274,8 +283,12 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BOX], k_tiles.dtype)
     kv = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, BOX], kv_layout)
     kv_arrived = barrier()
-    tile_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, BOX], k_tiles.dtype)
-    tiles = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, BOX], tile_layout)
+    main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, MAIN], k_tiles.dtype)
+    mains = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, MAIN], main_layout)
+    rests = mains
+    if REST > 0:
+        rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, REST], k_tiles.dtype)
+        rests = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, REST], rest_layout)
     number_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = gl.allocate_shared_memory(gl.float32, [4, M], number_layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)
@@ -291,7 +304,9 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
         ds_full = _barriers(2 * NUM_CONSUMERS, 1)
     dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
-    room = Room(kv, kv_arrived, tiles, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, NUM_SLOTS)
+    room = Room(
+        kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, NUM_SLOTS
+    )
     fence_async_shared()
     gl.warp_specialize([
         (_sum_over_queries, (dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_head, b_kv_head, sharing,
@@ -302,8 +317,9 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
                              key_tile, num_key_tiles, first_key, first_query, num_tiles, num_masked, num_whole, upwards,
                              num_queries, num_keys, scale, scale_log2, room, ONE, CAUSAL, GROUPED, IN_A_ROW, M, MAIN,
                              REST, W_0, W_1)),
-        (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, b, head, b_head, kv_head,
-                 first_key, first_query, num_tiles, upwards, num_padded, room, M, IN_A_ROW)),
+        (_load, (q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q_rest_tiles, do_rest_tiles, b,
+                 head, b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, room, M, MAIN, REST,
+                 IN_A_ROW)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,
                    room, CAUSAL, M, IN_A_ROW, PARTS, ZERO, ZERO, PARTS_0)),
         (_add_up, (sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded,

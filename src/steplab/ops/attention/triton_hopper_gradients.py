@@ -23,7 +23,6 @@ from triton.language.core import _aggregate as aggregate
 
 from steplab.ops.attention.triton_hopper_tiles import (
     ROWS,
-    in_parts,
     pack,
     times,
     unpack,
@@ -53,8 +52,10 @@ class Room:
     kv: gl.shared_memory_descriptor
     """Keys and values, which become their gradients at the end."""
     kv_arrived: gl.shared_memory_descriptor
-    tiles: gl.shared_memory_descriptor
-    """Queries and their gradients, in slots."""
+    mains: gl.shared_memory_descriptor
+    """Queries and their gradients, in slots: their main columns."""
+    rests: gl.shared_memory_descriptor
+    """The rest of their columns; of no use where there is none."""
     numbers: gl.shared_memory_descriptor
     """-log-sum-exp and -D of these, in two slots."""
     full: gl.shared_memory_descriptor
@@ -70,11 +71,12 @@ class Room:
     num_slots: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, kv, kv_arrived, tiles, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty,
-                 num_slots):  # fmt: skip
+    def __init__(self, kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full,
+                 dq_empty, num_slots):  # fmt: skip
         self.kv = kv
         self.kv_arrived = kv_arrived
-        self.tiles = tiles
+        self.mains = mains
+        self.rests = rests
         self.numbers = numbers
         self.full = full
         self.empty = empty
@@ -92,13 +94,15 @@ class Room:
 
     @gluon.jit
     def queries(self, i):
-        """The queries of the i-th tile."""
-        return self.tiles.index(2 * (i % self.num_slots))
+        """The queries of the i-th tile, in parts."""
+        place = 2 * (i % self.num_slots)
+        return self.mains.index(place), self.rests.index(place)
 
     @gluon.jit
     def gradients(self, i):
-        """The gradients of the outputs of the i-th tile, dO."""
-        return self.tiles.index(2 * (i % self.num_slots) + 1)
+        """The gradients of the outputs of the i-th tile, dO, in parts."""
+        place = 2 * (i % self.num_slots) + 1
+        return self.mains.index(place), self.rests.index(place)
 
     @gluon.jit
     def minus_lse(self, i):
@@ -179,8 +183,8 @@ def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN
     """Start P^T dO and dS^T Q of the i-th tile, added to the sums."""
     P: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16]), 2)
     p_RM, ds_RM = unpack(weights, room.kv.dtype, P), unpack(ds, room.kv.dtype, P)
-    dv_RD, dv_rest_RD = times(p_RM, in_parts(room.gradients(i), MAIN, REST), dv_RD, dv_rest_RD, REST)
-    dk_RD, dk_rest_RD = times(ds_RM, in_parts(room.queries(i), MAIN, REST), dk_RD, dk_rest_RD, REST)
+    dv_RD, dv_rest_RD = times(p_RM, room.gradients(i), dv_RD, dv_rest_RD, REST)
+    dk_RD, dk_rest_RD = times(ds_RM, room.queries(i), dk_RD, dk_rest_RD, REST)
     return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
 
 

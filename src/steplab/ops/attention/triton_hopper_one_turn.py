@@ -67,16 +67,16 @@ def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, 
 
 
 @gluon.jit
-def _scores(held, tile_MD, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
             CONSUMER: gl.constexpr):  # fmt: skip
     """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     if _is_held(WHICH, REST):
         A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        own_parts = unpack(held[0], tile_MD.dtype, A), unpack(held[1], tile_MD.dtype, A)
+        own_parts = unpack(held[0], room.kv.dtype, A), unpack(held[1], room.kv.dtype, A)
     else:
         own_parts = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
-    return scores(own_parts, in_parts(tile_MD, MAIN, REST), S, REST)
+    return scores(own_parts, tile, S, REST)
 
 
 # --- the turns -----------------------------------------------------------------------------------------------------

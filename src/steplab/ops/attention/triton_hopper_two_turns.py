@@ -41,8 +41,8 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     room.wait(i)
     meet(OWN_TURN)
-    s_RM = scores(in_parts(own(room, zero, 0, CONSUMER), MAIN, 0), in_parts(room.queries(i), MAIN, 0), S, 0)
-    dp_RM = scores(in_parts(own(room, zero, 1, CONSUMER), MAIN, 0), in_parts(room.gradients(i), MAIN, 0), S, 0)
+    s_RM = scores(in_parts(own(room, zero, 0, CONSUMER), MAIN, 0), room.queries(i), S, 0)
+    dp_RM = scores(in_parts(own(room, zero, 1, CONSUMER), MAIN, 0), room.gradients(i), S, 0)
     let_pass(NEXT_TURN)
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
                         CAUSAL, M, 0)  # fmt: skip
