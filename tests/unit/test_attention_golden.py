@@ -1,4 +1,4 @@
-"""The committed records of attention on an H200: what the documents say of flash_triton's speed holds."""
+"""The committed records of attention on an H200 and an H100: what the documents say of flash_triton's speed holds."""
 
 import gzip
 from pathlib import Path
@@ -12,12 +12,17 @@ from steplab.records.run import Run
 
 PEERS = "f35c5aced2c3"
 """Seven shapes beside cuDNN, FlashAttention-2, FlexAttention and flash-attn-4, in one process in turns."""
-RECORDS = Path(__file__).parents[2] / "benchmarks/results/attention_h200_202611.jsonl.gz"
+PEERS_H100 = "dc04c9eddde1"
+"""The same on an H100."""
+DIMS_H100 = "737292d79b0b"
+"""Head dimensions and grouped heads there."""
+RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, AttentionRun | Run]:
-    found = (decode(line) for line in gzip.decompress(RECORDS.read_bytes()).splitlines())
+    texts = (gzip.decompress((RESULTS / f"attention_{gpu}_202611.jsonl.gz").read_bytes()) for gpu in ("h200", "h100"))
+    found = (decode(line) for text in texts for line in text.splitlines())
     return {record.id: record for record in found if isinstance(record, (AttentionRun, Run))}
 
 
@@ -59,6 +64,63 @@ def test_flash_triton_is_faster_than_each_peer_in_seven_shapes(
     assert max(found) == pytest.approx(most, abs=0.001)
 
 
+@pytest.mark.parametrize(
+    ("peer", "name", "least", "most"),
+    [
+        ("sdpa_flash", "both", 2.026, 2.458),
+        ("flex", "both", 1.475, 1.962),
+        ("sdpa_cudnn", "both", 1.160, 1.334),
+        ("flash_attn_4", "forward", 1.024, 1.210),
+        ("flash_attn_4", "backward", 1.037, 1.062),
+        ("flash_attn_4", "both", 1.033, 1.095),
+    ],
+)
+def test_so_it_is_on_an_h100(
+    records: dict[str, AttentionRun | Run], peer: str, name: str, least: float, most: float
+) -> None:
+    found = ratios(records[PEERS_H100], peer, name)
+    assert len(found) == 7
+    assert (min(found), max(found)) == pytest.approx((least, most), abs=0.001)
+
+
+def beyond_proportion(run: AttentionRun, name: str, dim: int, kv_heads: int, length: int) -> float:
+    """By how much flash_triton takes longer than its FLOPs say: of a head dimension, between 64 and 128; of 32 heads on
+    fewer heads of keys, as with keys of their own."""
+
+    def seconds(dim: int, kv_heads: int) -> float:
+        (cell,) = (
+            cell
+            for cell in run.cells
+            if (cell.spec.implementation, cell.spec.heads, cell.spec.kv_heads, cell.spec.dim, cell.spec.queries)
+            == ("flash_triton", heads, kv_heads, dim, length)
+        )
+        return median(cell.samples(name))
+
+    heads = 16 if kv_heads == 16 else 32
+    low, high = seconds(64, heads), seconds(128, heads)
+    return seconds(dim, kv_heads) / (low + (high - low) * (dim - 64) / 64) - 1
+
+
+@pytest.mark.parametrize(
+    ("dim", "kv_heads", "of_4096", "of_16384"),
+    [
+        (80, 16, 0.107, 0.110),
+        (96, 16, 0.047, 0.043),
+        (64, 8, -0.021, 0.000),
+        (64, 4, -0.012, 0.005),
+        (128, 8, 0.064, 0.000),
+        (128, 4, 0.069, 0.004),
+    ],
+)
+def test_head_dimensions_and_grouped_heads_take_what_their_flops_say_and_some_percent(
+    records: dict[str, AttentionRun | Run], dim: int, kv_heads: int, of_4096: float, of_16384: float
+) -> None:
+    run = records[DIMS_H100]
+    assert isinstance(run, AttentionRun)
+    found = [beyond_proportion(run, "both", dim, kv_heads, length) for length in (4096, 16384)]
+    assert found == pytest.approx([of_4096, of_16384], abs=0.001)
+
+
 def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
     records: dict[str, AttentionRun | Run],
 ) -> None:
@@ -73,7 +135,7 @@ def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
 
 
 def test_first_calls_with_an_empty_cache_take_some_seconds(records: dict[str, AttentionRun | Run]) -> None:
-    for record, longest_s in ((PEERS, 8.26), ("ac3c36ae99c0", 7.34), ("c7445ad0d890", 14.19)):
+    for record, longest_s in ((PEERS, 8.26), ("ac3c36ae99c0", 7.34), ("c7445ad0d890", 14.19), (DIMS_H100, 11.62)):
         run = records[record]
         assert isinstance(run, AttentionRun)
         first_s = [cell.first_call_s or 0.0 for cell in run.cells if cell.spec.implementation == "flash_triton"]
