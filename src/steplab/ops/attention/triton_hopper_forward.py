@@ -15,9 +15,9 @@ nothing. Up to 96 columns the four threads that have a row between them do not e
 where a vote of the warp says that there is one; from 80 on the assembler puts the wait for the second product before
 that branch, which pays no longer at 128.
 
-Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. In one tile the
-copy engine would ask the L2 cache for what it fills up with zeros as well: of 80 columns, which lie across the cache's
-lines of 128 bytes, for 3.5 lines a row in place of 2.75, and of these it can ask for so many in its time.
+Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. For one tile of
+both the copy engine would ask the L2 cache for what it fills up with zeros as well: of 80 columns, which lie across the
+cache's lines of 128 bytes, for 3.5 lines a row in place of 2.75. How many it can ask for bounded the kernel then.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.

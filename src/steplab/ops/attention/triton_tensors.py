@@ -23,7 +23,8 @@ class Columns:
     rest: int
     """0, or a power of two: 80 columns are 64 and 16, for which 128 would be multiplied 48 times by zero."""
     box: int
-    """Columns of a tile in shared memory, the power of two that holds them; the copy engine fills up with zeros."""
+    """Columns of a tile in shared memory, the power of two that holds them; the copy engine fills up with zeros. What
+    the kernels for Hopper load again and again comes as two tiles, of `main` and of `rest`."""
 
 
 @cache
