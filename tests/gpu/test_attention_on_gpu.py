@@ -11,6 +11,7 @@ import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -185,6 +186,7 @@ GROUPS = [
     Group(dims=(97, 112, 128), causal=True, key_heads=2, sharing=2),
     Group(dims=(100, 120, 128), causal=False, key_heads=3, sharing=1),
     Group(dims=(129, 136, 144), causal=True, key_heads=2, sharing=1),
+    Group(dims=(145, 160, 161, 192), causal=False, key_heads=2, sharing=1),
     Group(dims=(193, 200, 256), causal=True, key_heads=1, sharing=2),
     Group(dims=(200, 240, 256), causal=False, key_heads=2, sharing=1),
     Group(dims=(33, 48, 64), causal=True, key_heads=2, sharing=1, dtype=FP16),
@@ -212,14 +214,23 @@ def length(draw: random.Random) -> int:
     return draw.choice([draw.randint(1, 40), draw.randint(1, 300), draw.randint(1, 700), near])
 
 
+@pytest.fixture
+def pairs_as_asked(group: Group) -> Iterator[None]:
+    """Programs of the backward kernel take two heads where the group asks for it, whatever the shape."""
+    if not group.in_pairs:
+        yield
+        return
+    with patch.object(triton_backward, "heads_in_a_row", return_value=2):
+        choose_anew()
+        yield
+    choose_anew()
+
+
 @pytest.mark.parametrize("group", GROUPS, ids=str)
 def test_shapes_at_random_err_at_most_twice_as_much_as_plain(
-    group: Group, tf32_put_back: None, monkeypatch: pytest.MonkeyPatch
+    group: Group, tf32_put_back: None, pairs_as_asked: None
 ) -> None:
     torch.backends.cuda.matmul.allow_tf32 = group.tf32
-    if group.in_pairs:
-        monkeypatch.setattr(triton_backward, "heads_in_a_row", lambda *given: 2)
-        choose_anew()
     draw = random.Random(str(group))
     for seed in range(CASES_A_GROUP):
         case = Case(
@@ -237,9 +248,6 @@ def test_shapes_at_random_err_at_most_twice_as_much_as_plain(
             large=draw.choice([1, 1, 3]),
         )
         check(case, tf32=group.tf32)
-    if group.in_pairs:
-        monkeypatch.undo()
-        choose_anew()
 
 
 SHAPE: dict[str, Any] = {"batch": 1, "key_heads": 2, "sharing": 1, "queries": 203, "keys": 261, "dim": 64}
@@ -275,8 +283,7 @@ def test_edges_err_at_most_twice_as_much_as_plain(causal: bool, dtype: torch.dty
 
 @pytest.mark.parametrize("dim", [64, 80, 128, 256])
 def test_both_variants_err_at_most_twice_as_much_as_plain(dim: int, variant: str) -> None:
-    x = torch.empty(1, dtype=BF16, device="cuda")
-    assert triton_tuning.tiles_for("forward", x, max(64, 1 << (dim - 1).bit_length()), 513).variant == variant
+    assert triton_tuning.tiles_for("forward", torch.empty(1, dim, dtype=BF16, device="cuda"), 513).variant == variant
     for seed, (queries, keys) in enumerate([(513, 513), (65, 513), (513, 65), (63, 31), (200, 129)]):
         for causal in (False, True):
             check(Case(seed=seed, batch=2, key_heads=2, sharing=2, queries=queries, keys=keys, dim=dim, causal=causal))

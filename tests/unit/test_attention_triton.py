@@ -360,7 +360,7 @@ def test_what_is_prepared_subtracts_the_log_sum_exp_and_begins_the_turns(num_kv_
     o, lse = torch.randn_like(q), torch.randn(2, 3, 70)
     lse[0, 1, 5] = float("-inf")
     tiles = Tiles(kernel="backward", gpu="any", bits=16, box=64, variant="hopper", queries=128, keys=128, stages=2)
-    with patch.object(triton_backward, "tiles_on", return_value=tiles):
+    with patch.object(triton_backward, "tiles_if_any", return_value=tiles):
         triton_backward._layout.cache_clear()
         operands = triton_backward.prepared(do, q, k, v, o, lse, causal=False, scale=0.5)
         triton_backward._layout.cache_clear()

@@ -159,7 +159,7 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim:
 def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     """50 queries of 4 heads are filled up to 128, 64 columns are two parts of 32, 2 x 2 tiles of keys are shared."""
     of_one_sweep = torch.bfloat16, torch.device("cpu")
-    with patch.object(triton_backward, "tiles_on", return_value=tiles_of("backward", "hopper")):
+    with patch.object(triton_backward, "tiles_if_any", return_value=tiles_of("backward", "hopper")):
         own, shared = (_layout.__wrapped__((1, 4, 50, 64), (1, heads, 130, 64), *of_one_sweep) for heads in (4, 2))
     rows = 4 * 128
     assert own.parts == [rows, rows, rows * 64, 0, 2 * 4]
@@ -175,7 +175,7 @@ def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
     """All but the counters of turns, of which there are few."""
     shapes = (1, 4, 300, head_dim), (1, num_kv_heads, 130, head_dim)
     hopper = replace(tiles_of("backward", "hopper"), box=max(64, columns(head_dim).box))
-    with patch.object(triton_backward, "tiles_on", return_value=hopper):
+    with patch.object(triton_backward, "tiles_if_any", return_value=hopper):
         *parts, _ = _layout.__wrapped__(*shapes, torch.bfloat16, torch.device("cpu")).parts
     shared = num_kv_heads < 4
     stated = [

@@ -136,9 +136,9 @@ def tiles_on(
     tokens: int = 512,
     *,
     bits: int = 16,
-    box: int = 64,
+    head_dim: int = 64,
 ) -> Tiles:
-    found = triton_tuning._found(kernel, gpu, capability, bits, box, tokens)
+    found = triton_tuning._found(kernel, gpu, capability, bits, head_dim, tokens)
     assert found is not None
     return found
 
@@ -147,7 +147,7 @@ def tiles_on(
 @pytest.mark.parametrize("bits", [16, 32])
 @pytest.mark.parametrize("box", BOXES)
 def test_the_table_has_portable_tiles_for_every_gpu(box: int, bits: int, kernel: Kernel) -> None:
-    tiles = tiles_on("a GPU nobody knows", (8, 0), kernel, 10**6, bits=bits, box=box)
+    tiles = tiles_on("a GPU nobody knows", (8, 0), kernel, 10**6, bits=bits, head_dim=box)
     assert (tiles.variant, tiles.gpu, tiles.box, tiles.bits) == ("portable", "any", box, bits)
     assert [row.tokens for row in triton_tuning.table() if row == tiles] == [None]
 
@@ -170,19 +170,23 @@ def test_rows_of_the_table_are_ones_that_kernels_can_be_made_for() -> None:
             else:
                 assert row.queries in ((128, 192) if row.box <= 64 else (128,)), row  # two consumers of 64, or three
             assert row.stages >= 2, row  # a tile is multiplied one round after the next one is asked for
+        assert row.columns is None or row.box // 2 < row.columns < row.box, row
 
 
 def test_no_two_rows_are_for_the_same_thing() -> None:
-    keys = [(row.kernel, row.gpu, row.bits, row.box, row.tokens) for row in triton_tuning.table()]
+    keys = [(row.kernel, row.gpu, row.bits, row.box, row.columns, row.tokens) for row in triton_tuning.table()]
     assert len(set(keys)) == len(keys)
 
 
-def row(gpu: str, variant: str = "portable", tokens: int | None = None, keys: int = 64) -> Tiles:
+def row(
+    gpu: str, variant: str = "portable", tokens: int | None = None, keys: int = 64, columns: int | None = None
+) -> Tiles:
     return Tiles(
         kernel="forward",
         gpu=gpu,
         bits=16,
         box=64,
+        columns=columns,
         tokens=tokens,
         variant=variant,  # type: ignore[arg-type]
         queries=128,
@@ -198,6 +202,7 @@ SMALL_TABLE = (
     row("GPU A", "hopper", tokens=1024, keys=128),
     row("GPU A", "hopper", tokens=4096, keys=32),
     row("GPU B", keys=16),
+    row("GPU A", "hopper", columns=48, keys=64),
 )
 
 
@@ -223,6 +228,15 @@ def test_the_nearest_row_is_taken(gpu: str, capability: tuple[int, int], tokens:
         assert tiles_on(gpu, capability, tokens=tokens) == expected
 
 
+@pytest.mark.parametrize(("head_dim", "expected"), [(33, 6), (48, 6), (49, 3), (64, 3)])
+def test_a_row_for_fewer_columns_comes_first(head_dim: int, expected: int) -> None:
+    with (
+        patch.object(triton_tuning, "table", return_value=SMALL_TABLE),
+        patch.object(triton_tuning, "hopper_kernels_run", return_value=True),
+    ):
+        assert tiles_on("GPU A", (9, 0), head_dim=head_dim) == SMALL_TABLE[expected]
+
+
 def test_a_triton_without_our_gluon_gets_portable_kernels() -> None:
     with (
         patch.object(triton_tuning, "table", return_value=SMALL_TABLE),
@@ -232,14 +246,15 @@ def test_a_triton_without_our_gluon_gets_portable_kernels() -> None:
 
 
 def test_what_the_table_lacks_is_refused() -> None:
-    with pytest.raises(Unsupported, match=r"on cpu .*triton_tiles.toml has no forward for 16-bit tiles 512 wide"):
-        tiles_for("forward", torch.empty(1, dtype=torch.float16), 512, 100)
-    assert tiles_if_any("backward", torch.empty(1, dtype=torch.float16), 64, 100) is None, "in one sweep on a CPU"
+    with pytest.raises(Unsupported, match=r"on cpu .*triton_tiles.toml has no forward for 512 columns of 16 bits"):
+        tiles_for("forward", torch.empty(1, 512, dtype=torch.float16), 100)
+    assert tiles_if_any("backward", torch.device("cpu"), 16, 64, 100) is None, "in one sweep on a CPU"
 
 
 def test_gradients_are_made_in_one_sweep_where_the_gpu_and_its_triton_can() -> None:
     with patch.object(triton_tuning, "hopper_kernels_run", return_value=True):
-        assert {tiles_on("NVIDIA H200", (9, 0), "backward", box=box).variant for box in (64, 128)} == {"hopper"}
+        dims = (64, 80, 128)
+        assert {tiles_on("NVIDIA H200", (9, 0), "backward", head_dim=dim).variant for dim in dims} == {"hopper"}
         assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 16, 256, 100) is None
         assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 32, 64, 100) is None
         assert triton_tuning._found("backward", "NVIDIA A100", (8, 0), 16, 64, 100) is None
@@ -249,5 +264,5 @@ def test_gradients_are_made_in_one_sweep_where_the_gpu_and_its_triton_can() -> N
 
 
 def test_tensors_on_a_cpu_get_portable_tiles_of_their_width() -> None:
-    tiles = tiles_for("backward_q", torch.empty(1, dtype=torch.float16), 128, 100)
+    tiles = tiles_for("backward_q", torch.empty(1, 128, dtype=torch.float16), 100)
     assert (tiles.kernel, tiles.variant, tiles.bits, tiles.box) == ("backward_q", "portable", 16, 128)

@@ -37,7 +37,7 @@ from steplab.ops.attention.triton_tensors import (
     strides_of,
     writable,
 )
-from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_on
+from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_if_any
 from steplab.ops.triton_device import on_device_of
 
 PREPARED = 64
@@ -64,7 +64,7 @@ class Operands:
     sums: Tensor
     """Room for the sums of dQ, where it is made in one sweep; else nothing."""
     shared: Tensor
-    """Room for dK and dV on their way from head to head, where heads share keys and there is one sweep."""
+    """Room for dK and dV on their way from program to program, where heads share keys and there is one sweep."""
     turns: Tensor
     """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise of keys that are shared."""
     call: Call
@@ -135,7 +135,7 @@ def _layout(q_shape: Shape, k_shape: Shape, dtype: torch.dtype, device: torch.de
     _, num_kv_heads, num_keys, _ = k_shape
     tiles_of_queries, tiles_of_keys = -(-num_queries // WIDEST_TILE), -(-num_keys // WIDEST_TILE)
     rows = batch * num_heads * tiles_of_queries * WIDEST_TILE
-    tiles = tiles_on("backward", device, 8 * dtype.itemsize, max(64, columns(head_dim).box), num_queries)
+    tiles = tiles_if_any("backward", device, 8 * dtype.itemsize, max(64, head_dim), num_queries)
     if tiles is None:
         return _Layout(None, [rows, rows, 0, 0, 0])
     parts = _columns_of(tiles, columns(head_dim))
@@ -239,7 +239,7 @@ def _starts_of_one_sweep(
     from steplab.ops.attention.triton_hopper_backward import attention_backward
     from steplab.ops.attention.triton_portable_backward import attention_finish
 
-    (batch, num_heads, num_queries, head_dim), (_, num_kv_heads, num_keys, _) = q_shape, k_shape
+    (batch, num_heads, num_queries, head_dim), num_keys = q_shape, k_shape[2]
     numbers = _numbers(q_shape, k_shape, call.scale)
     parts = _columns_of(tiles, call.parts)
     num_parts = _num_parts(parts)
@@ -247,9 +247,9 @@ def _starts_of_one_sweep(
     # Of a head's queries, q, dO and the sums are read by every program.
     bytes_a_head = num_queries * head_dim * 2 * call.dtype.itemsize
     num_programs = -(-num_keys // tiles.keys) * batch * num_heads
-    in_a_row = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
-    heads = batch * num_heads // in_a_row
-    together = min(heads_a_group(in_a_row * bytes_a_head, heads), MOST_TOGETHER)
+    each = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
+    heads = batch * num_heads // each
+    together = min(heads_a_group(each * bytes_a_head, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
     q, k, v, do, dk, dv = zip((q_shape, k_shape, k_shape, q_shape, k_shape, k_shape), strides[:6], strict=True)
     main, rest = (
@@ -262,10 +262,10 @@ def _starts_of_one_sweep(
     forms: list[Form | None] = [main[0], *of_keys, main[1], sums_form(num_rows * num_parts), *of_gradients]
     forms += [of_numbers, of_numbers, None, None, *rest]
     options = hopper_options(tiles, parts)
-    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": num_heads > num_kv_heads, "IN_A_ROW": in_a_row}
+    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": numbers.sharing > each, "IN_A_ROW": each}
     start = Start(
         attention_backward,
-        num_programs // in_a_row,
+        num_programs // each,
         forms,
         [*([] if rest else [None, None]), batch * num_heads, together, num_upwards, *numbers],
         **options,
@@ -282,7 +282,7 @@ def _starts_of_one_sweep(
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
     """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
     x = operands
-    tiles = tiles or tiles_for("backward_kv", x.q, x.call.parts.box, x.q.shape[2])
+    tiles = tiles or tiles_for("backward_kv", x.q, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
     start = _start_for_keys(tiles, x.call, x.q.shape, x.k.shape, strides)
     x.launches.append(start(x.q, x.k, x.v, x.do, dk, dv, x.minus_lse, x.minus_d, stream=x.stream))
@@ -305,7 +305,7 @@ def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, st
 def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None) -> None:
     """Write dQ, likewise."""
     x = operands
-    tiles = tiles or tiles_for("backward_q", x.q, x.call.parts.box, x.k.shape[2])
+    tiles = tiles or tiles_for("backward_q", x.q, x.k.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dq.stride()
     start = _start_for_queries(tiles, x.call, x.q.shape, x.k.shape, strides)
     x.launches.append(start(x.q, x.k, x.v, x.do, dq, x.minus_lse, x.minus_d, stream=x.stream))

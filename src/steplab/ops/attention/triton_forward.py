@@ -49,7 +49,7 @@ def triton_forward(
     o = writable(o_BHSD)
     # Copies have other addresses each time.
     stream = kind.stream if q is q_BHSD and k is k_BNKD and v is v_BNKD and o is o_BHSD else None
-    tiles = tiles or tiles_for("forward", q, parts.box, k.shape[2])
+    tiles = tiles or tiles_for("forward", q, k.shape[2])
     strides = q.stride(), k.stride(), v.stride(), o.stride()
     with on_device_of(q):
         call = Call(parts, q.dtype, q.device, products, causal, scale)

@@ -30,7 +30,16 @@ from steplab.ops.attention.triton_hopper_gradients import (
     zero_at_run_time,
 )
 from steplab.ops.attention.triton_hopper_one_turn import rounds_of_a_turn
-from steplab.ops.attention.triton_hopper_tiles import NUM_CONSUMERS, ROWS, barrier, let_pass, meet, put
+from steplab.ops.attention.triton_hopper_tiles import (
+    NUM_CONSUMERS,
+    ROWS,
+    allocate_parts,
+    barrier,
+    bring,
+    let_pass,
+    meet,
+    put,
+)
 from steplab.ops.attention.triton_hopper_turns import add_to_global, hand_on, wait_for, written
 from steplab.ops.attention.triton_hopper_two_turns import rounds_of_two_turns
 
@@ -65,13 +74,10 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
             num_bytes: gl.constexpr = q_tiles.block_type.nbytes + minus_d_tiles.block_type.nbytes
             if REST > 0:
                 mbarrier.expect(arrived, 2 * (num_bytes + q_rest_tiles.block_type.nbytes))
-                at = [b, head + which, query, MAIN]
-                tma.async_copy_global_to_shared(q_rest_tiles, at, arrived, room.queries(i)[1])
-                tma.async_copy_global_to_shared(do_rest_tiles, at, arrived, room.gradients(i)[1])
             else:
                 mbarrier.expect(arrived, 2 * num_bytes)
-            tma.async_copy_global_to_shared(q_tiles, [b, head + which, query, 0], arrived, room.queries(i)[0])
-            tma.async_copy_global_to_shared(do_tiles, [b, head + which, query, 0], arrived, room.gradients(i)[0])
+            bring(q_tiles, q_rest_tiles, b, head + which, query, arrived, room.queries(i), MAIN, REST)
+            bring(do_tiles, do_rest_tiles, b, head + which, query, arrived, room.gradients(i), MAIN, REST)
             if M == ROWS:  # numbers have two slots, and have been read when the tile's dS is there
                 before_last = i - 2
                 for c in gl.static_range(NUM_CONSUMERS):
@@ -283,12 +289,7 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     kv_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, BOX], k_tiles.dtype)
     kv = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, BOX], kv_layout)
     kv_arrived = barrier()
-    main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, MAIN], k_tiles.dtype)
-    mains = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, MAIN], main_layout)
-    rests = mains
-    if REST > 0:
-        rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, REST], k_tiles.dtype)
-        rests = gl.allocate_shared_memory(k_tiles.dtype, [2 * NUM_SLOTS, M, REST], rest_layout)
+    mains, rests = allocate_parts(k_tiles.dtype, 2 * NUM_SLOTS, M, MAIN, REST)
     number_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=1)
     numbers = gl.allocate_shared_memory(gl.float32, [4, M], number_layout)
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)

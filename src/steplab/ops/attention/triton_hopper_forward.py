@@ -15,9 +15,13 @@ nothing. Up to 96 columns the four threads that have a row between them do not e
 where a vote of the warp says that there is one; from 80 on the assembler puts the wait for the second product before
 that branch, which pays no longer at 128.
 
-Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. For one tile of
-both the copy engine would ask the L2 cache for what it fills up with zeros as well: of 80 columns, which lie across the
-cache's lines of 128 bytes, for 3.5 lines a row in place of 2.75. How many it can ask for bounded the kernel then.
+Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers, beyond 128
+sums of as many columns, and no registers for them.
+
+Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. One tile of both
+would be as wide as the next power of two, and the copy engine, which goes by 64 columns, would ask the L2 cache for
+what it fills up with zeros as well: of 80 columns for 3.5 of the cache's lines a row, in two parts for 2.75. The more
+it asks for, the longer the kernel takes.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.
@@ -30,7 +34,9 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 from steplab.ops.attention.triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
+    bring,
     in_parts,
+    in_registers,
     let_pass,
     meet,
     named_ring,
@@ -66,14 +72,13 @@ def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.co
 
 
 @gluon.jit
-def _bring(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
+def _bring_next(main_tiles, rest_tiles, to, i, b, head, first_key, MAIN: gl.constexpr, REST: gl.constexpr):
     """Load the i-th tile, of keys or of values, once there is room for it."""
     if REST > 0:
         arrived = to.room(i, main_tiles.block_type.nbytes + rest_tiles.block_type.nbytes)
-        tma.async_copy_global_to_shared(rest_tiles, [b, head, first_key, MAIN], arrived, to.slot(i)[1])
     else:
         arrived = to.room(i, main_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(main_tiles, [b, head, first_key, 0], arrived, to.slot(i)[0])
+    bring(main_tiles, rest_tiles, b, head, first_key, arrived, to.slot(i), MAIN, REST)
 
 
 @gluon.jit
@@ -92,8 +97,8 @@ def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_
             tma.async_copy_global_to_shared(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
         for t in range(num_tiles):
             first_key = (num_tiles - 1 - t) * N
-            _bring(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
-            _bring(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
+            _bring_next(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
+            _bring_next(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
             i += 1
     for slot in range(gl.minimum(i, k_ring.num_slots)):  # no barrier is left with some of its arrivals
         k_ring.wait(slot)
@@ -228,7 +233,7 @@ def _shrunk(x_RD, by, BY_THREADS: gl.constexpr):
 
 
 @gluon.jit
-def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
+def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
            CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
     """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
@@ -236,11 +241,12 @@ def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2,
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     BY_THREADS: gl.constexpr = MAIN + REST <= 96
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
+    DTYPE: gl.constexpr = k_ring.mains.dtype
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
     k_parts = k_ring.take(i)
     meet(CONSUMER)
-    s_RN = scores(in_parts(q_RD, MAIN, REST), k_parts, S, REST)
-    p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
+    s_RN = scores(queries, k_parts, S, REST)
+    p_RN = unpack(p, DTYPE, gl.DotOperandLayout(0, O, 2))
     o_RD, rest_RD = times(p_RN, v_ring.take(i - 1), o_RD, rest_RD, REST)
     let_pass(NEXT)
     s_RN = warpgroup_mma_wait(NUM_STARTED, [s_RN])
@@ -254,7 +260,7 @@ def _round(i, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2,
     else:
         o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
     v_ring.release(i - 1)
-    p = pack(e_RN, q_RD.dtype)  # before the branch, where it runs beside exponentials
+    p = pack(e_RN, DTYPE)  # before the branch, where it runs beside exponentials
     return _shrunk(o_RD, shrink, BY_THREADS), rest_RD, p, largest, sums
 
 
@@ -267,6 +273,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
     BY_THREADS: gl.constexpr = MAIN + REST <= 96
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
+    HELD: gl.constexpr = MAIN + REST > 64 and MAIN + REST <= 128
     LAST: gl.constexpr = NUM_CONSUMERS - 1
     FIRST: gl.constexpr = 0
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
@@ -282,11 +289,15 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         first_query += CONSUMER * ROWS
         own = number * NUM_CONSUMERS + CONSUMER
         q_RD = q_ring.take(own)
+        if HELD:
+            queries = in_registers(q_RD, N, MAIN, REST)
+        else:
+            queries = in_parts(q_RD, MAIN, REST)
         hidden = _num_hidden(first_query, num_tiles, num_keys, CAUSAL, N)
         for t in range(hidden):
             k_ring.take(first_tile + t)
             k_ring.release(first_tile + t)
-        s_RN = scores(in_parts(q_RD, MAIN, REST), k_ring.take(first_tile + hidden), S, REST)
+        s_RN = scores(queries, k_ring.take(first_tile + hidden), S, REST)
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
         largest, sums = _nothing_yet(S, N, BY_THREADS)
@@ -305,7 +316,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             let_pass(NEXT)
         for t in range(hidden + 1, num_tiles):
             o_RD, rest_RD, p, largest, sums = _round(
-                first_tile + t, o_RD, rest_RD, p, largest, sums, q_RD, k_ring, v_ring, scale_log2, first_query,
+                first_tile + t, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_log2, first_query,
                 (num_tiles - 1 - t) * N, num_keys, CAUSAL, N, MAIN, REST, CONSUMER, NUM_CONSUMERS,
             )  # fmt: skip
         if APART:
@@ -329,10 +340,10 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
         tma.async_copy_shared_to_global(o_tiles, at, o_tile)
-        queries = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
+        positions = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_R = (largest + gl.log2(sums)) * 0.6931471805599453  # log 2
-        lse_ptrs = lse_ptr + b_head.to(gl.int64) * num_queries + queries
-        gl.store(lse_ptrs, lse_R, mask=queries < num_queries)
+        lse_ptrs = lse_ptr + b_head.to(gl.int64) * num_queries + positions
+        gl.store(lse_ptrs, lse_R, mask=positions < num_queries)
         if not APART:
             tma.store_wait(0)
             q_ring.release(own)

@@ -31,7 +31,7 @@ from steplab.ops.attention.triton_hopper_gradients import (
     weigh,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, let_pass, meet, scores, unpack
+from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, scores
 
 # --- S and dP ------------------------------------------------------------------------------------------------------
 
@@ -40,30 +40,19 @@ from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, let_pass, 
 def _is_held(which, rest):
     """Whether a consumer holds its keys (0) or values (1) in registers, by the columns beside the main ones.
 
-    A product of 64 queries whose two factors are in shared memory takes all that this can give in its time. Where dK
-    and dV have 80 columns, registers are left for both, where they have 96 for one.
+    Where dK and dV have 80 columns, registers are left for both, where they have 96 for one.
     """
     return rest == 16 or (rest == 32 and which == 0)
 
 
 @gluon.jit
-def _in_registers(x_RD, M: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):
-    """Columns of keys or values as a product takes them, packed; see `pack`."""
-    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16]), 2)
-    first, second = x_RD.slice(FIRST, W, dim=1).load(A).reshape([ROWS, W // 2, 2]).split()
-    asm: gl.constexpr = "mov.b32 $0, {$1, $2};"
-    return gl.inline_asm_elementwise(asm, "=r,h,h", [first, second], dtype=gl.int32, is_pure=True, pack=1)
-
-
-@gluon.jit
 def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
           CONSUMER: gl.constexpr):  # fmt: skip
-    """The main columns and the rest of the consumer's keys (0) or values (1), if it holds them; else nothing."""
-    main, rest = zero, zero
+    """The consumer's keys (0) or values (1), if it holds them; else nothing."""
+    held = zero, zero
     if _is_held(WHICH, REST):
-        own_RD = own(room, zero, WHICH, CONSUMER)
-        main, rest = _in_registers(own_RD, M, 0, MAIN), _in_registers(own_RD, M, MAIN, REST)
-    return main, rest
+        held = in_registers(own(room, zero, WHICH, CONSUMER), M, MAIN, REST)
+    return held
 
 
 @gluon.jit
@@ -71,12 +60,9 @@ def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: 
             CONSUMER: gl.constexpr):  # fmt: skip
     """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
-    if _is_held(WHICH, REST):
-        A: gl.constexpr = gl.DotOperandLayout(0, S, 2)
-        own_parts = unpack(held[0], room.kv.dtype, A), unpack(held[1], room.kv.dtype, A)
-    else:
-        own_parts = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
-    return scores(own_parts, tile, S, REST)
+    if not _is_held(WHICH, REST):
+        held = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
+    return scores(held, tile, S, REST)
 
 
 # --- the turns -----------------------------------------------------------------------------------------------------

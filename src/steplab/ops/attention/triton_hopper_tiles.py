@@ -14,7 +14,7 @@ Note "two parts": products are of the main columns of a head, and then of the re
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
 ROWS = gl.constexpr(64)
@@ -125,6 +125,26 @@ class NamedRing:
 
 
 @gluon.jit
+def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, main: gl.constexpr, rest: gl.constexpr):
+    """Room for so many tiles in two parts, [rows, main] and [rows, rest]; without a rest, the second is of no use."""
+    main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, main], dtype)
+    mains = gl.allocate_shared_memory(dtype, [num, rows, main], main_layout)
+    rests = mains
+    if rest > 0:
+        rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, rest], dtype)
+        rests = gl.allocate_shared_memory(dtype, [num, rows, rest], rest_layout)
+    return mains, rests
+
+
+@gluon.jit
+def bring(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
+    """Have the copy engine bring both parts of a tile, from this row of a head on."""
+    tma.async_copy_global_to_shared(main_tiles, [b, head, row, 0], arrived, parts[0])
+    if REST > 0:
+        tma.async_copy_global_to_shared(rest_tiles, [b, head, row, MAIN], arrived, parts[1])
+
+
+@gluon.jit
 def named_ring(
     dtype: gl.constexpr,
     rows: gl.constexpr,
@@ -135,12 +155,7 @@ def named_ring(
     num_readers: gl.constexpr,
 ):
     """A ring for tiles [rows, main] and [rows, rest] which so many consumers give back at named barriers."""
-    main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, main], dtype)
-    mains = gl.allocate_shared_memory(dtype, [num_slots, rows, main], main_layout)
-    rests = mains
-    if rest > 0:
-        rest_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, rest], dtype)
-        rests = gl.allocate_shared_memory(dtype, [num_slots, rows, rest], rest_layout)
+    mains, rests = allocate_parts(dtype, num_slots, rows, main, rest)
     full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num_slots):
         mbarrier.init(full.index(i), count=1)
@@ -185,13 +200,36 @@ def in_parts(tile, MAIN: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def scores(a, b, layout: gl.constexpr, REST: gl.constexpr):
-    """Start a b^T. Both are in parts: those of a [R, D] in shared memory or in registers, those of b [C, D] there."""
+    """Start a b^T, both in two parts: a's [R, D] in shared memory or `in_registers`, b's [C, D] in shared memory."""
     C: gl.constexpr = b[0].shape[0]
+    main, rest = a
+    if main.dtype == gl.int32:
+        A: gl.constexpr = gl.DotOperandLayout(0, layout, 2)
+        main, rest = unpack(main, b[0].dtype, A), unpack(rest, b[0].dtype, A)
     sums_RC = gl.zeros([ROWS, C], gl.float32, layout)
-    sums_RC = warpgroup_mma(a[0], b[0].permute((1, 0)), sums_RC, use_acc=False, is_async=True)
+    sums_RC = warpgroup_mma(main, b[0].permute((1, 0)), sums_RC, use_acc=False, is_async=True)
     if REST > 0:
-        sums_RC = warpgroup_mma(a[1], b[1].permute((1, 0)), sums_RC, is_async=True)
+        sums_RC = warpgroup_mma(rest, b[1].permute((1, 0)), sums_RC, is_async=True)
     return sums_RC
+
+
+@gluon.jit
+def in_registers(tile_RD, C: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
+    """A tile in parts as `scores` [R, C] take it from registers, packed; without a rest, the main part twice.
+
+    A product of 64 rows whose two factors are in shared memory takes most of what this can give in its time.
+    """
+    main, rest = in_parts(tile_RD, MAIN, REST)
+    held = _held(main, C)
+    return held, _held(rest, C) if REST > 0 else held
+
+
+@gluon.jit
+def _held(x_RD, C: gl.constexpr):
+    A: gl.constexpr = gl.DotOperandLayout(0, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, C, 16]), 2)
+    first, second = x_RD.load(A).reshape([ROWS, x_RD.shape[1] // 2, 2]).split()
+    asm: gl.constexpr = "mov.b32 $0, {$1, $2};"
+    return gl.inline_asm_elementwise(asm, "=r,h,h", [first, second], dtype=gl.int32, is_pure=True, pack=1)
 
 
 @gluon.jit

@@ -17,7 +17,7 @@ Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
 """Rows of a consumer's tile in a Hopper kernel: ROWS in triton_hopper_tiles.py, which needs Triton."""
 SUMS_WIDTH = 32
-"""Columns of dQ that are added together to its sums: PART in triton_hopper_backward.py."""
+"""Columns of dQ that are added together to its sums: PART in triton_hopper_gradients.py."""
 SUMS_PANEL = 8
 """Columns of these that lie together: PANEL there."""
 LEAST_SCALE = 1e-30

@@ -17,9 +17,11 @@ from steplab.ops.attention.triton_repeats import refuse_while_capturing
 CACHE_SHARE = 16 * 2**20
 """Bytes of the L2 cache (an H200's has 60 MiB) for what a group of heads reads: by trial, 8 to 32 MiB are alike."""
 PAIRS_TOGETHER = 8
-"""Pairs of heads of which the cache's share holds so many; by trial: with four, pairs gain nothing."""
+"""The fewest pairs of heads that CACHE_SHARE is to hold for pairs to be taken; by trial: where it holds four, they gain
+nothing."""
 PROGRAMS_EACH = 3
-"""Programs that each multiprocessor is to get, so that all end together; pairs were tried with 3.9."""
+"""The fewest programs a multiprocessor with which pairs are taken, so that all end together; the fewest that was
+measured is 3.9."""
 START_OF_TASK = 0.6
 """How long a task takes besides its tiles, in times of a tile; by trial."""
 MOST_DEALT = 2**17
@@ -34,9 +36,10 @@ def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
     """How many heads that share keys a program of the backward kernel takes, one after the other: 1 or 2.
 
-    With two it hands on half as many sums of dK and dV. Under a causal mask both heads' whole sequences are under way
-    at a time, so that the L2 cache is to hold some pairs; and there are half as many of num_programs, of which each
-    multiprocessor is still to get some.
+    With two it hands on half as many sums of dK and dV. But programs of a pair are in both heads' sequences at a time,
+    so that the L2 cache is to hold some pairs, and there are half as many of num_programs (as with one head each), of
+    which each multiprocessor is still to get some. So the order of the sums, and with it their last bits, depend on the
+    batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1

@@ -5,6 +5,7 @@ The table (triton_tiles.toml) has rows for GPUs by name, rows for all of a compu
 the GPU at hand.
 """
 
+import math
 import tomllib
 from dataclasses import dataclass
 from functools import cache
@@ -14,6 +15,7 @@ from typing import Literal
 import torch
 
 from steplab.errors import Unsupported
+from steplab.ops.attention.triton_tensors import columns
 
 Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
@@ -34,6 +36,8 @@ class Tiles:
     """Bits of a number: 16 or 32."""
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
+    columns: int | None = None
+    """The row is for head dimensions up to this; None: for any of the box."""
     tokens: int | None = None
     """The row is for sequences up to this long; None: for any."""
     variant: Variant
@@ -48,24 +52,19 @@ class Tiles:
     """Warps of a program; the Hopper kernels have as many as they have tasks for."""
 
 
-def tiles_for(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles:
-    """The tiles of a kernel for tensors like x. Raises Unsupported where the table has none."""
-    found = tiles_if_any(kernel, x, box, tokens)
+def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
+    """The tiles of a kernel for tensors like x [..., D]. Raises Unsupported where the table has none."""
+    bits, head_dim = x.element_size() * 8, x.shape[-1]
+    found = tiles_if_any(kernel, x.device, bits, head_dim, tokens)
     if found is None:
-        name, bits = _gpu(x.device)[0], x.element_size() * 8
-        why = f"{TABLE} has no {kernel} for {bits}-bit tiles {box} wide"
-        raise Unsupported(f"attention 'flash_triton' on {name}", why, "choose sdpa")
+        why = f"{TABLE} has no {kernel} for {head_dim} columns of {bits} bits"
+        raise Unsupported(f"attention 'flash_triton' on {_gpu(x.device)[0]}", why, "choose sdpa")
     return found
 
 
-def tiles_if_any(kernel: Kernel, x: torch.Tensor, box: int, tokens: int) -> Tiles | None:
-    """The same, or None."""
-    return tiles_on(kernel, x.device, x.element_size() * 8, box, tokens)
-
-
-def tiles_on(kernel: Kernel, device: torch.device, bits: int, box: int, tokens: int) -> Tiles | None:
-    """The same for numbers of so many bits on a device."""
-    return _found(kernel, *_gpu(device), bits, box, tokens)
+def tiles_if_any(kernel: Kernel, device: torch.device, bits: int, head_dim: int, tokens: int) -> Tiles | None:
+    """The same for numbers of so many bits on a device, or None."""
+    return _found(kernel, *_gpu(device), bits, head_dim, tokens)
 
 
 @cache
@@ -76,16 +75,22 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 
 @cache
-def _found(kernel: Kernel, name: str, capability: tuple[int, int], bits: int, box: int, tokens: int) -> Tiles | None:
-    rows = [row for row in table() if (row.kernel, row.bits, row.box) == (kernel, bits, box)]
-    rows = [row for row in rows if row.tokens is None or tokens <= row.tokens]
+def _found(
+    kernel: Kernel, name: str, capability: tuple[int, int], bits: int, head_dim: int, tokens: int
+) -> Tiles | None:
+    rows = [row for row in table() if (row.kernel, row.bits, row.box) == (kernel, bits, columns(head_dim).box)]
+    rows = [row for row in rows if head_dim <= _most(row.columns) and tokens <= _most(row.tokens)]
     if capability != (9, 0) or not hopper_kernels_run():
         rows = [row for row in rows if row.variant == "portable"]
     for gpu in (name, f"sm{capability[0]}{capability[1]}", "any"):
         of_gpu = [row for row in rows if row.gpu == gpu]
         if of_gpu:
-            return min(of_gpu, key=lambda row: row.tokens or float("inf"))
+            return min(of_gpu, key=lambda row: (_most(row.columns), _most(row.tokens)))
     return None
+
+
+def _most(stated: int | None) -> float:
+    return math.inf if stated is None else stated
 
 
 @cache
