@@ -14,8 +14,10 @@ PEERS = "f35c5aced2c3"
 """Seven shapes beside cuDNN, FlashAttention-2, FlexAttention and flash-attn-4, in one process in turns."""
 PEERS_H100 = "dc04c9eddde1"
 """The same on an H100."""
-DIMS_H100 = "737292d79b0b"
-"""Head dimensions and grouped heads there."""
+DIMS = "b0c5ae3034ca"
+"""Head dimensions and grouped heads."""
+DIMS_H100 = "141770e23524"
+"""The same on an H100, once forward held its queries in registers."""
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
@@ -102,23 +104,29 @@ def beyond_proportion(run: AttentionRun, name: str, dim: int, kv_heads: int, len
 
 
 @pytest.mark.parametrize(
-    ("dim", "kv_heads", "of_4096", "of_16384"),
+    ("dim", "kv_heads", "h200", "h100"),
     [
-        (80, 16, 0.107, 0.110),
-        (96, 16, 0.047, 0.043),
-        (64, 8, -0.021, 0.000),
-        (64, 4, -0.012, 0.005),
-        (128, 8, 0.064, 0.000),
-        (128, 4, 0.069, 0.004),
+        (80, 16, (0.104, 0.097), (0.101, 0.123)),
+        (96, 16, (0.042, 0.063), (0.038, 0.061)),
+        (112, 16, (0.160, 0.105), (0.166, 0.114)),
+        (64, 8, (-0.018, 0.012), (-0.032, -0.005)),
+        (64, 4, (-0.014, 0.011), (-0.034, -0.003)),
+        (128, 8, (0.038, 0.016), (0.055, 0.035)),
+        (128, 4, (0.020, 0.010), (0.073, 0.016)),
     ],
 )
 def test_head_dimensions_and_grouped_heads_take_what_their_flops_say_and_some_percent(
-    records: dict[str, AttentionRun | Run], dim: int, kv_heads: int, of_4096: float, of_16384: float
+    records: dict[str, AttentionRun | Run],
+    dim: int,
+    kv_heads: int,
+    h200: tuple[float, float],
+    h100: tuple[float, float],
 ) -> None:
-    run = records[DIMS_H100]
-    assert isinstance(run, AttentionRun)
-    found = [beyond_proportion(run, "both", dim, kv_heads, length) for length in (4096, 16384)]
-    assert found == pytest.approx([of_4096, of_16384], abs=0.001)
+    for record, beyond in ((DIMS, h200), (DIMS_H100, h100)):
+        run = records[record]
+        assert isinstance(run, AttentionRun)
+        found = [beyond_proportion(run, "both", dim, kv_heads, length) for length in (4096, 16384)]
+        assert found == pytest.approx(list(beyond), abs=0.001)
 
 
 def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
@@ -135,11 +143,19 @@ def test_the_first_shape_takes_less_than_the_best_public_kernel_of_triton(
 
 
 def test_first_calls_with_an_empty_cache_take_some_seconds(records: dict[str, AttentionRun | Run]) -> None:
-    for record, longest_s in ((PEERS, 8.26), ("ac3c36ae99c0", 7.34), ("c7445ad0d890", 14.19), (DIMS_H100, 11.62)):
+    seen = (
+        (PEERS, 128, 8.26),
+        (DIMS, 64, 9.25),
+        (DIMS, 80, 7.18),
+        (DIMS, 96, 6.69),
+        (DIMS, 128, 6.77),
+        (DIMS, 256, 4.56),
+    )
+    for record, dim, longest_s in (*seen, ("e9005061e56e", 80, 11.56), (DIMS_H100, 64, 9.93)):
         run = records[record]
         assert isinstance(run, AttentionRun)
-        first_s = [cell.first_call_s or 0.0 for cell in run.cells if cell.spec.implementation == "flash_triton"]
-        assert max(first_s) == pytest.approx(longest_s, abs=0.05)
+        ours = [cell for cell in run.cells if (cell.spec.implementation, cell.spec.dim) == ("flash_triton", dim)]
+        assert max(cell.first_call_s or 0.0 for cell in ours) == pytest.approx(longest_s, abs=0.01)
 
 
 def test_a_step_of_head_dimension_80_is_no_slower_than_with_sdpa_flash(records: dict[str, AttentionRun | Run]) -> None:
