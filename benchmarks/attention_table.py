@@ -8,8 +8,8 @@ gzipped or not; those of STEPS are set beside the latter. Every figure is comput
 nothing is typed in but the ceilings below.
 """
 
+import argparse
 import gzip
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -78,13 +78,16 @@ WORK = {
 }
 
 
-def main(records: str, *rest: str) -> None:
-    runs = read(Path(records), AttentionRun)
-    whole = list(_titled("Whole models", steps(read(STEPS, Run), read(Path(records), Run))))
-    if rest:
-        _, page = rest
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("records", type=Path, help="what `steplab export` wrote, gzipped or not")
+    parser.add_argument("--into", type=Path, metavar="PAGE", help="put the tables between the marks in this page")
+    asked = parser.parse_args()
+    runs = read(asked.records, AttentionRun)
+    whole = list(_titled("Whole models", steps(read(STEPS, Run), read(asked.records, Run))))
+    if asked.into:
         shown = for_docs(needed(runs, "peers"), cells_of(runs, "long"), runs)
-        write_between_marks(Path(page), "attention_table.py", "\n\n".join([*shown, whole[-1]]))
+        write_between_marks(asked.into, "attention_table.py", "\n\n".join([*shown, whole[-1]]))
     else:
         print("\n\n".join([*parts(runs), *whole]))
 
@@ -272,4 +275,4 @@ def _titled(title: str, table: Table | None) -> Iterator[str]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main()

@@ -546,6 +546,13 @@ def giving_logits_too() -> tuple[nn.Module, Callable[[], Tensor]]:
     return Both(), lambda: torch.ones(5, 8)
 
 
+def overflowing() -> tuple[nn.Module, Callable[[], Tensor]]:
+    module = Linear()
+    with torch.no_grad():
+        next(module.parameters()).zero_()
+    return module, lambda: torch.full((5, 8), 3e38)  # of which the gradients' sum over a batch is infinite
+
+
 def needing_more(batch: int, ctx: int, *, width: int = 8) -> tuple[nn.Module, Callable[[], Tensor]]:
     return Linear(), lambda: torch.ones(5, width)
 
@@ -660,6 +667,15 @@ def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
     assert run.model is not None
     assert run.model.counted_flops is None
     assert any(note.startswith("MFU and HFU: ") for note in run.notes)
+
+
+@pytest.mark.parametrize(("steps", "said"), [("train", 1), ("forward_backward", 0)])
+def test_weights_that_training_made_nan_are_told_of_once(steps: str, said: int) -> None:
+    run = succeeded(of_this_file(overflowing, **{"pass": steps}))
+    of_weights = [note for note in run.notes if note.startswith("weights: ")]
+    assert len(of_weights) == said
+    assert all("weight has become infinite or NaN" in note for note in of_weights)
+    assert not [note for note in succeeded(of_this_file(giving_logits_too)).notes if note.startswith("weights: ")]
 
 
 def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> None:

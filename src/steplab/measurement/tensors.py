@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 TORCH_DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 """Number formats by the names that specs have for them."""
@@ -31,6 +31,21 @@ def with_tensors(held: Any, change: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(held, (tuple, list)):
         return tuple(with_tensors(value, change) for value in held)
     return held
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """What this rank has of a tensor that is divided over ranks; else the tensor itself."""
+    divided: Any = tensor
+    return divided.to_local() if hasattr(divided, "to_local") else tensor
+
+
+def not_finite(module: nn.Module) -> str | None:
+    """The name of the first trained parameter of which this rank has a number that is infinite or NaN."""
+    for name, parameter in module.named_parameters():
+        part = local_part(parameter.detach())
+        if parameter.requires_grad and part.numel() and not torch.linalg.vector_norm(part, torch.inf).isfinite():
+            return name
+    return None
 
 
 def dtype_name(dtype: torch.dtype) -> str:

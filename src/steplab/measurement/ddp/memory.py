@@ -2,12 +2,12 @@
 
 import gc
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from steplab.measurement.machine.device import Device, allocated_bytes
+from steplab.measurement.tensors import local_part
 from steplab.records.ddp import StateMemory
 from steplab.units import MIB
 
@@ -46,10 +46,7 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
     """Bytes of the storages of these tensors on this rank, each counted once and in full, also for views."""
     sizes: dict[int, int] = {}
     for tensor in tensors:
-        local: Any = tensor
-        if hasattr(local, "to_local"):  # a part of a tensor that is divided over ranks
-            local = local.to_local()
-        storage = local.untyped_storage()
+        storage = local_part(tensor).untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
 

@@ -21,6 +21,7 @@ from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
 from steplab.measurement.step.step import make_step
 from steplab.measurement.step.watcher import Watch, Watcher
+from steplab.measurement.tensors import not_finite
 from steplab.model.build import build_workload, count_parameters
 from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
 from steplab.records.codec import new_head
@@ -91,6 +92,8 @@ _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
 """Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
 GPU that are shorter than _SHORT_S the second lets the host run ahead."""
 _SHORT_S = 0.1
+_WEIGHTS = "weights:"
+"""How the note begins that they are not finite."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -185,6 +188,7 @@ class _Cell:
             synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
             if isinstance(warm.step, GraphedStep):
                 phase_peaks = tuple(warm.step.phase_peaks.values())
+        self.check_weights(warm.step)
         if spec.model.kind == "factory" and self.model is not None:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
@@ -219,6 +223,7 @@ class _Cell:
         for turn in iter(self.observer.next_turn, None):
             self.begin("measure", lead_in + turn.steps)
             samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
+            self.check_weights(warm.step)
             device.free_unused()
             found.append(part(samples, lead_in))
             step = find_phase(samples, "step")
@@ -284,6 +289,18 @@ class _Cell:
 
     def read_clocks(self) -> None:
         self.environment = read_clocks(self.environment, self.device.torch_device)
+
+    def check_weights(self, step: Step) -> None:
+        """Say once if training has made weights infinite or NaN. A GPU draws less power on such numbers, and may run at
+        a higher clock than it does on others."""
+        said = any(note.startswith(_WEIGHTS) for note in self.notes)
+        if said or self.spec.pass_name != "train" or step.module is None:
+            return
+        if name := not_finite(step.module):
+            self.notes.append(
+                f"{_WEIGHTS} {name} has become infinite or NaN in these steps, on which a GPU may be faster than on "
+                "other numbers; `steplab precision` shows where a step overflows"
+            )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
         """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
