@@ -265,6 +265,16 @@ def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_lo
 
 
 @gluon.jit
+def _for_scores(q_RD, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
+    """A consumer's queries in parts, where scores take them from: registers, if it has them, or shared memory."""
+    if MAIN + REST > 64 and MAIN + REST <= 128:
+        queries = in_registers(q_RD, N, MAIN, REST)
+    else:
+        queries = in_parts(q_RD, MAIN, REST)
+    return queries
+
+
+@gluon.jit
 def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num_keys, scale_log2, q_ring, k_ring,
             v_ring, o_own, CONSUMER: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr,
             REST: gl.constexpr, APART: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
@@ -273,7 +283,6 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
     BY_THREADS: gl.constexpr = MAIN + REST <= 96
     SOME: gl.constexpr = REST if REST > 0 else 16
     REST_O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, SOME, 16])
-    HELD: gl.constexpr = MAIN + REST > 64 and MAIN + REST <= 128
     LAST: gl.constexpr = NUM_CONSUMERS - 1
     FIRST: gl.constexpr = 0
     NEXT: gl.constexpr = (CONSUMER + 1) % NUM_CONSUMERS
@@ -288,11 +297,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         num_tiles = _num_tiles(first_query, num_keys, CAUSAL, N, NUM_CONSUMERS * ROWS)
         first_query += CONSUMER * ROWS
         own = number * NUM_CONSUMERS + CONSUMER
-        q_RD = q_ring.take(own)
-        if HELD:
-            queries = in_registers(q_RD, N, MAIN, REST)
-        else:
-            queries = in_parts(q_RD, MAIN, REST)
+        queries = _for_scores(q_ring.take(own), N, MAIN, REST)
         hidden = _num_hidden(first_query, num_tiles, num_keys, CAUSAL, N)
         for t in range(hidden):
             k_ring.take(first_tile + t)
@@ -306,7 +311,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             s_RN, largest, sums, scale_log2, first_query, (num_tiles - 1 - hidden) * N, num_keys, True, CAUSAL, N,
             BY_THREADS,
         )  # fmt: skip
-        p = pack(e_RN, q_RD.dtype)
+        p = pack(e_RN, o_own.dtype)
         o_RD = gl.zeros([ROWS, MAIN], gl.float32, O)
         rest_RD = gl.zeros([ROWS, SOME], gl.float32, REST_O)
         for t in range(hidden):
@@ -322,7 +327,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         if APART:
             q_ring.release(own)
         first_tile += num_tiles
-        p_RN = unpack(p, q_RD.dtype, gl.DotOperandLayout(0, O, 2))
+        p_RN = unpack(p, o_own.dtype, gl.DotOperandLayout(0, O, 2))
         o_RD, rest_RD = times(p_RN, v_ring.take(first_tile - 1), o_RD, rest_RD, REST)
         if BY_THREADS:
             largest, sums = _of_rows(largest, sums, gl.SliceLayout(1, S))
@@ -336,7 +341,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             o_tile = o_own.index(CONSUMER)
             tma.store_wait(0)  # of the task before
         else:
-            o_tile = q_RD  # the consumer's queries are done with
+            o_tile = q_ring.slot(own)  # the consumer's queries are done with
         put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
         tma.async_copy_shared_to_global(o_tiles, at, o_tile)
