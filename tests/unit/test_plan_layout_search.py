@@ -28,6 +28,7 @@ from steplab.report.plan.layouts import layout_rows, layouts_document
 from steplab.specs.hardware import hardware_named
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.resolve import resolve_step
+from steplab.units import format_time
 
 JOB: dict[str, Any] = {
     "model": "2.7b", "context": 2048, "precision": "bf16", "attention": "sdpa_flash", "compile": "default",
@@ -115,11 +116,26 @@ def test_a_layout_that_is_too_tight_to_promise_is_not_counted_among_those_that_f
         .verdict.sentences[0]
         .startswith("1 of 4 layouts fits; 1 is too tight to promise. Fastest: --layout fsdp=2")
     )
+    said = " ".join(layouts_document(plan).verdict.sentences)
+    seconds = {each.layout: each.time.seconds for each in plan.candidates if each.time}
+    assert seconds["dp=2"] < seconds["fsdp=2"]
+    faster = format_time(seconds["dp=2"])
+    assert f"Faster, if its memory is enough, is --layout dp=2 --batch 1, about {faster} a step." in said
     tight = tuple(each for each in plan.candidates if each.layout != "fsdp=2")
     assert (
         layouts_document(replace(plan, candidates=tight))
         .verdict.sentences[0]
         .startswith("None of 3 layouts is known to fit; 1 is too tight to promise. Fastest: --layout dp=2")
+    )
+
+
+def test_a_batch_that_no_layout_can_share_out_is_told_of_with_one_that_can() -> None:
+    plan = planned(spec={"model": "tiny", "context": 64, "model.num_heads": 1}, gpus=7, global_batch=3, gpu="H200 SXM")
+    impossible = tuple(each for each in plan.candidates if each.verdict == "not possible")
+    (said,) = layouts_document(replace(plan, candidates=impossible)).verdict.sentences
+    assert said == (
+        f"None of {len(impossible)} layouts is possible; the table says why. "
+        "With --global-batch 7 each of 7 GPUs can have as many sequences."
     )
 
 

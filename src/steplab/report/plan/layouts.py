@@ -55,6 +55,8 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         yield f"A step takes about {time_words(time)}; {best.options} {fits}."
     else:
         yield f"{_how_many_fit(fitting, number)} Fastest: {best.options}, about {time_words(time)} a step."
+    if faster := _faster_but_tight(fitting):
+        yield faster
     tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
     yield f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
@@ -84,6 +86,17 @@ def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
     layouts = units.counted(number, "layout")
     of_all = f"{fit} of {layouts} {'fits' if fit == 1 else 'fit'}" if fit else f"None of {layouts} is known to fit"
     return f"{of_all}; {tight} {_VERDICTS['too tight to promise'][tight > 1]}." if tight else f"{of_all}."
+
+
+def _faster_but_tight(fitting: list[LayoutCandidate]) -> str | None:
+    """The sentence about the fastest of those that are too tight to promise, where it is faster than the best that is
+    known to fit."""
+    best = fitting[0]
+    tight = [(each.time.seconds, each.options) for each in fitting if each.time and each.verdict != "fits"]
+    if best.verdict != "fits" or best.time is None or not tight or min(tight)[0] >= best.time.seconds:
+        return None
+    seconds, options = min(tight)
+    return f"Faster, if its memory is enough, is {options}, about {units.format_time(seconds)} a step."
 
 
 _SLOW = (
@@ -137,7 +150,19 @@ def _nothing_found(plan: LayoutPlan) -> str:
         )
     if _may_recompute(plan):
         return f"None of {number} fits. Plan again with --checkpointing auto, a shorter --context or more GPUs."
+    if all(each.verdict == "not possible" for each in plan.candidates):
+        return f"None of {number} is possible; the table says why.{_batch_that_divides(plan)}"
     return f"None of {number} fits; the table says why."
+
+
+def _batch_that_divides(plan: LayoutPlan) -> str:
+    """A hint, where every GPU could have as many sequences as any other of another batch than this."""
+    over = plan.global_batch % plan.gpus
+    if not over:
+        return ""
+    more = plan.global_batch - over + plan.gpus
+    batches = f"{more - plan.gpus} or {more}" if more > plan.gpus else f"{more}"
+    return f" With --global-batch {batches} each of {units.counted(plan.gpus, 'GPU')} can have as many sequences."
 
 
 def time_words(time: LayoutTime) -> str:
