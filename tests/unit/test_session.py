@@ -34,6 +34,8 @@ from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
+from steplab.report.run.gaps import gaps
+from steplab.report.run.verdict import run_cautions
 from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES
@@ -672,10 +674,11 @@ def test_what_was_timed_is_kept_when_counting_the_flops_fails() -> None:
 @pytest.mark.parametrize(("steps", "said"), [("train", 1), ("forward_backward", 0)])
 def test_weights_that_training_made_nan_are_told_of_once(steps: str, said: int) -> None:
     run = succeeded(of_this_file(overflowing, **{"pass": steps}))
-    of_weights = [note for note in run.notes if note.startswith("weights: ")]
-    assert len(of_weights) == said
-    assert all("weight has become infinite or NaN" in note for note in of_weights)
-    assert not [note for note in succeeded(of_this_file(giving_logits_too)).notes if note.startswith("weights: ")]
+    told = "weights became infinite or NaN in these steps (the first is layer.weight)"
+    assert sum(note.startswith(told) for note in run.notes) == said
+    assert sum(words.startswith(f"Warning: {told}") for words in run_cautions(run)) == said
+    assert not any(told in words for words in gaps(run)), "it is no gap"
+    assert not [note for note in succeeded(of_this_file(giving_logits_too)).notes if note.startswith("weights ")]
 
 
 def test_an_allocation_that_the_cpu_refuses_is_out_of_memory_to_the_byte() -> None:

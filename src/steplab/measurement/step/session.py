@@ -92,8 +92,8 @@ _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
 """Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
 GPU that are shorter than _SHORT_S the second lets the host run ahead."""
 _SHORT_S = 0.1
-_WEIGHTS = "weights:"
-"""How the note begins that they are not finite."""
+_WEIGHTS = "weights became infinite or NaN"
+"""How the note begins that says so; reports know it by that (report.run.gaps)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -298,8 +298,8 @@ class _Cell:
             return
         if name := not_finite(step.module):
             self.notes.append(
-                f"{_WEIGHTS} {name} has become infinite or NaN in these steps, on which a GPU may be faster than on "
-                "other numbers; `steplab precision` shows where a step overflows"
+                f"{_WEIGHTS} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
+                "precision` shows where a step overflows"
             )
 
     def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:

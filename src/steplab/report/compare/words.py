@@ -32,6 +32,8 @@ def verdict(comparison: Comparison) -> Verdict:
 
 
 def _answer(comparison: Comparison) -> str:
+    if _are_the_same(comparison):
+        return "A and B are the same records, so nothing can differ."
     if comparison.failed:
         return f"B is worse: {'; '.join(comparison.failed)}."
     if not comparison.deciding:
@@ -101,8 +103,7 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
     remedy = "measure each side in six processes or more, all under one name"
     if comparison.can_run_again:
         remedy = "measure A and B in turns, by `steplab ab`"
-    if set(comparison.a.ids) == set(comparison.b.ids):
-        yield "A and B are the same records, so nothing can differ."
+    if _are_the_same(comparison):
         return
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
@@ -113,6 +114,10 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
             "Each side is one process, and processes of the same step differ by more than steps within one: "
             f"for differences of a few per cent, {remedy}."
         )
+
+
+def _are_the_same(comparison: Comparison) -> bool:
+    return set(comparison.a.ids) == set(comparison.b.ids)
 
 
 def unlike_words(found: Unlike) -> str:

@@ -5,7 +5,7 @@ from steplab.records.run import Run
 
 def gaps(run: Run) -> list[str]:
     """What was not measured and why: the run's notes, its environment's gaps, and what its utilizations lack."""
-    told = [note for note in run.notes if not _is_doubt(note) and not _is_choice(note)]
+    told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
 
@@ -16,9 +16,11 @@ def doubts(run: Run) -> list[str]:
 
 
 def headline_doubts(run: Run) -> list[str]:
-    """The doubts where they concern the share that the answer tells, MFU by the convention causal."""
+    """That what was computed is no number any more; and the doubts where they concern the share that the answer tells,
+    MFU by the convention causal."""
     told = run.utilization("mfu", "causal")
-    return doubts(run) if told and told.exceeds_peak else []
+    of_numbers = [note for note in run.notes if _is_of_numbers(note)]
+    return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
 
 
 def choices(run: Run) -> list[str]:
@@ -28,6 +30,10 @@ def choices(run: Run) -> list[str]:
 
 def _is_choice(note: str) -> bool:
     return note.startswith("attention auto: ")
+
+
+def _is_of_numbers(note: str) -> bool:
+    return note.startswith("weights became infinite or NaN")
 
 
 def _is_doubt(note: str) -> bool:
