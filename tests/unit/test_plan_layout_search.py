@@ -135,7 +135,7 @@ def test_a_batch_that_no_layout_can_share_out_is_told_of_with_one_that_can() -> 
     (said,) = layouts_document(replace(plan, candidates=impossible)).verdict.sentences
     assert said == (
         f"None of {len(impossible)} layouts is possible; the table says why. "
-        "With --global-batch 7 each of 7 GPUs can have as many sequences."
+        "--global-batch 7 gives each of 7 GPUs as many sequences as any other."
     )
 
 

@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 STEP_PHASES = ("step", "pipeline", *PHASES)
 """The phases that a step can be timed by: the whole, a pipeline's passes in turn, and those of any other step."""
+NOT_FINITE = "weights became infinite or NaN"
+"""The beginning of a note of a run whose training did that."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -29,7 +29,7 @@ from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.memory import AllocatorState, Memory, PeakMemory
 from steplab.records.ranks import RankSamples
-from steplab.records.run import ModelFacts, Run
+from steplab.records.run import NOT_FINITE, ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
 from steplab.records.turns import Turn, Turns
 from steplab.specs.checkpointing import checkpointing_remark
@@ -92,8 +92,6 @@ _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
 """Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
 GPU that are shorter than _SHORT_S the second lets the host run ahead."""
 _SHORT_S = 0.1
-_WEIGHTS = "weights became infinite or NaN"
-"""How the note begins that says so; reports know it by that (report.run.gaps)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -293,12 +291,12 @@ class _Cell:
     def check_weights(self, step: Step) -> None:
         """Say once if training has made weights infinite or NaN. A GPU draws less power on such numbers, and may run at
         a higher clock than it does on others."""
-        said = any(note.startswith(_WEIGHTS) for note in self.notes)
+        said = any(note.startswith(NOT_FINITE) for note in self.notes)
         if said or self.spec.pass_name != "train" or step.module is None:
             return
         if name := not_finite(step.module):
             self.notes.append(
-                f"{_WEIGHTS} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
+                f"{NOT_FINITE} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
                 "precision` shows where a step overflows"
             )
 

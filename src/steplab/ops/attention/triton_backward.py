@@ -247,9 +247,9 @@ def _starts_of_one_sweep(
     # Of a head's queries, q, dO and the sums are read by every program.
     bytes_a_head = num_queries * head_dim * 2 * call.dtype.itemsize
     num_programs = -(-num_keys // tiles.keys) * batch * num_heads
-    each = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
-    heads = batch * num_heads // each
-    together = min(heads_a_group(each * bytes_a_head, heads), MOST_TOGETHER)
+    num_in_a_row = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
+    heads = batch * num_heads // num_in_a_row
+    together = min(heads_a_group(num_in_a_row * bytes_a_head, heads), MOST_TOGETHER)
     num_upwards = (heads - 1) // together * together if call.causal else 0
     q, k, v, do, dk, dv = zip((q_shape, k_shape, k_shape, q_shape, k_shape, k_shape), strides[:6], strict=True)
     main, rest = (
@@ -262,10 +262,11 @@ def _starts_of_one_sweep(
     forms: list[Form | None] = [main[0], *of_keys, main[1], sums_form(num_rows * num_parts), *of_gradients]
     forms += [of_numbers, of_numbers, None, None, *rest]
     options = hopper_options(tiles, parts)
-    options |= {"M": tiles.queries, "CAUSAL": call.causal, "GROUPED": numbers.sharing > each, "IN_A_ROW": each}
+    options |= {"M": tiles.queries, "CAUSAL": call.causal}
+    options |= {"GROUPED": numbers.sharing > num_in_a_row, "IN_A_ROW": num_in_a_row}
     start = Start(
         attention_backward,
-        num_programs // each,
+        num_programs // num_in_a_row,
         forms,
         [*([] if rest else [None, None]), batch * num_heads, together, num_upwards, *numbers],
         **options,

@@ -55,11 +55,11 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
         yield f"A step takes about {time_words(time)}; {best.options} {fits}."
     else:
         yield f"{_how_many_fit(fitting, number)} Fastest: {best.options}, about {time_words(time)} a step."
-    if faster := _faster_but_tight(fitting):
-        yield faster
     tokens = plan.tokens_per_step / time.seconds
     each = f", {units.format_rate(tokens / plan.gpus, ' tokens/s')} on each GPU" if plan.gpus > 1 else ""
     yield f"That is {units.format_rate(tokens, ' tokens/s')}{each}{mfu_words(plan.utilizations)}."
+    if faster := _faster_but_tight(fitting):
+        yield faster
     if plan.num_as_fast > 1:
         yield (
             f"The first {plan.num_as_fast} lie within what the predictions may be off against each other, so that "
@@ -156,13 +156,13 @@ def _nothing_found(plan: LayoutPlan) -> str:
 
 
 def _batch_that_divides(plan: LayoutPlan) -> str:
-    """A hint, where every GPU could have as many sequences as any other of another batch than this."""
+    """The nearest batches of which every GPU can have as many sequences as any other, unless this is one."""
     over = plan.global_batch % plan.gpus
     if not over:
         return ""
     more = plan.global_batch - over + plan.gpus
     batches = f"{more - plan.gpus} or {more}" if more > plan.gpus else f"{more}"
-    return f" With --global-batch {batches} each of {units.counted(plan.gpus, 'GPU')} can have as many sequences."
+    return f" --global-batch {batches} gives each of {units.counted(plan.gpus, 'GPU')} as many sequences as any other."
 
 
 def time_words(time: LayoutTime) -> str:

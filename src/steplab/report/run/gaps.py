@@ -1,6 +1,6 @@
 """What was not measured in a run, and which of its figures are doubtful, each with the reason."""
 
-from steplab.records.run import Run
+from steplab.records.run import NOT_FINITE, Run
 
 
 def gaps(run: Run) -> list[str]:
@@ -33,7 +33,7 @@ def _is_choice(note: str) -> bool:
 
 
 def _is_of_numbers(note: str) -> bool:
-    return note.startswith("weights became infinite or NaN")
+    return note.startswith(NOT_FINITE)
 
 
 def _is_doubt(note: str) -> bool:
