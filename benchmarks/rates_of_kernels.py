@@ -299,7 +299,7 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
     found: dict[str, dict[str, AttentionRates]] = {}
     for (name, dtype, phase), own in times.items():
         if len(own) >= _LEAST_CELLS:
-            rated = found.setdefault(rated_attention(name, dtype), {})
+            rated = found.setdefault(rated_attention(name, dtype, gpu.name), {})
             rated[phase] = _fit_attention(list(own.values()), gpu, name, dtype, phase, shortest_s[phase])
     return {name: rates for name, rates in found.items() if len(rates) == 2}
 
@@ -319,7 +319,7 @@ def _fit_attention(
     def error(params: Params, start: Params) -> float:
         if params["peak_share"] > 1 or params["fixed_s"] > shortest_s:
             return math.inf
-        rates = {rated_attention(name, dtype): {phase: msgspec.convert(params, AttentionRates)}}
+        rates = {rated_attention(name, dtype, gpu.name): {phase: msgspec.convert(params, AttentionRates)}}
         trial, backward = with_rates(gpu, attention=rates), phase == "backward"
         away = sum(abs(math.log(params[figure] / start[figure])) for figure in start)
         predicted = ((attention_s(name, t.scores, dtype, trial, backward=backward), t.seconds) for t in times)

@@ -35,7 +35,7 @@ import torch
 from benchmarks.tile_trials import CheckTask, TimeTask, check, time_candidates
 
 from steplab.ops.attention.implementations import implementation
-from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant, hopper_kernels_run, read_table
+from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant, hopper_kernels_on, read_table
 from steplab.specs.attention import AttentionSpec
 
 TABLE = Path(__file__).parents[1] / "src" / "steplab" / "ops" / "attention" / "triton_tiles.toml"
@@ -421,7 +421,7 @@ def main() -> None:
     if not all(1 <= head_dim <= WIDEST for head_dim in head_dims):
         parser.error(f"head dimensions of flash_triton are from 1 to {WIDEST}")
     gpu = torch.cuda.get_device_name(asked.device)
-    hopper = torch.cuda.get_device_capability(asked.device) == (9, 0) and hopper_kernels_run()
+    hopper = hopper_kernels_on(torch.device(asked.device))
     bits = 32 if asked.dtype == "fp32" else 16
     boxes = dict.fromkeys(map(box_of, head_dims))
     offered = [

@@ -62,6 +62,7 @@ ARROWS = {
 FACTS = (
     "steplab.ops.attention.implementations",
     "steplab.ops.attention.choice_table",
+    "steplab.ops.attention.hopper_kernels",
     "steplab.ops.cross_entropy.implementations",
     "steplab.ops.adamw.block",
     "steplab.ops.rms_norm.programs",

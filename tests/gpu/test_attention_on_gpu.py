@@ -65,10 +65,10 @@ def variant(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if chosen == "hopper":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("the Hopper kernels are for compute capability 9.0")
-        if not triton_tuning.hopper_kernels_run():
-            pytest.skip("the Hopper kernels are for Triton 3.6")
+        if not triton_tuning.hopper_kernels_on(torch.device("cuda", 0)):
+            pytest.skip("this Triton does not compile the Hopper kernels")
     else:
-        monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: False)
+        monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda head_dim: False)
     choose_anew()
     yield chosen
     monkeypatch.undo()

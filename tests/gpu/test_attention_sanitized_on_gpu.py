@@ -31,7 +31,7 @@ HOPPER_KERNELS = [
 @pytest.fixture(params=["portable", "hopper"])
 def variant(request: pytest.FixtureRequest) -> str:
     name: str = request.param
-    hopper = torch.cuda.get_device_capability() == (9, 0) and triton_tuning.hopper_kernels_run()
+    hopper = triton_tuning.hopper_kernels_on(torch.device("cuda", 0))
     if name == "hopper" and not hopper:
         pytest.skip("the Hopper kernels are for compute capability 9.0 and Triton 3.6")
     return name
@@ -79,7 +79,7 @@ def test_no_race_in_the_hopper_kernels_but_in_how_triton_hands_over_work() -> No
     """Triton's compiler writes what a group of warps is to do where that group reads it, at the head of the kernel and
     at warp_specialize. racecheck does not follow its barriers there: a kernel in which nothing else happens shows that.
     """
-    if torch.cuda.get_device_capability() != (9, 0) or not triton_tuning.hopper_kernels_run():
+    if not triton_tuning.hopper_kernels_on(torch.device("cuda", 0)):
         pytest.skip("the Hopper kernels are for compute capability 9.0 and Triton 3.6")
     _, of_nothing = watched("racecheck", "handover", "--print-limit", "0")
     assert places_of(of_nothing), "racecheck no longer finds Triton's own hand-over: ask here for no race at all"

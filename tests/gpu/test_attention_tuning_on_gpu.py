@@ -7,7 +7,7 @@ import torch
 from benchmarks.tile_trials import CheckTask, TimeTask, check, time_candidates
 from benchmarks.tune_attention import KERNELS, Dtype, candidates
 
-from steplab.ops.attention.triton_tuning import Kernel, hopper_kernels_run
+from steplab.ops.attention.triton_tuning import Kernel, hopper_kernels_on
 from steplab.specs.attention import AttentionSpec
 
 pytestmark = [
@@ -19,7 +19,7 @@ pytestmark = [
 @pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(("dtype", "dim"), [("bf16", 64), ("fp32", 64), ("fp32", 256)])
 def test_a_candidate_passes_the_check_and_takes_a_time(kernel: Kernel, dtype: Dtype, dim: int) -> None:
-    hopper = torch.cuda.get_device_capability() == (9, 0) and hopper_kernels_run()
+    hopper = hopper_kernels_on(torch.device("cuda", 0))
     bits = 32 if dtype == "fp32" else 16
     # The Hopper backward kernel has one size and no candidates: its place is taken by the portable one.
     offered = candidates("any", dim, bits=bits, hopper=hopper, portable=True)

@@ -164,7 +164,7 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
                 wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
                 hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
                 written=ANYTHING,
-                add_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
+                add_tile=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(False),
             ),
         ):
             for told in adders:

@@ -158,15 +158,14 @@ def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim:
 
 def test_a_backward_pass_has_room_for_what_it_writes_for_itself() -> None:
     """50 queries of 4 heads are filled up to 128, 64 columns are two parts of 32, 2 x 2 tiles of keys are shared."""
-    of_one_sweep = torch.bfloat16, torch.device("cpu")
-    with patch.object(triton_backward, "tiles_if_any", return_value=tiles_of("backward", "hopper")):
-        own, shared = (_layout.__wrapped__((1, 4, 50, 64), (1, heads, 130, 64), *of_one_sweep) for heads in (4, 2))
+    hopper = tiles_of("backward", "hopper")
+    own, shared = (_layout((1, 4, 50, 64), (1, heads, 130, 64), hopper) for heads in (4, 2))
     rows = 4 * 128
     assert own.parts == [rows, rows, rows * 64, 0, 2 * 4]
     assert shared.parts == [rows, rows, rows * 64, 4 * 128 * 2 * 64, 2 * (4 + 4)]
     x = torch.zeros(1, 4, 50, 64)
     *_, room = _results(x, x, x)
-    assert room == ((sum(_layout(x.shape, x.shape, x.dtype, x.device).parts),), (1,), torch.float32)
+    assert room == ((sum(_layout(x.shape, x.shape, None).parts),), (1,), torch.float32)
 
 
 @pytest.mark.parametrize("head_dim", [16, 64, 72, 80, 88, 96, 112, 128])
@@ -175,8 +174,7 @@ def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
     """All but the counters of turns, of which there are few."""
     shapes = (1, 4, 300, head_dim), (1, num_kv_heads, 130, head_dim)
     hopper = replace(tiles_of("backward", "hopper"), box=max(64, columns(head_dim).box))
-    with patch.object(triton_backward, "tiles_if_any", return_value=hopper):
-        *parts, _ = _layout.__wrapped__(*shapes, torch.bfloat16, torch.device("cpu")).parts
+    *parts, _ = _layout(*shapes, hopper).parts
     shared = num_kv_heads < 4
     stated = [
         each.times

@@ -137,8 +137,10 @@ def tiles_on(
     *,
     bits: int = 16,
     head_dim: int = 64,
+    hopper: bool | None = None,
 ) -> Tiles:
-    found = triton_tuning._found(kernel, gpu, capability, bits, head_dim, tokens)
+    hopper = capability == (9, 0) and bits == 16 if hopper is None else hopper
+    found = triton_tuning._found(kernel, gpu, capability, hopper, bits, head_dim, tokens)
     assert found is not None
     return found
 
@@ -221,28 +223,19 @@ SMALL_TABLE = (
     ],
 )
 def test_the_nearest_row_is_taken(gpu: str, capability: tuple[int, int], tokens: int, expected: Tiles) -> None:
-    with (
-        patch.object(triton_tuning, "table", return_value=SMALL_TABLE),
-        patch.object(triton_tuning, "hopper_kernels_run", return_value=True),
-    ):
+    with patch.object(triton_tuning, "table", return_value=SMALL_TABLE):
         assert tiles_on(gpu, capability, tokens=tokens) == expected
 
 
 @pytest.mark.parametrize(("head_dim", "expected"), [(33, 6), (48, 6), (49, 3), (64, 3)])
 def test_a_row_for_fewer_columns_comes_first(head_dim: int, expected: int) -> None:
-    with (
-        patch.object(triton_tuning, "table", return_value=SMALL_TABLE),
-        patch.object(triton_tuning, "hopper_kernels_run", return_value=True),
-    ):
+    with patch.object(triton_tuning, "table", return_value=SMALL_TABLE):
         assert tiles_on("GPU A", (9, 0), head_dim=head_dim) == SMALL_TABLE[expected]
 
 
 def test_a_triton_without_our_gluon_gets_portable_kernels() -> None:
-    with (
-        patch.object(triton_tuning, "table", return_value=SMALL_TABLE),
-        patch.object(triton_tuning, "hopper_kernels_run", return_value=False),
-    ):
-        assert tiles_on("GPU A", (9, 0)) == SMALL_TABLE[0]
+    with patch.object(triton_tuning, "table", return_value=SMALL_TABLE):
+        assert tiles_on("GPU A", (9, 0), hopper=False) == SMALL_TABLE[0]
 
 
 def test_what_the_table_lacks_is_refused() -> None:
@@ -252,15 +245,12 @@ def test_what_the_table_lacks_is_refused() -> None:
 
 
 def test_gradients_are_made_in_one_sweep_where_the_gpu_and_its_triton_can() -> None:
-    with patch.object(triton_tuning, "hopper_kernels_run", return_value=True):
-        dims = (64, 80, 128)
-        assert {tiles_on("NVIDIA H200", (9, 0), "backward", head_dim=dim).variant for dim in dims} == {"hopper"}
-        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 16, 256, 100) is None
-        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 32, 64, 100) is None
-        assert triton_tuning._found("backward", "NVIDIA A100", (8, 0), 16, 64, 100) is None
-    triton_tuning._found.cache_clear()
-    with patch.object(triton_tuning, "hopper_kernels_run", return_value=False):
-        assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), 16, 64, 100) is None
+    dims = (64, 80, 128)
+    assert {tiles_on("NVIDIA H200", (9, 0), "backward", head_dim=dim).variant for dim in dims} == {"hopper"}
+    assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), True, 16, 256, 100) is None
+    assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), False, 32, 64, 100) is None
+    assert triton_tuning._found("backward", "NVIDIA A100", (8, 0), False, 16, 64, 100) is None
+    assert triton_tuning._found("backward", "NVIDIA H200", (9, 0), False, 16, 64, 100) is None
 
 
 def test_tensors_on_a_cpu_get_portable_tiles_of_their_width() -> None:

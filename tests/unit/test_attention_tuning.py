@@ -400,11 +400,10 @@ def test_what_is_written_is_what_the_kernels_read(monkeypatch: pytest.MonkeyPatc
     assert long == tile("forward", 3)
 
     monkeypatch.setattr(triton_tuning, "table", lambda: read_table(text))
-    monkeypatch.setattr(triton_tuning, "hopper_kernels_run", lambda: True)
     read: Any = triton_tuning._found.__wrapped__
-    assert read("forward", H200, (9, 0), 16, 128, 2048) == short
-    assert read("forward", H200, (9, 0), 16, 128, 2049) == long
-    assert read("forward", "NVIDIA H100", (9, 0), 16, 128, 2048).gpu == "sm90"
+    assert read("forward", H200, (9, 0), True, 16, 128, 2048) == short
+    assert read("forward", H200, (9, 0), True, 16, 128, 2049) == long
+    assert read("forward", "NVIDIA H100", (9, 0), True, 16, 128, 2048).gpu == "sm90"
 
 
 def test_rows_of_32_bits_are_written_beside_those_of_16() -> None:

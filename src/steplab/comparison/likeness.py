@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping
 
 from steplab.records.comparison import Unlike
+from steplab.records.environment import Environment
 from steplab.records.measured import MeasuredCell
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
@@ -32,7 +33,17 @@ def conditions(record: Record) -> Row:
 
 def whole_key(record: Record, cell: MeasuredCell) -> Row:
     """Everything in which two cells must agree."""
-    return conditions(record) | cell.key
+    attention = cell.key.get("attention", cell.key.get("implementation"))
+    kernels = _flash_triton(record.environment) if attention in ("flash_triton", "auto") else {}
+    return conditions(record) | kernels | cell.key
+
+
+def _flash_triton(env: Environment | None) -> Row:
+    """The kernels that flash_triton had; records without that field are of kernels for Hopper with Triton 3.6 alone."""
+    if env is None or env.device.kind != "cuda" or env.triton is None:
+        return {}
+    had_hopper = env.device.compute_capability == "9.0" and env.triton.startswith("3.6.")
+    return {"flash_triton kernels": env.flash_triton or ("hopper" if had_hopper else "portable")}
 
 
 def unlike(a: Mapping[str, Scalar], b: Mapping[str, Scalar], allowed: Collection[str] = ()) -> tuple[Unlike, ...]:

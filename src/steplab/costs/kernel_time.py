@@ -12,6 +12,7 @@ import msgspec
 from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates
+from steplab.ops.attention.hopper_kernels import planned_on
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result that one thread block makes, as in cuBLAS's and CUTLASS's kernels."""
@@ -117,9 +118,11 @@ def head_columns(width: int) -> int:
     return next((known for known in _HEAD_WIDTHS if known >= width), width)
 
 
-def rated_attention(name: str, dtype: str) -> str:
-    """By which name the rates have an implementation in a number format."""
-    return f"{name} fp32" if dtype == "fp32" else name
+def rated_attention(name: str, dtype: str, gpu: str) -> str:
+    """By which name the rates have an implementation in a number format, on a GPU of this name."""
+    if dtype == "fp32":
+        return f"{name} fp32"
+    return f"{name} portable" if name == "flash_triton" and not planned_on(gpu) else name
 
 
 def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates]:
@@ -128,7 +131,7 @@ def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates
     In fp32 fused attention has other kernels, without tensor cores, whose rates the table has by names of their own.
     """
     known = gpu.rates.attention
-    own = rated_attention(name, dtype)
+    own = rated_attention(name, dtype, gpu.name)
     return known[own if own in known else USUAL_ATTENTION[dtype == "fp32"]]
 
 

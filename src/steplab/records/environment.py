@@ -59,6 +59,8 @@ class Environment:
     """Version of Triton; None if it is not installed."""
     driver: str | None = None
     """Version of the GPU driver, from NVML."""
+    flash_triton: str | None = None
+    """Kernels that attention flash_triton has there in bf16 and fp16: hopper or portable; None: not known, or none."""
     git_commit: str | None = None
     """Commit of the working directory, followed by '+' if files differ from it; None outside a checkout."""
     load_average: float | None = None

@@ -1,9 +1,11 @@
 """The report of a machine: its environment and the ceilings measured on it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
+from steplab.ops.attention.hopper_kernels import remedy, too_old
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.disturbances import busy_machine
+from steplab.records.environment import Environment
 from steplab.records.rows import Row
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import Column, Document, Section, Table, Verdict
@@ -65,7 +67,26 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
     if busy := busy_machine(ceilings.environment):
         cautions = [f"Warning: {busy.text} The ceilings may be too low; run `steplab doctor` again on an idle machine."]
     told_against = f"MFU on this device is relative to {against}."
-    return Verdict(sentences=(*first, told_against), cautions=tuple(cautions))
+    kernels = _attention_kernels(ceilings.environment)
+    return Verdict(sentences=(*first, told_against, *kernels), cautions=tuple(cautions))
+
+
+def _attention_kernels(env: Environment) -> Iterator[str]:
+    """The kernels that flash_triton has on a GPU, and the remedy where a Hopper GPU has not its own."""
+    if env.device.kind != "cuda" or env.device.compute_capability is None:
+        return
+    if env.triton is None:
+        yield "Attention flash_triton cannot run: Triton is not installed."
+    elif env.flash_triton == "hopper":
+        yield f"Attention flash_triton runs its Hopper kernels, with Triton {env.triton}."
+    elif env.device.compute_capability != "9.0":
+        yield f"Attention flash_triton runs its portable kernels, with Triton {env.triton}."
+    elif env.flash_triton == "portable":
+        why = "is too old for those for Hopper" if too_old(env.triton) else "does not compile those for Hopper rightly"
+        yield (
+            f"Attention flash_triton runs its portable kernels: Triton {env.triton} {why}; {remedy(env.triton)}. "
+            "Until then cuDNN's attention (--attention sdpa_cudnn) is faster."
+        )
 
 
 def _table(ceilings: Ceilings) -> Table:

@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 
 from steplab.measurement.machine import nvml
+from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
 
 VARIABLES = (
@@ -49,6 +50,7 @@ def read_environment(device: torch.device) -> Environment:
         cudnn=_dotted(cudnn) if cudnn else None,
         triton=_version_of("triton"),
         driver=driver,
+        flash_triton=_flash_triton(device),
         git_commit=_git_commit(),
         load_average=_load_average(),
         variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
@@ -58,6 +60,7 @@ def read_environment(device: torch.device) -> Environment:
 
 def read_clocks(environment: Environment, device: torch.device) -> Environment:
     """The environment with the GPU's present clocks, power limit, temperature and other processes."""
+    environment = dataclasses.replace(environment, flash_triton=_flash_triton(device))
     if device.type != "cuda" or environment.device.uuid is None:
         return environment
     reading = nvml.read(environment.device.uuid)
@@ -97,6 +100,13 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
         ),
         None if isinstance(reading, str) else reading.driver,
     )
+
+
+def _flash_triton(device: torch.device) -> str | None:
+    """Kernels of flash_triton; None: it has none, or has not tried those for Hopper with this Triton yet."""
+    if device.type != "cuda" or _version_of("triton") is None:
+        return None
+    return kernels_known(device)
 
 
 def _cpu_name() -> str:

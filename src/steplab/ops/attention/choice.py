@@ -8,6 +8,7 @@ from torch import Tensor
 from steplab.ops.attention.autocast import autocast_dtype
 from steplab.ops.attention.choice_table import Choice, choose
 from steplab.ops.attention.shapes import fixed, num_key_heads
+from steplab.ops.attention.triton_tuning import hopper_kernels_on
 
 
 def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
@@ -61,6 +62,7 @@ def _choice(
         num_keys=num_keys,
         causal=causal,
         grouped=grouped,
+        hopper=hopper_kernels_on(device, head_dim),
     )
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
+from steplab.ops.attention.hopper_kernels import planned_on
 from steplab.ops.attention.implementations import DTYPES, TABLE, why_not
 
 FALLBACK = "sdpa"
@@ -53,18 +54,28 @@ class Measured:
 
 
 def choose(
-    *, device: str, dtype: str, head_dim: int, num_queries: int, num_keys: int, causal: bool, grouped: bool = False
+    *,
+    device: str,
+    dtype: str,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    grouped: bool = False,
+    hopper: bool | None = None,
 ) -> Choice:
     """The implementation that was fastest on this device for the nearest measured shape; sdpa where none is near.
 
     `device` is a GPU's name as torch gives it, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`:
     several query heads read one key head, which torch's memory-efficient kernel does not take. The length that counts
-    is the geometric mean of queries and keys: the work goes by their product. Raises ValueError for another dtype, and
-    for a head dimension below 1.
+    is the geometric mean of queries and keys: the work goes by their product. `hopper`: whether flash_triton's kernels
+    for Hopper run there; None: as a plan assumes. The portable ones are slower than cuDNN, so without the former it is
+    no candidate in 16 bits. Raises ValueError for another dtype, and for a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"
         raise ValueError(f"attention is chosen for {taken}, not for {dtype} and {head_dim}")
+    portable = dtype != "float32" and not (planned_on(device) if hopper is None else hopper)
     return choose_from(
         table(),
         device=device,
@@ -79,7 +90,8 @@ def choose(
             num_keys=num_keys,
             causal=causal,
             grouped=grouped,
-        ),
+        )
+        | ({"flash_triton"} if portable else set()),
     )
 
 

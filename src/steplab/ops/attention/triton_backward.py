@@ -115,7 +115,7 @@ def triton_backward(
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) -> tuple[Made, ...]:
     """The gradients, and room for what the kernels write for themselves."""
     gradients = laid_out_as(q_BHSD), laid_out_as(k_BNKD), laid_out_as(v_BNKD)
-    parts = _layout(q_BHSD.shape, k_BNKD.shape, q_BHSD.dtype, q_BHSD.device).parts
+    parts = _layout_for(q_BHSD, k_BNKD).parts
     return *gradients, in_a_row([sum(parts)], torch.float32)
 
 
@@ -129,13 +129,17 @@ class _Layout(NamedTuple):
     needs."""
 
 
+def _layout_for(q: Tensor, k: Tensor) -> _Layout:
+    tiles = tiles_if_any("backward", q.device, 8 * q.element_size(), max(64, q.shape[-1]), q.shape[2])
+    return _layout(q.shape, k.shape, tiles)
+
+
 @lru_cache(maxsize=256)
-def _layout(q_shape: Shape, k_shape: Shape, dtype: torch.dtype, device: torch.device) -> _Layout:
+def _layout(q_shape: Shape, k_shape: Shape, tiles: Tiles | None) -> _Layout:
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape
     tiles_of_queries, tiles_of_keys = -(-num_queries // WIDEST_TILE), -(-num_keys // WIDEST_TILE)
     rows = batch * num_heads * tiles_of_queries * WIDEST_TILE
-    tiles = tiles_if_any("backward", device, 8 * dtype.itemsize, max(64, head_dim), num_queries)
     if tiles is None:
         return _Layout(None, [rows, rows, 0, 0, 0])
     parts = _columns_of(tiles, columns(head_dim))
@@ -171,7 +175,7 @@ def prepared(
     if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):
         stream = None
     call = Call(columns(q_BHSD.shape[-1]), q.dtype, q.device, products, causal, positive)
-    layout = _layout(q_BHSD.shape, k_BNKD.shape, q_BHSD.dtype, q_BHSD.device)
+    layout = _layout_for(q_BHSD, k_BNKD)
     if room is None:
         room = torch.empty(sum(layout.parts), dtype=torch.float32, device=q.device)
     minus_lse, minus_d, sums, shared, turns = room.split_with_sizes(layout.parts)

@@ -21,6 +21,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
+from steplab.ops.attention.triton_gluon import add_tile, load_tile, store_tile
 from steplab.ops.attention.triton_hopper_gradients import (
     BOTH_ARE_DONE,
     KEYS,
@@ -40,7 +41,7 @@ from steplab.ops.attention.triton_hopper_tiles import (
     meet,
     put,
 )
-from steplab.ops.attention.triton_hopper_turns import add_to_global, hand_on, wait_for, written
+from steplab.ops.attention.triton_hopper_turns import hand_on, wait_for, written
 from steplab.ops.attention.triton_hopper_two_turns import rounds_of_two_turns
 
 ZERO = gl.constexpr(0)
@@ -61,8 +62,8 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
           b_head, kv_head, first_key, first_query, num_tiles, upwards, num_padded, room, M: gl.constexpr,
           MAIN: gl.constexpr, REST: gl.constexpr, IN_A_ROW: gl.constexpr):  # fmt: skip
     mbarrier.expect(room.kv_arrived, k_tiles.block_type.nbytes + v_tiles.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(0))
-    tma.async_copy_global_to_shared(v_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(1))
+    load_tile(k_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(0))
+    load_tile(v_tiles, [b, kv_head, first_key, 0], room.kv_arrived, room.kv.index(1))
     for which in range(IN_A_ROW):
         for t in range(num_tiles):
             i = which * num_tiles + t
@@ -82,8 +83,8 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
                 before_last = i - 2
                 for c in gl.static_range(NUM_CONSUMERS):
                     mbarrier.wait(room.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
-            tma.async_copy_global_to_shared(minus_lse_tiles, [number], arrived, room.minus_lse(i))
-            tma.async_copy_global_to_shared(minus_d_tiles, [number], arrived, room.minus_d(i))
+            load_tile(minus_lse_tiles, [number], arrived, room.minus_lse(i))
+            load_tile(minus_d_tiles, [number], arrived, room.minus_d(i))
 
 
 @gluon.jit
@@ -91,6 +92,7 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
             CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr,
             CONSUMER: gl.constexpr, FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
     """Add what a consumer made of dQ to the sums in memory, in turn."""
+    own = room.dq_of(CONSUMER)
     turn = 0
     for which in range(IN_A_ROW):
         of_head = b_head + which
@@ -108,9 +110,9 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
             mbarrier.wait(room.dq_full.index(CONSUMER), i & 1)
             for part in gl.static_range(FIRST_PART, END_PART):
                 if turn == 0:
-                    tma.async_copy_shared_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
+                    store_tile(sums_tiles, [row + part * ROWS, 0], own.index(part - FIRST_PART))
                 else:
-                    add_to_global(sums_tiles, [row + part * ROWS, 0], room.dq_parts.index(part))
+                    add_tile(sums_tiles, [row + part * ROWS, 0], own.index(part - FIRST_PART))
             tma.store_wait(0)
             mbarrier.arrive(room.dq_empty.index(CONSUMER))
             if (t == num_tiles - 1) | (query % KEYS == gl.where(upwards, KEYS - M, 0)):
@@ -184,8 +186,8 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         v_own = room.kv.index(1).slice(CONSUMER * ROWS, ROWS, dim=0)
         put(k_own, dk_RD * scale, dk_rest_RD * scale, MAIN, REST)
         put(v_own, dv_RD, dv_rest_RD, MAIN, REST)
-        tma.async_copy_shared_to_global(dk_tiles, [b, kv_head, first_key, 0], k_own)
-        tma.async_copy_shared_to_global(dv_tiles, [b, kv_head, first_key, 0], v_own)
+        store_tile(dk_tiles, [b, kv_head, first_key, 0], k_own)
+        store_tile(dv_tiles, [b, kv_head, first_key, 0], v_own)
         tma.store_wait(0)
 
 
@@ -295,7 +297,8 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     ds_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([KEYS, M], k_tiles.dtype)
     ds_parts = gl.allocate_shared_memory(k_tiles.dtype, [2, KEYS, M], ds_layout)
     part_layout: gl.constexpr = gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=32, rank=2)
-    dq_parts = gl.allocate_shared_memory(gl.float32, [PARTS, ROWS, PART], part_layout)
+    dq_0 = gl.allocate_shared_memory(gl.float32, [PARTS_0, ROWS, PART], part_layout)
+    dq_1 = gl.allocate_shared_memory(gl.float32, [PARTS - PARTS_0, ROWS, PART], part_layout)
     full = _barriers(NUM_SLOTS, 1)
     empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)
     # Tiles of more queries have named barriers for dS. A barrier that nothing used would be dead once it is made: the
@@ -306,7 +309,7 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     dq_full = _barriers(NUM_CONSUMERS, 1)
     dq_empty = _barriers(NUM_CONSUMERS, 1)
     room = Room(
-        kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full, dq_empty, NUM_SLOTS
+        kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_0, dq_1, dq_full, dq_empty, NUM_SLOTS
     )
     fence_async_shared()
     gl.warp_specialize([

@@ -31,6 +31,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
+from steplab.ops.attention.triton_gluon import load_tile, store_tile
 from steplab.ops.attention.triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
@@ -94,7 +95,7 @@ def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_
         for c in gl.static_range(NUM_CONSUMERS):
             n = number * NUM_CONSUMERS + c
             q_arrived = q_ring.room(n, q_tiles.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
+            load_tile(q_tiles, [b, head, first_query + c * ROWS, 0], q_arrived, q_ring.slot(n))
         for t in range(num_tiles):
             first_key = (num_tiles - 1 - t) * N
             _bring_next(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
@@ -344,7 +345,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             o_tile = q_ring.slot(own)  # the consumer's queries are done with
         put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
-        tma.async_copy_shared_to_global(o_tiles, at, o_tile)
+        store_tile(o_tiles, at, o_tile)
         positions = first_query + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         lse_R = (largest + gl.log2(sums)) * 0.6931471805599453  # log 2
         lse_ptrs = lse_ptr + b_head.to(gl.int64) * num_queries + positions

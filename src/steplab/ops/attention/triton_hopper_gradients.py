@@ -21,6 +21,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
+from steplab.ops.attention.triton_gluon import reinterpret
 from steplab.ops.attention.triton_hopper_tiles import (
     ROWS,
     pack,
@@ -64,14 +65,16 @@ class Room:
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
     """Where tiles are of 64 queries, for each of these and each consumer."""
-    dq_parts: gl.shared_memory_descriptor
-    """dQ of a tile in parts of PART columns, on the way to the sums."""
+    dq_0: gl.shared_memory_descriptor
+    """The first consumer's dQ of a tile in parts of PART columns, on the way to the sums."""
+    dq_1: gl.shared_memory_descriptor
+    """The second's."""
     dq_full: gl.shared_memory_descriptor
     dq_empty: gl.shared_memory_descriptor
     num_slots: gl.constexpr
 
     @gluon.constexpr_function
-    def __init__(self, kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_parts, dq_full,
+    def __init__(self, kv, kv_arrived, mains, rests, numbers, full, empty, ds_parts, ds_full, dq_0, dq_1, dq_full,
                  dq_empty, num_slots):  # fmt: skip
         self.kv = kv
         self.kv_arrived = kv_arrived
@@ -82,7 +85,8 @@ class Room:
         self.empty = empty
         self.ds_parts = ds_parts
         self.ds_full = ds_full
-        self.dq_parts = dq_parts
+        self.dq_0 = dq_0
+        self.dq_1 = dq_1
         self.dq_full = dq_full
         self.dq_empty = dq_empty
         self.num_slots = gl.constexpr(num_slots)
@@ -113,6 +117,15 @@ class Room:
     def minus_d(self, i):
         """-D of the i-th tile's queries: of each, the sum of dO times the output."""
         return self.numbers.index(2 * (i % 2) + 1)
+
+    @gluon.jit
+    def dq_of(self, CONSUMER: gl.constexpr):
+        """Room for the consumer's dQ, [parts, ROWS, PART]."""
+        if CONSUMER == 0:
+            own = self.dq_0
+        else:
+            own = self.dq_1
+        return own
 
     @gluon.jit
     def ds_of(self, i, consumer):
@@ -235,8 +248,10 @@ def _in_panels(width):
 def put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
     """Put dQ of the i-th tile where the copy engine takes it from, once what lay there has been added."""
     mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
-    layout: gl.constexpr = _in_panels(W)
-    room.dq_parts.index(FIRST // PART)._reinterpret(gl.float32, [ROWS, W], layout).store(dq_MW)
+    own = room.dq_of(CONSUMER)
+    NUM_COLUMNS: gl.constexpr = own.shape[0] * PART
+    layout: gl.constexpr = _in_panels(NUM_COLUMNS)
+    reinterpret(own, gl.float32, [ROWS, NUM_COLUMNS], layout).slice(0, W, dim=1).store(dq_MW)
 
 
 @gluon.jit

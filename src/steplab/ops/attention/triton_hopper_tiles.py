@@ -14,8 +14,10 @@ Note "two parts": products are of the main columns of a head, and then of the re
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
+
+from steplab.ops.attention.triton_gluon import load_tile
 
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""
@@ -139,9 +141,9 @@ def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, m
 @gluon.jit
 def bring(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
     """Have the copy engine bring both parts of a tile, from this row of a head on."""
-    tma.async_copy_global_to_shared(main_tiles, [b, head, row, 0], arrived, parts[0])
+    load_tile(main_tiles, [b, head, row, 0], arrived, parts[0])
     if REST > 0:
-        tma.async_copy_global_to_shared(rest_tiles, [b, head, row, MAIN], arrived, parts[1])
+        load_tile(rest_tiles, [b, head, row, MAIN], arrived, parts[1])
 
 
 @gluon.jit

@@ -1,16 +1,7 @@
-"""Programs that add to the same memory in turns: how the copy engine adds, and counters that say whose turn it is."""
+"""Programs that add to the same memory in turns: counters that say whose turn it is."""
 
-from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
-
-
-@builtin
-def add_to_global(tensor_desc, coord, src, _semantic=None):
-    """tma.async_copy_shared_to_global, but adding."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @gluon.jit

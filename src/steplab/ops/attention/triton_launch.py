@@ -171,7 +171,7 @@ class Start:
     def _compile(self, tensors: Sequence[Tensor]) -> None:
         refuse_while_capturing(tensors[0].device)
         described = [x if form is None else form.of(x) for form, x in self._pairs(tensors)]
-        compiled = self._kernel[self._grid](*described, *self._numbers, **self._options)
+        compiled = self._kernel[self._grid](*described, *self._numbers, enable_fp_fusion=True, **self._options)
         if compiled is not None:  # the interpreter compiles nothing
             names = self._kernel.arg_names[len(described) + len(self._numbers) :]
             self._constants = [self._options[name] for name in names]

@@ -16,6 +16,7 @@ import torch
 
 from steplab.errors import Unsupported
 from steplab.ops.attention.triton_tensors import columns
+from steplab.ops.attention.triton_trial import hopper_kernels_run, known_to_run
 
 Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
@@ -64,7 +65,21 @@ def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
 
 def tiles_if_any(kernel: Kernel, device: torch.device, bits: int, head_dim: int, tokens: int) -> Tiles | None:
     """The same for numbers of so many bits on a device, or None."""
-    return _found(kernel, *_gpu(device), bits, head_dim, tokens)
+    hopper = bits == 16 and hopper_kernels_on(device, head_dim)
+    return _found(kernel, *_gpu(device), hopper, bits, head_dim, tokens)
+
+
+def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
+    """Whether the Hopper kernels for heads of this width run on a device, with the Triton at hand."""
+    return _gpu(device)[1] == (9, 0) and hopper_kernels_run(head_dim)
+
+
+def kernels_known(device: torch.device) -> Variant | None:
+    """The kernels of a GPU in 16 bits, without trying any; None: not known before flash_triton has run."""
+    if _gpu(device)[1] != (9, 0):
+        return "portable"
+    runs = known_to_run()
+    return None if runs is None else "hopper" if runs else "portable"
 
 
 @cache
@@ -76,11 +91,11 @@ def _gpu(device: torch.device) -> tuple[str, tuple[int, int]]:
 
 @cache
 def _found(
-    kernel: Kernel, name: str, capability: tuple[int, int], bits: int, head_dim: int, tokens: int
+    kernel: Kernel, name: str, capability: tuple[int, int], hopper: bool, bits: int, head_dim: int, tokens: int
 ) -> Tiles | None:
     rows = [row for row in table() if (row.kernel, row.bits, row.box) == (kernel, bits, columns(head_dim).box)]
     rows = [row for row in rows if head_dim <= _most(row.columns) and tokens <= _most(row.tokens)]
-    if capability != (9, 0) or not hopper_kernels_run():
+    if not hopper:
         rows = [row for row in rows if row.variant == "portable"]
     for gpu in (name, f"sm{capability[0]}{capability[1]}", "any"):
         of_gpu = [row for row in rows if row.gpu == gpu]
@@ -91,14 +106,6 @@ def _found(
 
 def _most(stated: int | None) -> float:
     return math.inf if stated is None else stated
-
-
-@cache
-def hopper_kernels_run() -> bool:
-    """Whether this Triton has the Gluon that the Hopper kernels are written in; its interface is not settled yet."""
-    import triton
-
-    return triton.__version__.startswith("3.6.")
 
 
 @cache

@@ -1,0 +1,54 @@
+"""Which kernels flash_triton has in bf16 and fp16: those for Hopper, in Gluon, or the portable ones.
+
+Gluon's interface changes with Triton's versions. With a version nobody tried, triton_trial tries the kernels when they
+are first called. This file imports neither torch nor Triton, so that plans can read it.
+"""
+
+import importlib.metadata
+
+OLDEST = (3, 6)
+"""Earlier versions of Triton lack parts of Gluon that the kernels use."""
+OLDEST_TORCH = "2.10"
+"""The first torch that asks for Triton 3.6."""
+TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
+"""Versions with which every kernel compiles (tests/golden/hopper_kernels.json)."""
+
+
+def release(version: str) -> tuple[int, int]:
+    """Major and minor number of a version; (0, 0) if it does not begin with two numbers."""
+    parts = version.split(".")[:2]
+    return (int(parts[0]), int(parts[1])) if len(parts) == 2 and all(map(str.isdecimal, parts)) else (0, 0)
+
+
+def too_old(version: str) -> bool:
+    """Whether this Triton cannot compile them."""
+    return release(version) < OLDEST
+
+
+def is_tried(version: str) -> bool:
+    """Whether they were compiled with this Triton."""
+    return release(version) in TRIED
+
+
+def remedy(version: str) -> str:
+    """What to install where they do not run with this Triton."""
+    first, last = (".".join(map(str, tried)) for tried in (TRIED[0], TRIED[-1]))
+    if too_old(version):
+        return f"install torch {OLDEST_TORCH} or newer, which brings Triton {first} or newer"
+    return f"install a torch that brings Triton {first} to {last}"
+
+
+def installed_triton() -> str | None:
+    """The installed version of Triton, read without an import; None: there is none."""
+    try:
+        return importlib.metadata.version("triton")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def planned_on(gpu: str) -> bool:
+    """Whether a plan for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) counts on them: on Hopper GPUs, unless
+    the Triton installed here is too old."""
+    words = gpu.removeprefix("NVIDIA ").split()
+    installed = installed_triton()
+    return bool(words) and words[0].startswith(("H1", "H2", "GH")) and not (installed and too_old(installed))
