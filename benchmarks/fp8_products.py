@@ -112,7 +112,7 @@ def cells_of(tokens: int, inputs: int, outputs: int) -> Iterator[tuple[str, Call
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
 
         one = torch.nn.Sequential(torch.nn.Linear(inputs, outputs, bias=False, device="cuda", dtype=BF16))
-        converted = torch.compile(convert_to_float8_training(one), dynamic=False)
+        converted: Callable[[Tensor], Tensor] = torch.compile(convert_to_float8_training(one), dynamic=False)
         return lambda: torch.autograd.grad(converted(leaves[0]), (leaves[0], *one.parameters()), dy)
 
     yield "layer bf16", lambda: layer(linear)
