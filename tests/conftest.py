@@ -13,7 +13,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the paralle
 import pytest
 import torch
 from hypothesis import settings
-from tests.interpreted import prepare_the_language_once_a_launch
+from tests.interpreted import cast_to_fp8_as_a_gpu_does, prepare_the_language_once_a_launch
 
 gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
@@ -42,6 +42,7 @@ def pytest_collection_finish() -> None:
     """What is there by now stays: no search for garbage during a test has to look at it again."""
     if interpreter := sys.modules.get("triton.runtime.interpreter"):
         prepare_the_language_once_a_launch(interpreter)
+        cast_to_fp8_as_a_gpu_does(interpreter)
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)  # a dry run makes many objects, and hardly any garbage
     gc.enable()

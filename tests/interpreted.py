@@ -1,7 +1,9 @@
-"""Triton's interpreter, made quicker: a third of the time of tests that run kernels on a CPU."""
+"""Triton's interpreter, made quicker (a third of the time of tests that run kernels on a CPU), and exact in fp8."""
 
 from types import FunctionType
 from typing import Any
+
+import torch
 
 
 def prepare_the_language_once_a_launch(interpreter: Any) -> None:
@@ -27,3 +29,19 @@ def prepare_the_language_once_a_launch(interpreter: Any) -> None:
         return scope
 
     interpreter._patch_lang = prepare_once
+
+
+def cast_to_fp8_as_a_gpu_does(interpreter: Any) -> None:
+    """Round to the nearest, ties to even, where the interpreter rounds ties up and carries nothing into the exponent.
+
+    Operators of torch take its place, which give the bits of a GPU's instruction for numbers within the format and NaN.
+    """
+    convert = interpreter._convert_float
+    formats = {interpreter.tl.float8e4nv: torch.float8_e4m3fn, interpreter.tl.float8e5: torch.float8_e5m2}
+
+    def convert_float(data: Any, input_type: Any, output_type: Any, rounding: Any) -> Any:
+        if input_type != interpreter.tl.float32 or output_type not in formats:
+            return convert(data, input_type, output_type, rounding)
+        return torch.from_numpy(data).to(formats[output_type]).view(torch.uint8).numpy()
+
+    interpreter._convert_float = convert_float

@@ -1,0 +1,116 @@
+"""Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
+
+Scales stay on the device: the host never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
+elsewhere the operators of reference.py, which give the same bits.
+
+Shape suffixes: R rows, C columns.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from steplab.ops.fp8.reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
+from steplab.ops.torch_library import define
+from steplab.ops.triton_device import on_device_of
+from steplab.ops.triton_places import runs_on
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 8, 8
+CAST_BLOCK, CAST_WARPS = 4096, 4
+ROWS, COLUMNS, WARPS = 64, 64, 4
+"""The tile of a program of the cast to both layouts, and its warps."""
+
+
+class Operand(NamedTuple):
+    """A tensor in fp8, as a product reads it: contiguous along the dimension that is summed over."""
+
+    values: Tensor
+    inverse_scale: Tensor
+    """float32, a scalar on the device: values * inverse_scale is what was cast."""
+
+
+def amax(x: Tensor) -> Tensor:
+    """The largest magnitude of x, a float32 scalar on its device; NaN if there is one. The same bits each time."""
+    found: Tensor = torch.ops.steplab.amax(x)
+    return found
+
+
+def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
+    """x in fp8, scaled so that amax becomes the largest finite number; larger magnitudes are cut off there."""
+    return Operand(*torch.ops.steplab.fp8_cast(x, amax, dtype))
+
+
+def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Operand, Operand]:
+    """The same by rows [R, C] and by columns [C, R], in one pass over x."""
+    rows_RC, columns_CR, inverse_scale = torch.ops.steplab.fp8_cast_both(x_RC, amax, dtype)
+    return Operand(rows_RC, inverse_scale), Operand(columns_CR, inverse_scale)
+
+
+def _amax(x: Tensor) -> Tensor:
+    if not runs_on(x.device.type):
+        return plain_amax(x)
+    from steplab.ops.fp8.kernels import amax_kernel
+
+    x = x.contiguous()
+    found = x.new_zeros((), dtype=torch.float32)
+    if x.numel():
+        programs = min(AMAX_PROGRAMS, -(-x.numel() // AMAX_BLOCK))
+        with on_device_of(x):
+            amax_kernel[programs,](x, found, x.numel(), BLOCK=AMAX_BLOCK, num_warps=AMAX_WARPS)
+    return found
+
+
+def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    if not runs_on(x.device.type):
+        return plain_cast(x, amax, dtype)
+    from steplab.ops.fp8.kernels import cast_kernel
+
+    x = x.contiguous()
+    out, inverse_scale = _fake_cast(x, amax, dtype)
+    with on_device_of(x):
+        cast_kernel[-(-x.numel() // CAST_BLOCK),](
+            x, amax, out, inverse_scale, x.numel(),
+            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, BLOCK=CAST_BLOCK, num_warps=CAST_WARPS,
+        )  # fmt: skip
+    return out, inverse_scale
+
+
+def _cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    if not runs_on(x_RC.device.type):
+        return plain_cast_both(x_RC, amax, dtype)
+    from steplab.ops.fp8.kernels import cast_both_kernel
+
+    x_RC = x_RC.contiguous()
+    rows_RC, columns_CR, inverse_scale = _fake_cast_both(x_RC, amax, dtype)
+    num_rows, width = x_RC.shape
+    with on_device_of(x_RC):
+        cast_both_kernel[-(-width // COLUMNS), -(-num_rows // ROWS)](
+            x_RC, amax, rows_RC, columns_CR, inverse_scale, num_rows, width,
+            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+        )  # fmt: skip
+    return rows_RC, columns_CR, inverse_scale
+
+
+def _fake_amax(x: Tensor) -> Tensor:
+    return x.new_empty((), dtype=torch.float32)
+
+
+def _fake_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format), torch.empty_like(amax)
+
+
+def _fake_cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    rows_RC, inverse_scale = _fake_cast(x_RC, amax, dtype)
+    return rows_RC, x_RC.new_empty(x_RC.shape[::-1], dtype=dtype), inverse_scale
+
+
+define("amax", "(Tensor x) -> Tensor", _amax, _fake_amax)
+define("fp8_cast", "(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor)", _cast, _fake_cast)
+define(
+    "fp8_cast_both",
+    "(Tensor x, Tensor amax, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
+    _cast_both,
+    _fake_cast_both,
+)

@@ -1,0 +1,72 @@
+"""The kernels of casts to fp8; see reference.py. Each reads a tensor once.
+
+The scale is computed by every program from amax, so that nothing runs between the kernel that finds amax and the cast.
+Transposed is the bf16 tile, which is then cast once more: shared memory is read by matrices of 16-bit elements, and of
+8-bit elements it would be read by bytes.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def amax_kernel(x_ptr, amax_ptr, num_elements, BLOCK: tl.constexpr):
+    """The largest magnitude of x, contiguous -> amax [1], float32 and 0 before.
+
+    Magnitudes are compared by their bits as int32: in the order of the numbers, with NaN above infinity. No maximum
+    depends on the order of programs.
+    """
+    first = tl.program_id(0).to(tl.int64) * BLOCK
+    top = tl.zeros([BLOCK], tl.int32)
+    for start in range(first, num_elements, tl.num_programs(0) * BLOCK):
+        places = start + tl.arange(0, BLOCK)
+        x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0).to(tl.float32)
+        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
+    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), tl.max(top, 0), sem="relaxed")
+
+
+@triton.jit
+def _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr):
+    """The scale, whose inverse the first program stores."""
+    amax = tl.load(amax_ptr)
+    scale = tl.div_rn(TOP, tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax))
+    if tl.program_id(0) + tl.program_id(1) == 0:
+        tl.store(inverse_scale_ptr, tl.div_rn(1.0, scale))
+    return scale
+
+
+@triton.jit
+def _scaled(x, scale, kind: tl.constexpr, TOP: tl.constexpr):
+    """x in fp8, cut off at the largest finite number, a NaN as it is."""
+    return tl.clamp(x.to(tl.float32) * scale, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL).to(kind)
+
+
+@triton.jit
+def cast_kernel(
+    x_ptr, amax_ptr, out_ptr, inverse_scale_ptr, num_elements,
+    SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """x, contiguous -> out, the same in fp8."""
+    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0)
+    scale = _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX, TOP)
+    tl.store(out_ptr + places, _scaled(x, scale, out_ptr.dtype.element_ty, TOP), mask=places < num_elements)
+
+
+@triton.jit
+def cast_both_kernel(
+    x_ptr, amax_ptr, rows_ptr, columns_ptr, inverse_scale_ptr, num_rows, width,
+    SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """x [rows, width] -> rows [rows, width] and columns [width, rows] in fp8, all contiguous."""
+    row = tl.program_id(1).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    column = tl.program_id(0).to(tl.int64) * COLUMNS + tl.arange(0, COLUMNS)
+    inside = (row < num_rows)[:, None] & (column < width)[None, :]
+    places = row[:, None] * width + column[None, :]
+    x = tl.load(x_ptr + places, mask=inside, other=0.0)
+    scale = _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX, TOP)
+    kind: tl.constexpr = rows_ptr.dtype.element_ty
+    tl.store(rows_ptr + places, _scaled(x, scale, kind, TOP), mask=inside)
+    inside = (column < width)[:, None] & (row < num_rows)[None, :]
+    places = column[:, None] * num_rows + row[None, :]
+    tl.store(columns_ptr + places, _scaled(tl.trans(x), scale, kind, TOP), mask=inside)

@@ -1,0 +1,100 @@
+"""Linear layers in fp8 on a GPU: bits of both layouts, products and gradients against float64, no wait of the host."""
+
+import pytest
+import torch
+from tests.unit.test_fp8 import (
+    FORMATS,
+    SHAPES,
+    WeightGradient,
+    check_amax,
+    check_casts,
+    check_layer,
+    check_product,
+    check_shape,
+    every_bf16_number,
+)
+from torch import Tensor
+
+from steplab.ops.fp8.casts import E4M3, E5M2, amax, cast_both
+from steplab.ops.fp8.linear import fp8_linear
+from steplab.ops.fp8.reference import plain_cast_both
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(
+        not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+        reason="no CUDA GPU of capability 8.9 or newer",
+    ),
+]
+BF16 = torch.bfloat16
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
+def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
+    check_casts(every_bf16_number("cuda"), torch.tensor(largest, device="cuda"), dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("given", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", [*SHAPES, (8192, 2560), (1024, 11008), (4097, 2049)], ids=str)
+def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype) -> None:
+    check_shape(shape, given, dtype, "cuda")
+
+
+def test_amax_is_that_of_all_elements() -> None:
+    check_amax("cuda")
+    x = torch.zeros(20_000_001, dtype=BF16, device="cuda")
+    x[-1] = -2.0
+    assert amax(x) == 2.0
+
+
+def test_tensors_of_more_than_two_to_the_31_elements() -> None:
+    if torch.cuda.mem_get_info()[0] < 20e9:
+        pytest.skip("needs 20 GB of GPU memory")
+    x = torch.randn(2**19 + 16, 4112, dtype=BF16, device="cuda")
+    largest = amax(x)
+    assert largest == max(part.abs().max() for part in x.split(2**16))
+    rows, columns = cast_both(x, largest)
+    wanted, wanted_columns, _ = plain_cast_both(x[-32:], largest, E4M3)
+    assert torch.equal(rows.values[-32:].view(torch.uint8), wanted.view(torch.uint8))
+    assert torch.equal(columns.values[:, -32:].view(torch.uint8), wanted_columns.view(torch.uint8))
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("fast", [True, False])
+@pytest.mark.parametrize("sizes", [(8192, 2560, 2560), (512, 4096, 1024), (48, 8192, 16)], ids=str)
+def test_a_product_is_that_of_its_operands(
+    sizes: tuple[int, int, int], formats: tuple[torch.dtype, torch.dtype], fast: bool
+) -> None:
+    check_product(sizes, formats, fast, "cuda")
+
+
+@pytest.mark.parametrize("gradients", FORMATS, ids=str)
+@pytest.mark.parametrize("weight_gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize("sizes", [(4, 2048, 2560, 2560), (1, 48, 16, 112)], ids=str)
+def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
+    sizes: tuple[int, int, int, int], weight_gradient: WeightGradient, gradients: torch.dtype
+) -> None:
+    check_layer(sizes, weight_gradient, gradients, "cuda")
+
+
+def test_a_layer_never_waits_for_the_device_and_is_recorded_as_a_graph() -> None:
+    x, weight, dy = (torch.randn(512, 256, dtype=BF16, device="cuda") for _ in range(3))
+    weight = weight[:256].clone()
+    leaves = x.requires_grad_(), weight.requires_grad_()
+
+    def run() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(fp8_linear(*leaves), leaves, dy)
+
+    wanted = run()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run()
+    graph.replay()
+    assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))

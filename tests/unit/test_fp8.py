@@ -1,0 +1,211 @@
+"""Casts to fp8 against torch's own, bit by bit; products and gradients against float64."""
+
+import os
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from steplab.errors import Unsupported
+from steplab.ops.fp8 import casts, kernels
+from steplab.ops.fp8.casts import E4M3, E5M2, Operand, amax, cast, cast_both
+from steplab.ops.fp8.linear import fp8_linear, product
+from steplab.ops.fp8.reference import plain_amax, plain_cast, plain_cast_both
+
+assert kernels  # imported before the tests are collected, so that the interpreter is exact (tests/interpreted.py)
+pytestmark = pytest.mark.skipif(
+    os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (where there is a GPU, tests/gpu)"
+)
+FORMATS = [E4M3, E5M2]
+SHAPES = [(3, 7), (70, 130), (1, 16), (80, 48)]
+WeightGradient = Literal["fp8", "bf16"]
+FAST_BITS = 13
+"""Bits after the leading one that Hopper's tensor cores keep of a sum taken fast."""
+
+
+# --- casts ----------------------------------------------------------------------------------------------------------
+
+
+def every_bf16_number(device: str) -> Tensor:
+    """Of all 65,536 patterns of bits, among them infinities and NaN."""
+    bits = torch.arange(2**16, device=device, dtype=torch.int32).to(torch.int16)
+    return bits.view(torch.bfloat16).view(256, 256)
+
+
+def assert_same_bits(found: Tensor, wanted: Tensor) -> None:
+    assert found.is_contiguous()
+    assert found.dtype == wanted.dtype
+    assert found.shape == wanted.shape
+    nothing = wanted.float().isnan()
+    assert torch.equal(found.float().isnan(), nothing)
+    assert torch.equal(found.view(torch.uint8)[~nothing], wanted.view(torch.uint8)[~nothing])
+
+
+def check_casts(x: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
+    """The bits of torch's cast in both layouts, and of the inverse scale."""
+    rows, columns, inverse_scale = plain_cast_both(x, largest, dtype)
+    operands = cast(x, largest, dtype), *cast_both(x, largest, dtype)
+    for operand, wanted in zip(operands, (rows, rows, columns), strict=True):
+        assert_same_bits(operand.values, wanted)
+        assert torch.equal(operand.inverse_scale, inverse_scale)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
+def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
+    x = every_bf16_number("cpu")
+    x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # of which the interpreter makes other float32 numbers
+    check_casts(x, torch.tensor(largest), dtype)
+
+
+@pytest.mark.parametrize("dtype", FORMATS, ids=str)
+@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype) -> None:
+    check_shape(shape, given, dtype, "cpu")
+
+
+def check_shape(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype, device: str) -> None:
+    torch.manual_seed(0)
+    x = torch.randn(shape, device=device).to(given)
+    assert torch.equal(amax(x), plain_amax(x))
+    check_casts(x, amax(x), dtype)
+    check_casts(x.t(), amax(x) / 2, dtype)  # not contiguous, and magnitudes above that are cut off
+
+
+def test_amax_is_that_of_all_elements(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(casts, "AMAX_PROGRAMS", 2)
+    monkeypatch.setattr(casts, "AMAX_BLOCK", 16)
+    check_amax("cpu")
+
+
+def check_amax(device: str) -> None:
+    x = torch.randn(101, device=device).bfloat16()
+    for place in (0, 40, 100):
+        for value in (-7.0, float("inf"), float("nan")):
+            changed = x.clone()
+            changed[place] = value
+            torch.testing.assert_close(amax(changed), plain_amax(changed), rtol=0, atol=0, equal_nan=True)
+    assert amax(torch.zeros(3, 5, device=device)) == 0
+
+
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_what_is_not_finite_is_not_hidden(bad: float) -> None:
+    x, weight = torch.randn(16, 32).bfloat16(), torch.randn(48, 32).bfloat16()
+    x[3, 4] = bad
+    assert fp8_linear(x, weight)[3].isnan().all()
+
+
+def test_zeros_stay_zeros() -> None:
+    x = torch.zeros(16, 32, dtype=torch.bfloat16)
+    assert torch.equal(fp8_linear(x, torch.randn(48, 32).bfloat16()), torch.zeros(16, 48, dtype=torch.bfloat16))
+
+
+# --- products -------------------------------------------------------------------------------------------------------
+
+
+def dequantised(operand: Operand) -> Tensor:
+    return operand.values.double() * operand.inverse_scale.double()
+
+
+@pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
+@pytest.mark.parametrize("fast", [True, False])
+def test_a_product_is_that_of_its_operands(formats: tuple[torch.dtype, torch.dtype], fast: bool) -> None:
+    check_product((32, 256, 48), formats, fast, "cpu")
+
+
+def check_product(
+    sizes: tuple[int, int, int], formats: tuple[torch.dtype, torch.dtype], fast: bool, device: str
+) -> None:
+    """Off by the rounding of the result, and of sums: each 32 summands to a few bits where they are fast."""
+    torch.manual_seed(0)
+    rows, summed, columns = sizes
+    given = torch.randn(rows, summed, device=device), torch.randn(columns, summed, device=device)
+    a, b = (Operand(*plain_cast(x, plain_amax(x), dtype)) for x, dtype in zip(given, formats, strict=True))
+    exact = dequantised(a) @ dequantised(b).t()
+    magnitudes = dequantised(a).abs() @ dequantised(b).abs().t()
+    of_sums = (summed / 32 * 2.0**-FAST_BITS if fast else summed * 2.0**-23) * magnitudes
+    bound = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 2 * of_sums
+    assert ((product(a, b, torch.bfloat16, fast=fast).double() - exact).abs() <= bound).all()
+
+
+def outputs_and_gradients(function: object, x: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
+    leaves = [each.detach().clone().requires_grad_() for each in (x, weight)]
+    y = function(*leaves)  # type: ignore[operator]
+    return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
+
+
+@pytest.mark.parametrize("gradients", FORMATS, ids=str)
+@pytest.mark.parametrize("weight_gradient", ["fp8", "bf16"])
+def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
+    weight_gradient: WeightGradient, gradients: torch.dtype
+) -> None:
+    check_layer((2, 24, 64, 96), weight_gradient, gradients, "cpu")
+
+
+def check_layer(
+    sizes: tuple[int, int, int, int], weight_gradient: WeightGradient, gradients: torch.dtype, device: str
+) -> None:
+    """At most 1.1 times as far off as the float64 products of the operands by torch's casts."""
+    torch.manual_seed(0)
+    batch, tokens, inputs, outputs = sizes
+    x = torch.randn(batch, tokens, inputs, device=device).bfloat16()
+    weight = (0.02 * torch.randn(outputs, inputs, device=device)).bfloat16()
+    dy = (1e-6 * torch.randn(batch, tokens, outputs, device=device)).bfloat16()
+    found = outputs_and_gradients(
+        lambda x, w: fp8_linear(x, w, gradients=gradients, weight_gradient=weight_gradient), x, weight, dy
+    )
+    exact = outputs_and_gradients(linear, x.double(), weight.double(), dy)
+    x8, w8, dy8 = (
+        dequantised(Operand(*plain_cast(each, plain_amax(each), dtype)))
+        for each, dtype in ((x, E4M3), (weight, E4M3), (dy, gradients))
+    )
+    emulated = [linear(x8, w8), dy8 @ w8, dy8.flatten(0, 1).t() @ x8.flatten(0, 1)]
+    for ours, best, wanted in zip(found, emulated, exact, strict=True):
+        assert ours.dtype == torch.bfloat16
+        assert ours.shape == wanted.shape
+        assert (ours.double() - wanted).norm() <= 1.1 * (best - wanted).norm()
+    if weight_gradient == "bf16":
+        assert (found[2].double() - exact[2]).norm() <= torch.finfo(torch.bfloat16).eps / 2 * exact[2].norm()
+
+
+@pytest.mark.parametrize(("weight_gradient", "bytes_of_x"), [("fp8", 1), ("bf16", 2)])
+def test_what_is_saved_is_fp8(weight_gradient: WeightGradient, bytes_of_x: int) -> None:
+    saved: list[Tensor] = []
+
+    def save(x: Tensor) -> Tensor:
+        saved.append(x)
+        return x
+
+    x, weight = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16().requires_grad_()
+    with torch.autograd.graph.saved_tensors_hooks(save, lambda x: x):
+        fp8_linear(x, weight, weight_gradient=weight_gradient)
+    assert sum(each.nbytes for each in saved if each.dim()) == 48 * 64 + bytes_of_x * 32 * 64
+
+
+def test_sizes_that_products_do_not_take_are_refused() -> None:
+    for sizes in ((8, 16, 16), (16, 24, 16), (16, 16, 8)):
+        tokens, inputs, outputs = sizes
+        with pytest.raises(Unsupported, match=r"multiples of 16, not .* use torch\.nn\.functional\.linear"):
+            fp8_linear(torch.zeros(tokens, inputs), torch.zeros(outputs, inputs))
+    x = torch.randn(16, 16, requires_grad=True)
+    with pytest.raises(Unsupported, match="the second derivative of fp8_linear"):
+        torch.autograd.grad(fp8_linear(x, x).sum(), x, create_graph=True)
+
+
+def test_they_are_operators_as_torch_expects_them() -> None:
+    x, largest = torch.randn(16, 48).bfloat16(), torch.tensor(3.0)
+    ops, checks = torch.ops.steplab, ("test_schema", "test_faketensor")
+    torch.library.opcheck(ops.amax.default, (x,), test_utils=checks)
+    for operator in (ops.fp8_cast.default, ops.fp8_cast_both.default):
+        torch.library.opcheck(operator, (x, largest, E4M3), test_utils=checks)
+
+
+def test_compiled_it_gives_the_same_bits() -> None:
+    torch.manual_seed(0)
+    x, weight, dy = (torch.randn(size).bfloat16() for size in ((2, 16, 48), (32, 48), (2, 16, 32)))
+    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
+    eager, other = (outputs_and_gradients(function, x, weight, dy) for function in (fp8_linear, compiled))
+    assert all(torch.equal(*pair) for pair in zip(eager, other, strict=True))
