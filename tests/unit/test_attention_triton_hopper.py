@@ -151,15 +151,12 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
         workers = workers_of(program, **sizes)
         adders = [told for worker, told in workers if worker is triton_hopper_backward._add_up]
         waits: list[tuple[int, int]] = []
-        engine = SimpleNamespace(
-            async_copy_shared_to_global=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(True),
-            store_wait=ANYTHING,
-        )
         with (
             as_python(triton_hopper_backward, program),
             patch.multiple(
                 triton_hopper_backward,
-                tma=engine,
+                tma=SimpleNamespace(store_wait=ANYTHING),
+                store_tile=lambda tiles, at, part: first_of_tile.setdefault(at[0], []).append(True),
                 _tile=triton_hopper_backward._tile.fn,
                 wait_for=lambda turn, at, waits=waits: waits.append((turn, turns[at])),
                 hand_on=lambda at: turns.__setitem__(at, turns[at] + 1),
