@@ -1,23 +1,35 @@
-"""What Triton makes of the Hopper kernels for compute capability 9.0, as far as it needs no GPU and no assembler.
+"""What Triton makes of the Hopper kernels for compute capability 9.0, without a GPU.
 
-    python tests/hopper_modules.py
+    python tests/hopper_modules.py [--table FILE]
 
-Prints a line of JSON for each: its name, its products, and those of them that are asynchronous. Not under
-TRITON_INTERPRET=1, where Triton's own functions are for its interpreter.
+Prints a line of JSON for each of four modules, before instructions are chosen: its name, its products, and those of
+them that are asynchronous. With --table it compiles the kernels of every width instead, and writes registers, stack
+and shared memory of each, with this Triton, into the table. Not under TRITON_INTERPRET=1, where Triton's own functions
+are for its interpreter.
 """
 
 import json
-from collections.abc import Sequence
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler.compiler import make_backend
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon._runtime import GluonASTSource
 
+from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_hopper_backward import attention_backward
 from steplab.ops.attention.triton_hopper_forward import attention_forward
+from steplab.ops.attention.triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
+from steplab.ops.attention.triton_tensors import columns
+
+TARGET = GPUTarget("cuda", 90, 32)
 
 
 def in_tiles(dtype: str, *block: int) -> str:
@@ -27,26 +39,39 @@ def in_tiles(dtype: str, *block: int) -> str:
     return f"tensordesc<{dtype}[{','.join(map(str, block))}],{layout!r}>"
 
 
-def lowered(kernel: Any, types: dict[str, str], options: dict[str, Any]) -> str:
-    """The module that Triton makes of a kernel for compute capability 9.0, before instructions are chosen."""
-    target = GPUTarget("cuda", 90, 32)
+def source_of(kernel: Any, types: dict[str, str], options: dict[str, Any]) -> GluonASTSource:
+    """A kernel for arguments of these types, as Triton compiles it."""
     of_pointers = {"lse_ptr": "*fp32", "shared_ptr": "*fp32", "tasks_ptr": "*i32", "turns_ptr": "*i32"}
     types = types | of_pointers | dict.fromkeys(options, "constexpr")
     signature = {n: types.get(n, "fp32" if n.startswith("scale") else "i32") for n in kernel.arg_names}
-    source = GluonASTSource(kernel, signature, options)
-    backend = make_backend(target)
-    chosen = backend.parse_options({"num_warps": 4})
+    pointers = [i for i, name in enumerate(kernel.arg_names) if signature[name].startswith("*")]
+    return GluonASTSource(kernel, signature, options, {(i,): [["tt.divisibility", 16]] for i in pointers})
+
+
+def lowered(source: GluonASTSource) -> str:
+    """The module before instructions are chosen."""
+    backend = make_backend(TARGET)
+    chosen = backend.parse_options({"num_warps": 4, "enable_fp_fusion": True})
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
     stages: dict[str, Any] = {}
     backend.add_stages(stages, chosen, source.language)
     implementation, modules = backend.get_codegen_implementation(chosen), backend.get_module_map()
-    module = source.make_ir(target, chosen, implementation, modules, context)
-    return str(stages["ttgir"](module, {"target": target, **chosen.__dict__}))
+    module = source.make_ir(TARGET, chosen, implementation, modules, context)
+    return str(stages["ttgir"](module, {"target": TARGET, **chosen.__dict__}))
 
 
-REGISTERS = {"CONSUMER_REGISTERS": 160, "LOADER_REGISTERS": 24}
+def compiled(source: GluonASTSource) -> dict[str, int]:
+    """What the machine code takes; a stack is what registers did not hold."""
+    made = triton.compile(source, target=TARGET, options={"num_warps": 4, "enable_fp_fusion": True})
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        command = [triton.knobs.nvidia.cuobjdump.path, "-res-usage", file.name]
+        said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    usage = dict(word.split(":", 1) for line in said.splitlines() if "REG:" in line for word in line.split())
+    names = {"registers": "REG", "stack_bytes": "STACK"}
+    return {name: int(usage[word]) for name, word in names.items()} | {"shared_bytes": int(made.metadata.shared)}
 
 
 def in_two_parts(names: Sequence[str], rows: int, main: int, rest: int) -> tuple[dict[str, str], dict[str, Any]]:
@@ -58,38 +83,73 @@ def in_two_parts(names: Sequence[str], rows: int, main: int, rest: int) -> tuple
     return types, dict.fromkeys(rests)
 
 
-def forward_lowered(main: int, rest: int, num_consumers: int) -> str:
-    box = 64 if main + rest <= 64 else 128
-    types = {name: in_tiles("bf16", 1, 1, 64, box) for name in ("q_tiles", "o_tiles")}
-    of_parts, no_rest = in_two_parts(("k", "v"), 128, main, rest)
-    types |= of_parts
-    sizes = no_rest | {"N": 128, "NUM_CONSUMERS": num_consumers, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
-    return lowered(attention_forward, types, {"CAUSAL": True, **sizes, **REGISTERS})
+def registers(num_consumers: int) -> dict[str, int]:
+    return {"CONSUMER_REGISTERS": CONSUMER_REGISTERS[num_consumers], "LOADER_REGISTERS": LOADER_REGISTERS}
 
 
-def backward_lowered(main: int, rest: int, grouped: bool, in_a_row: int = 1) -> str:
-    box, rows = (64, 128) if main + rest <= 64 else (128, 64)
-    types, no_rest = in_two_parts(("q", "do"), rows, main, rest)
-    types |= {name: in_tiles("bf16", 1, 1, 128, box) for name in ("k_tiles", "v_tiles")}
-    types |= {name: in_tiles("bf16", 1, 1, 64, box) for name in ("dk_tiles", "dv_tiles")}
+def forward(head_dim: int, num_consumers: int, num_slots: int, keys: int = 128) -> GluonASTSource:
+    parts = columns(head_dim)
+    types = {name: in_tiles("bf16", 1, 1, 64, parts.box) for name in ("q_tiles", "o_tiles")}
+    of_parts, no_rest = in_two_parts(("k", "v"), keys, parts.main, parts.rest)
+    sizes = {"N": keys, "NUM_CONSUMERS": num_consumers, "MAIN": parts.main, "REST": parts.rest, "BOX": parts.box}
+    options = {"CAUSAL": True, "NUM_SLOTS": num_slots, **no_rest, **sizes, **registers(num_consumers)}
+    return source_of(attention_forward, types | of_parts, options)
+
+
+def backward(head_dim: int, num_slots: int, *, grouped: bool, in_a_row: int = 1) -> GluonASTSource:
+    parts = columns(head_dim)
+    rows = 128 if parts.box == 64 else 64
+    types, no_rest = in_two_parts(("q", "do"), rows, parts.main, parts.rest)
+    types |= {name: in_tiles("bf16", 1, 1, 128, parts.box) for name in ("k_tiles", "v_tiles")}
+    types |= {name: in_tiles("bf16", 1, 1, 64, parts.box) for name in ("dk_tiles", "dv_tiles")}
     types |= {"sums_tiles": in_tiles("fp32", 64, 32)}
     types |= {name: in_tiles("fp32", rows) for name in ("minus_lse_tiles", "minus_d_tiles")}
-    sizes = {"M": rows, "MAIN": main, "REST": rest, "BOX": box, "NUM_SLOTS": 2}
-    options = {"CAUSAL": True, "GROUPED": grouped, "IN_A_ROW": in_a_row, **no_rest, **sizes, **REGISTERS}
-    return lowered(attention_backward, types, options)
+    sizes = {"M": rows, "MAIN": parts.main, "REST": parts.rest, "BOX": parts.box, "NUM_SLOTS": num_slots}
+    options = {"CAUSAL": True, "GROUPED": grouped, "IN_A_ROW": in_a_row, **no_rest, **sizes, **registers(2)}
+    return source_of(attention_backward, types, options)
+
+
+def every_kernel() -> Iterator[tuple[str, int, GluonASTSource]]:
+    """Name, head dimension and kernel: those that short and long sequences get, for each division of the columns."""
+    for head_dim in (16, 32, 64, 80, 96, 128, 144, 160, 192, 256):
+        rows = [
+            triton_tuning._found(kernel, "any", (9, 0), True, 16, head_dim, tokens)
+            for kernel, tokens in (("forward", 512), ("forward", 65536), ("backward", 512))
+        ]
+        for row in filter(None, dict.fromkeys(rows)):
+            if row.kernel == "forward":
+                consumers = row.queries // 64
+                yield f"forward of {consumers} consumers", head_dim, forward(head_dim, consumers, row.stages, row.keys)
+            else:
+                yield "backward", head_dim, backward(head_dim, row.stages, grouped=False)
+                shared = backward(head_dim, row.stages, grouped=True, in_a_row=2)
+                yield "backward of shared keys", head_dim, shared
+
+
+def write_table(path: Path) -> None:
+    """Rows of this Triton in place of its earlier ones."""
+    rows = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    rows = [row for row in rows if row["triton"] != triton.__version__]
+    for kernel, head_dim, source in every_kernel():
+        rows.append({"triton": triton.__version__, "kernel": kernel, "columns": head_dim} | compiled(source))
+        print(json.dumps(rows[-1]), flush=True)
+    path.write_text("[\n" + ",\n".join(map(json.dumps, rows)) + "\n]\n", encoding="utf-8")
 
 
 def main() -> None:
     """Three consumers forward, and two for tiles in two parts; backward one turn a round, where heads share keys, and
     two: all that there is."""
+    if sys.argv[1:2] == ["--table"]:
+        write_table(Path(sys.argv[2]))
+        return
     modules = (
-        ("forward", forward_lowered(64, 0, 3)),
-        ("forward", forward_lowered(64, 16, 2)),
-        ("backward", backward_lowered(64, 16, grouped=True, in_a_row=2)),
-        ("backward", backward_lowered(64, 0, grouped=False)),
+        ("forward", forward(64, 3, 2)),
+        ("forward", forward(80, 2, 2)),
+        ("backward", backward(80, 2, grouped=True, in_a_row=2)),
+        ("backward", backward(64, 2, grouped=False)),
     )
-    for name, module in modules:
-        products = [line for line in module.splitlines() if "ttng.warp_group_dot " in line]
+    for name, source in modules:
+        products = [line for line in lowered(source).splitlines() if "ttng.warp_group_dot " in line]
         print(json.dumps([name, len(products), sum("isAsync = true" in line for line in products)]))
 
 

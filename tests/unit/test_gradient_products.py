@@ -60,9 +60,10 @@ def test_blocks_are_compiled_without_the_change_where_torch_has_no_such_product(
 ) -> None:
     asked: list[object] = []
     monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how.get("options")))
-    monkeypatch.setattr(compiling, "lower_join", lambda: None)
-    monkeypatch.setattr(compiling, "_MAKES_FP32", has_product)
+    lacks = {} if has_product else {compiling.FP32_GRADIENTS: "no product"}
+    monkeypatch.setattr(compiling, "what_inductor_lacks", lambda: lacks)
     block = nn.Identity()
     block.fp32_gradients_of_products = True  # type: ignore[assignment]
     compiling.compiled_forward(block, block.forward, "block")
     assert asked == [{"post_grad_custom_post_pass": gradients_of_products()} if has_product else None]
+    assert len(compiling.notes_on_compiling()) == len(lacks)

@@ -11,10 +11,12 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from steplab.errors import Unsupported, UserError
+from steplab.model.compiling import notes_on_compiling
 from steplab.model.workload import Workload, random_tokens
 from steplab.ops.attention.api import attention_named
 from steplab.ops.attention.choice import device_name
 from steplab.ops.attention.plain import Span, no_span
+from steplab.ops.attention.triton_tuning import hopper_kernels_on
 from steplab.ops.cross_entropy.api import linear_cross_entropy
 from steplab.ops.cross_entropy.implementations import implementation
 from steplab.ops.triton_places import runs_on
@@ -59,7 +61,9 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
     shape = spec.model.shape
     assert shape is not None
     refuse_planning_only(spec.model)
-    choice = chosen_by_auto(spec, shape, device_name(device)) if spec.attention == "auto" else None
+    choice = None
+    if spec.attention == "auto":
+        choice = chosen_by_auto(spec, shape, device_name(device), hopper=hopper_kernels_on(device, shape.head_dim))
     attention = choice.implementation if choice else spec.attention
     with device:
         module = Transformer(
@@ -76,7 +80,7 @@ def _build_transformer(spec: StepSpec, device: torch.device, span: Span) -> Work
         make_batch=lambda: tuple(random_tokens(shape.vocab_size, spec.batch, spec.context, device) for _ in range(2)),
         num_layers=shape.num_layers,
         attention_width=shape.num_heads * shape.head_dim,
-        notes=(choice_told(choice),) if choice else (),
+        notes=(*((choice_told(choice),) if choice else ()), *(notes_on_compiling() if spec.compile != "off" else ())),
     )
 
 

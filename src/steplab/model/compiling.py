@@ -1,6 +1,7 @@
 """Compiles a model as a whole, or each of its repeated blocks by itself."""
 
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
@@ -9,23 +10,48 @@ from torch import nn
 from steplab.errors import Unsupported
 from steplab.ops.columns import lower_join
 
-_MAKES_FP32 = "dtype" in torch.ops.aten.mm.overloads()
-"""Whether torch has the product of half precision with an fp32 result; 2.7 has not."""
+
+@cache
+def what_inductor_lacks() -> dict[str, str]:
+    """Changes of steplab's to what Inductor compiles that this torch has no place for, with the reason."""
+    lacks = {}
+    try:
+        lower_join()
+    except (ImportError, AttributeError) as error:
+        lacks["columns side by side"] = str(error)
+    try:
+        from steplab.model import gradient_products as _  # noqa: F401
+    except (ImportError, AttributeError) as error:
+        lacks[FP32_GRADIENTS] = str(error)
+    if "dtype" not in torch.ops.aten.mm.overloads():
+        lacks[FP32_GRADIENTS] = "no product of bf16 with an fp32 result"
+    return lacks
+
+
+FP32_GRADIENTS = "fp32 gradients of products"
+
+
+def notes_on_compiling() -> tuple[str, ...]:
+    """What a compiled step is slower by with this torch."""
+    return tuple(
+        f"torch {torch.__version__} compiles without {what}, which costs time: {why}"
+        for what, why in what_inductor_lacks().items()
+    )
 
 
 def compiled(function: Callable[..., Any], mode: str) -> Any:
     """`function` compiled; `mode` is a StepSpec's `compile`, other than off."""
-    lower_join()
+    what_inductor_lacks()  # lowers steplab's operators
     return torch.compile(function, mode=None if mode in ("default", "block") else mode)
 
 
 def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -> Any:
     """The forward pass of one repeated block, compiled in a way that suits its kind."""
-    if mode != "block" or not getattr(block, "fp32_gradients_of_products", False) or not _MAKES_FP32:
+    wanted = mode == "block" and getattr(block, "fp32_gradients_of_products", False)
+    if not wanted or FP32_GRADIENTS in what_inductor_lacks():
         return compiled(forward, mode)
     from steplab.model.gradient_products import gradients_of_products
 
-    lower_join()
     return torch.compile(forward, options={"post_grad_custom_post_pass": gradients_of_products()})
 
 

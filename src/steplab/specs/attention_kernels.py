@@ -47,8 +47,9 @@ def chosen_attention(spec: StepSpec) -> str:
     return next(row.name for row in TABLE if row.chosen_by_sdpa and _why_not(row.name, spec) is None)
 
 
-def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str) -> Choice:
-    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.choice.device_name has it."""
+def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *, hopper: bool | None = None) -> Choice:
+    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.choice.device_name has it,
+    hopper: as `choose` takes it."""
     return choose(
         device=device_name,
         dtype=next(torch_name for torch_name, name in DTYPES.items() if name == _DTYPES[spec.precision]),
@@ -57,6 +58,7 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str) ->
         num_keys=spec.context,
         causal=True,
         grouped=shape.num_kv_heads is not None,
+        hopper=hopper,
     )
 
 
