@@ -113,10 +113,10 @@ def every_kernel() -> Iterator[tuple[str, int, GluonASTSource]]:
     """Name, head dimension and kernel: those that short and long sequences get, for each division of the columns."""
     for head_dim in (16, 32, 64, 80, 96, 128, 144, 160, 192, 256):
         rows = [
-            triton_tuning._found(kernel, "any", (9, 0), True, 16, head_dim, tokens)
+            triton_tuning._found(kernel, "a Hopper GPU", (9, 0), True, 16, head_dim, tokens)
             for kernel, tokens in (("forward", 512), ("forward", 65536), ("backward", 512))
         ]
-        for row in filter(None, dict.fromkeys(rows)):
+        for row in (row for row in dict.fromkeys(rows) if row and row.variant == "hopper"):
             if row.kernel == "forward":
                 consumers = row.queries // 64
                 yield f"forward of {consumers} consumers", head_dim, forward(head_dim, consumers, row.stages, row.keys)
