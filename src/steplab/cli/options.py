@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
 from steplab.limits import OPTION, Limits
-from steplab.specs.recipe import recipe_help, resolve_with_recipe
+from steplab.specs.changes import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
 from steplab.specs.step_fields import StepField, option_name
 from steplab.units import parse_duration
