@@ -1,7 +1,7 @@
 """The options that commands share, by the same names everywhere.
 
-The options of a step are made from the declarations in `specs.step_choices`. Values stay text here; `specs.resolve` turns them
-into a spec, so that study files, Python and the command line share the same checks and messages.
+The options of a step are made from the declarations in `specs.step_choices`. Values stay text here; `specs.resolve`
+turns them into a spec, so that study files, Python and the command line share the same checks and messages.
 """
 
 import difflib

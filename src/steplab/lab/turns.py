@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from steplab.comparison.samples import FEWEST
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
@@ -17,12 +18,19 @@ from steplab.measurement.processes.conversation import HERE, Surroundings
 from steplab.measurement.processes.turns import Session, Side
 from steplab.measurement.progress import OnProgress
 from steplab.records.comparison import Ratio
+from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 STEPS = 30
 """Measured steps of each side unless others are asked for."""
+LEAST_GAIN = 0.003
+"""The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
+_PLAIN = 0.03
+"""A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
+_MOST_ROUNDS = 2.5
+"""How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
 
 
 class StoredSession:
@@ -59,6 +67,38 @@ class StoredSession:
         side = self.session.enter(label, chosen.spec, surroundings)
         self._chosen[side] = chosen.notes
         return side
+
+    def seek_gain(
+        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
+    ) -> None:
+        """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
+        time; at most `steps` of each. What that leaves open gets as many again, until `most_s` seconds have passed, or
+        twice more. Unless the session `alternates`, a second side that does not fit beside the first fails."""
+
+        def is_open(threshold: float) -> bool:
+            ratio = self.gain(before, after, threshold)
+            if ratio is None or ratio.low is None:
+                return ratio is not None
+            return ratio.decision not in ("lower", "higher") and ratio.low < 1 - LEAST_GAIN
+
+        def is_enough(rounds: int) -> bool:
+            return rounds >= FEWEST and not is_open(_PLAIN)
+
+        session, began_s = self.session, clock()
+        session.measure((before, after), steps, is_enough=is_enough, alternates=alternates)
+        most_s = max(most_s, _MOST_ROUNDS * (clock() - began_s))
+        while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
+            session.measure((before, after), steps, alternates=alternates)
+        if session.alternating and not alternates:
+            after.failure = Failure(kind="out_of_memory", message=f"beside the fastest step: {session.alternating}")
+            session.resume()
+
+    def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
+        """The time of the second side over that of the first; None where one of them has failed. Where each turn has a
+        process of its own, what such processes differ by is the least that can be told."""
+        if before.run is None or after.run is None or before.failure or after.failure:
+            return None
+        return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
         """End a side, and store its record; a side that had no turn is measured by itself first. Of one that has left,

@@ -1,5 +1,5 @@
 """Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries,
-and of which the recipe `fast` takes those that made steps faster.
+the order in which it does, and the recipe `fast`, which takes those that made steps faster.
 
 Each is one field of the step; specs.own_loop has its lines in a training loop of the user's own. A change of the model,
 the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
@@ -22,6 +22,21 @@ _EVERY_MODEL = ("transformer", "hf", "factory")
 RECIPE = "recipe"
 """Name of the request among the fields of a step; it is none, because a spec has what it sets."""
 RECIPES = ("fast",)
+ORDER = {
+    "saves": "predicted to save what it would be kept for: first what saves most for the time that trying it takes",
+    "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
+    "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
+    "unknown": "nothing is predicted of it: the shortest trial first",
+    "little": "predicted to save less than what it would be kept for",
+    "costs": "predicted to cost time",
+}
+"""Ranks of the changes that a walk may try, in their order; what is predicted not to fit is last, in the same order."""
+LAUNCHING = ("compile", "cuda_graph")
+"""Fields that decide how kernels are launched. While the GPU waits for Python, they come first of what saves: until
+that is settled, the noise of the host is in every comparison, and what a change saves of the GPU's time is not seen."""
+FREEING = ("attention", "loss", "precision")
+"""Fields whose changes need less memory and no more time. They are tried first where a step does not fit; one that
+leaves the numbers alone is tried together with a change that saves time and does not fit by itself."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
 """Where the fields that are set were measured, by kind of device."""
 
@@ -43,7 +58,7 @@ class Change:
     pointless_after: tuple[str, ...] = ()
     """Values of the field that do the same and more, so that this one saves no time once they were tried."""
     makes_room: bool = False
-    """Whether it costs time for memory, so that it is tried only where the step runs out of memory."""
+    """Whether it costs time for memory, so that it is tried only where the step runs out of memory; see FREEING."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
 
@@ -134,31 +149,11 @@ CHANGES = (
         replaces=("plain",),
         fast={"cuda": ("hf",), "cpu": ("transformer", "hf")},
     ),
-    Change(
-        field="compile",
-        value="block",
-        fast={"cuda": ("transformer", "hf")},
-        replaces=("off",),
-    ),
-    Change(
-        field="compile",
-        value="default",
-        replaces=("off", "block"),
-        fast={"cuda": ("factory",)},
-    ),
+    Change(field="compile", value="block", fast={"cuda": ("transformer", "hf")}, replaces=("off",)),
+    Change(field="compile", value="default", replaces=("off", "block"), fast={"cuda": ("factory",)}),
     Change(field="loss", value="fused", devices=_CUDA),
-    Change(
-        field="loss",
-        value="chunked",
-        replaces=("plain",),
-        pointless_after=("fused",),
-    ),
-    Change(
-        field="model.projections",
-        value="merged",
-        replaces=("separate",),
-        fast={"cuda": ("transformer",)},
-    ),
+    Change(field="loss", value="chunked", replaces=("plain",), pointless_after=("fused",)),
+    Change(field="model.projections", value="merged", replaces=("separate",), fast={"cuda": ("transformer",)}),
     Change(
         field="block_ops",
         value="triton",
@@ -183,31 +178,15 @@ CHANGES = (
         fast={"cuda": ("transformer",)},
     ),
     Change(field="checkpointing", value="none"),
-    Change(
-        field="checkpointing",
-        value="selective",
-        replaces=("full",),
-        pointless_after=("none",),
-    ),
+    Change(field="checkpointing", value="selective", replaces=("full",), pointless_after=("none",)),
     Change(field="reshard_after_forward", value="never"),
     Change(field="data_parallel", value="bucketed"),
-    Change(
-        field="checkpointing",
-        value="auto",
-        devices=_CUDA,
-        replaces=("none",),
-        makes_room=True,
-    ),
+    Change(field="checkpointing", value="auto", devices=_CUDA, replaces=("none",), makes_room=True),
     Change(field="attention", value="sdpa_cudnn", devices=_CUDA),
     Change(field="attention", value="flash_triton", devices=_CUDA),
     Change(field="cuda_graph", value="step", devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(field="update", value="overlapped", devices=_CUDA, fast={"cuda": ("transformer",)}),
-    Change(
-        field="compile",
-        value="reduce-overhead",
-        devices=_CUDA,
-        replaces=("off", "block", "default"),
-    ),
+    Change(field="compile", value="reduce-overhead", devices=_CUDA, replaces=("off", "block", "default")),
     Change(
         field="compile",
         value="max-autotune-no-cudagraphs",
