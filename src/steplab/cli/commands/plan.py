@@ -333,7 +333,7 @@ def accounting(
 
     For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
     """
-    from steplab.lab.accounting import plan_accounting
+    from steplab.lab.planning import plan_accounting
     from steplab.report.plan.accounting import accounting_document
     from steplab.specs.resolve import resolve_step
 
