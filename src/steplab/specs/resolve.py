@@ -50,16 +50,9 @@ def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value, and
     Unsupported for a step that is not supported with it."""
-    sizes: dict[str, Any] = {
-        FIELDS[name].attribute: FIELDS[name].parsed(value)
-        for name, value in fields.items()
-        if name.startswith("model.")
-    }
-    changes = {
-        FIELDS[name].attribute: FIELDS[name].parsed(value)
-        for name, value in fields.items()
-        if not name.startswith("model.")
-    }
+    parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
+    changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}
     if "model" in fields:
         changes["model"] = model_spec(fields["model"], {})
     if sizes and spec.model.shape is not None:

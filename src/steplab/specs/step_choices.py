@@ -3,6 +3,7 @@
 A field without an effect on a step is refused with a reason, and with what to type instead: its `unused`.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, Self
 
@@ -68,18 +69,15 @@ def no_gradients(spec: "StepChoices") -> str | None:
     return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
 
 
-def no_choice_of_loss(spec: "StepChoices") -> str | None:
-    """Why steplab does not decide how the loss is computed; None if it does."""
-    if spec.model.kind == "transformer":
-        return None
-    return f"{spec.model.name} computes its own loss; leave it out, or use a built-in model"
+def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
+    """A function that says why steplab decides nothing of a model that has it as its `own`; None if it does."""
 
+    def why(spec: "StepChoices") -> str | None:
+        if spec.model.kind == "transformer":
+            return None
+        return f"{spec.model.name} {own}; leave it out, or use a built-in model"
 
-def no_choice_of_block_ops(spec: "StepChoices") -> str | None:
-    """Why steplab does not decide what runs within a block; None if it does."""
-    if spec.model.kind == "transformer":
-        return None
-    return f"{spec.model.name} has blocks of its own; leave it out, or use a built-in model"
+    return why
 
 
 def no_shards(spec: "StepChoices") -> str | None:
@@ -213,7 +211,7 @@ class StepChoices:
                 "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
                 "model.projections merged",
             },
-            unused=no_choice_of_block_ops,
+            unused=_needs_built_in("has blocks of its own"),
             header="block operators",
             axis_name="block ops",
             said="{} block operators",
@@ -229,7 +227,7 @@ class StepChoices:
             help="How the output head and the loss are computed",
             choices=LOSS_NAMES,
             meanings={row.name: row.summary for row in LOSS_TABLE},
-            unused=no_choice_of_loss,
+            unused=_needs_built_in("computes its own loss"),
             said="{} loss",
             quiet=True,
             rank=2,
