@@ -1,4 +1,4 @@
-"""What is known of the changes of a step: what came of those that were tried, and what is predicted of the others.
+"""The prospects of the changes of a step: how those that were tried ended, and the gains predicted for the others.
 
 Time is predicted by `plan time`, or of several processes `plan layout`, where it knows the step and the GPU, otherwise
 by the findings on a profile; whether a step fits the GPU, by `plan memory`. `specs.changes.ORDER` ranks them by that.
@@ -87,7 +87,7 @@ class Attempt:
 
 @dataclass(eq=False, kw_only=True)
 class Outlook:
-    """What is known of the changes of a step."""
+    """The prospects of the changes of a step."""
 
     spec: StepSpec
     """The first step."""

@@ -1,9 +1,9 @@
-"""The walk from one step to a faster one: each change, in the order of `specs.changes.ORDER`, is measured in turns with
-the fastest step until then, and kept only if the interval of the ratio says that it pays.
+"""The search from one step for a faster one.
 
-Once a change of the recipe `fast` did not pay by itself, all that is left of the recipe is a change too, so that the
-walk ends no slower than the recipe. Steps of several processes start anew for each turn: what such processes differ by
-is the least that a change is kept for.
+Each change alternates with the fastest step so far, in the order of `specs.changes.ORDER`. It is kept only if the
+interval of the ratio shows a gain. Once one change of the recipe `fast` fails alone, the rest of the recipe is tried
+as a single change too, so that the search ends no slower than the recipe. Several processes start anew for each turn,
+so a change must then save more than such processes differ by.
 """
 
 import math
@@ -214,8 +214,8 @@ class Walk:
         return attempt
 
     def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
-        """Measure two sides in turns. Where all processes until now waited beside each other, a step that does not fit
-        so is dropped: processes that alternate would show no small gain, of it and of all after it."""
+        """Measure two sides in turns. If all processes so far stayed in memory together, a step that does not fit so is
+        dropped: turns of new processes would hide small gains, its own and all later ones."""
         ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
         alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
         self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)

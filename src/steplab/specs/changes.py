@@ -1,5 +1,5 @@
-"""Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries,
-the order in which it does, and the recipe `fast`, which takes those that made steps faster.
+"""Changes that may make a step faster and leave its training alone, in one table. `steplab advise` tries them, ranked
+by ORDER; the recipe `fast` takes those that made steps faster.
 
 Each is one field of the step; specs.own_loop has its lines in a training loop of the user's own. A change of the model,
 the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
