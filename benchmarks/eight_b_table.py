@@ -23,7 +23,7 @@ from benchmarks.fast_table import MATMUL_FLOPS_PER_S
 from benchmarks.page_tables import table_of_texts, write_between_marks
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
-from steplab.lab.attempts import step_s
+from steplab.lab.outlook import step_s
 from steplab.records.advice import Advice
 from steplab.records.codec import decode
 from steplab.records.run import Run

@@ -69,7 +69,7 @@ from steplab.records.step_time import TimePart
 from steplab.records.timing import waits_for_host
 from steplab.specs.hardware import HardwareSpec, find_hardware, hardware_named
 from steplab.specs.step import FIELDS, StepSpec
-from steplab.specs.update import AFTER, OVERLAPPED
+from steplab.specs.step_choices import AFTER, OVERLAPPED
 from steplab.stats import percentile
 from steplab.store.database import Store
 

@@ -46,9 +46,8 @@ from steplab.measurement.step.graphed import GraphedStep
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
-from steplab.specs.command import command
-from steplab.specs.recipe import resolve_with_recipe
-from steplab.specs.resolve import resolve_step
+from steplab.specs.changes import resolve_with_recipe
+from steplab.specs.resolve import command, resolve_step
 from steplab.specs.step import StepSpec
 
 

@@ -228,6 +228,15 @@ def test_the_arrows_within_measurement_make_no_circle() -> None:
     assert list(TopologicalSorter(WITHIN_MEASUREMENT).static_order())
 
 
+def test_the_files_of_specs_make_no_circle() -> None:
+    arrows = {
+        f"steplab.specs.{path.stem}": {name.rpartition(".")[0] for _, name in imports(path)}
+        for path in FILES
+        if part_of(path) == "specs"
+    }
+    assert list(TopologicalSorter(arrows).static_order())
+
+
 @pytest.mark.parametrize("facts", FACTS)
 def test_facts_import_each_other_alone(facts: str) -> None:
     found = imports(SOURCE.joinpath(*facts.split(".")[1:]).with_suffix(".py"))

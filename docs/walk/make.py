@@ -31,9 +31,9 @@ from steplab.report.kit.quantities import BYTES, LABEL, PERCENT, TEXT, TIME
 from steplab.report.profile.figures import whole
 from steplab.report.profile.roofline import roofline
 from steplab.specs.attention_kernels import chosen_by_auto
-from steplab.specs.command import command
 from steplab.specs.hardware import find_hardware
 from steplab.specs.own_loop import own_loop, own_model
+from steplab.specs.resolve import command
 from steplab.specs.step import StepSpec, describe
 
 HERE = Path(__file__).parent

@@ -23,10 +23,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from steplab.errors import SteplabError as SteplabError
     from steplab.errors import Unsupported as Unsupported
     from steplab.errors import UserError as UserError
-    from steplab.lab.accounting import plan_accounting as plan_accounting
     from steplab.lab.advising import advise as advise
-    from steplab.lab.annotating import note as note
-    from steplab.lab.annotating import tag as tag
     from steplab.lab.attention import attention as attention
     from steplab.lab.comm import comm as comm
     from steplab.lab.comparing import compare as compare
@@ -35,6 +32,8 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from steplab.lab.history import history as history
     from steplab.lab.importing import import_files as import_files
     from steplab.lab.keeping import load as load
+    from steplab.lab.keeping import note as note
+    from steplab.lab.keeping import tag as tag
     from steplab.lab.layout_planning import plan_layout as plan_layout
     from steplab.lab.listing import list_records as list_records
     from steplab.lab.machine import doctor as doctor
@@ -42,6 +41,7 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from steplab.lab.memory import import_snapshot as import_snapshot
     from steplab.lab.memory import memory as memory
     from steplab.lab.planning import plan as plan
+    from steplab.lab.planning import plan_accounting as plan_accounting
     from steplab.lab.planning import plan_memory as plan_memory
     from steplab.lab.planning import plan_steps as plan_steps
     from steplab.lab.planning import plan_time as plan_time
@@ -81,9 +81,9 @@ _HOMES = {
     "load": "steplab.lab.keeping",
     "measure": "steplab.lab.measuring",
     "memory": "steplab.lab.memory",
-    "note": "steplab.lab.annotating",
+    "note": "steplab.lab.keeping",
     "plan": "steplab.lab.planning",
-    "plan_accounting": "steplab.lab.accounting",
+    "plan_accounting": "steplab.lab.planning",
     "plan_layout": "steplab.lab.layout_planning",
     "plan_memory": "steplab.lab.planning",
     "plan_steps": "steplab.lab.planning",
@@ -95,7 +95,7 @@ _HOMES = {
     "show": "steplab.views.showing",
     "study": "steplab.lab.sweeping",
     "sweep": "steplab.lab.sweeping",
-    "tag": "steplab.lab.annotating",
+    "tag": "steplab.lab.keeping",
     "Record": "steplab.records.record",
     "Run": "steplab.records.run",
     "StepSpec": "steplab.specs.step",

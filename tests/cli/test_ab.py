@@ -10,8 +10,7 @@ from tests.advice_records import ratio
 from tests.cli.program import Program, complaint, tiny
 from tests.runs import make_run
 
-from steplab.lab.revisions import checked_out
-from steplab.lab.turns import Compared
+from steplab.lab.turns import Compared, checked_out
 from steplab.records.turns import Turns
 
 STEP = """

@@ -8,9 +8,8 @@ from cyclopts import CycloptsError
 from tests.cli.program import REPOSITORY
 
 from steplab.cli.app import app
-from steplab.specs.presets import STUDIES, preset_names
 from steplab.specs.resolve import resolve_grid
-from steplab.specs.study import load_study
+from steplab.specs.study import STUDIES, load_study, preset_names
 
 TEXT = (REPOSITORY / "docs" / "studies.md").read_text(encoding="utf-8")
 COMMANDS = sorted(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 from tests.cli.program import Program, Result, keep_result, kept_result, made_once, tiny
 
-from steplab.specs.presets import STUDIES, preset_names
+from steplab.specs.study import STUDIES, preset_names
 from steplab.units import format_bytes
 
 ODD_MODELS = """

@@ -16,8 +16,7 @@ from steplab.parallel.mesh import open_mesh
 from steplab.parallel.pipeline import SCHEDULES
 from steplab.parallel.sparse import refuse_sparse
 from steplab.specs.layout import blocks_of_stage
-from steplab.specs.layout_fit import STAGES_A_RANK
-from steplab.specs.step import CHOICES
+from steplab.specs.step import CHOICES, STAGES_A_RANK
 
 L = cases.LAYERS
 OF_OTHER_PARTS = GPT_2 | {"model.num_kv_heads": 2, "model.head": "untied"}

@@ -4,7 +4,7 @@ import pytest
 import torch
 from tests.unit.test_own_loop import check_loop, some_batches, steps
 
-from steplab.specs.recipe import resolve_with_recipe
+from steplab.specs.changes import resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 

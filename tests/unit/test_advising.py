@@ -79,6 +79,25 @@ def unprofiled(spec: StepSpec, **options: Any) -> Run:
     raise AssertionError("a step that can be planned is not profiled")
 
 
+def interrupted_walk(folder: Path) -> Advice:
+    """The walk that an interruption left in the store."""
+    with Store.open(folder / "store.db", write=False) as opened:
+        [row] = opened.rows(kind="advice")
+        advice = opened.get(str(row["id"]))
+    assert isinstance(advice, Advice)
+    return advice
+
+
+def interrupts(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """A function that is interrupted once."""
+
+    def interrupted(self: object, *given: object) -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    return interrupted
+
+
 def decisions(advice: Advice) -> dict[str, bool]:
     return {tried.words: tried.kept for tried in advice.tried}
 
@@ -448,10 +467,7 @@ def test_an_interruption_keeps_the_walk_until_then(
 
     with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
         walk(told)
-    with Store.open(tmp_path / "store.db", write=False) as opened:
-        [row] = opened.rows(kind="advice")
-        advice = opened.get(str(row["id"]))
-    assert isinstance(advice, Advice)
+    advice = interrupted_walk(tmp_path)
     assert advice.best is not None
     assert decisions(advice)[advice.kept[0].words]
     assert advice.notes[0].startswith("interrupted")
@@ -467,21 +483,15 @@ def test_an_interruption_keeps_the_walk_until_then(
 def test_an_interruption_just_after_a_change_was_kept_keeps_it(
     walk: Callable[..., Advice], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, within: str
 ) -> None:
-    def interrupted(self: object, *given: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
     def kept(tried: Tried) -> None:
         if tried.kept:
             owner, name = (Outlook, "see") if within == "the look at it" else (FakeSession, "leave")
-            monkeypatch.setattr(owner, name, interrupted)
+            monkeypatch.setattr(owner, name, interrupts(monkeypatch))
 
     with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
         walk(on_tried=kept)
+    advice = interrupted_walk(tmp_path)
     with Store.open(tmp_path / "store.db", write=False) as opened:
-        [row] = opened.rows(kind="advice")
-        advice = opened.get(str(row["id"]))
-        assert isinstance(advice, Advice)
         assert isinstance(opened.get(str(advice.start_id)), Run)
     [only] = advice.kept
     assert (only.base_id, only.run_id) == (advice.start_id, advice.best_id)
@@ -493,17 +503,10 @@ def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
 ) -> None:
     """Sides leave then, which takes seconds on a GPU."""
 
-    def interrupted(self: object, *given: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Outlook, "by_hand", interrupted)
+    monkeypatch.setattr(Outlook, "by_hand", interrupts(monkeypatch))
     with pytest.raises(KeyboardInterrupt, match="has the walk until then"):
         walk()
-    with Store.open(tmp_path / "store.db", write=False) as opened:
-        [row] = opened.rows(kind="advice")
-        advice = opened.get(str(row["id"]))
-    assert isinstance(advice, Advice)
+    advice = interrupted_walk(tmp_path)
     assert decisions(advice) == decisions(walked[0])
     assert advice.best == walked[0].best
 
@@ -511,11 +514,7 @@ def test_an_interruption_while_a_walk_is_recorded_keeps_all_of_it(
 def test_an_interruption_before_a_walk_knows_how_long_building_takes_is_that_alone(
     walk: Callable[..., Advice], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def interrupted(self: object, *given: object) -> None:
-        monkeypatch.undo()
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Outlook, "compile_s", interrupted)
+    monkeypatch.setattr(Outlook, "compile_s", interrupts(monkeypatch))
     with pytest.raises(KeyboardInterrupt):
         walk()
 
@@ -560,6 +559,7 @@ def test_a_model_of_the_users_is_profiled_and_the_rest_is_said_as_code(walk: Cal
 def test_a_change_is_a_valid_value_of_a_field(change: Any) -> None:
     assert change.value in FIELDS[change.field].choices or change.field == "checkpointing"
     assert bool(change.numerics) == (change.field == "precision" and change.value != "bf16_master")
+    assert set(change.pointless_after) <= {other.value for other in CHANGES if other.field == change.field}
 
 
 def test_a_change_applies_where_its_field_has_an_effect() -> None:

@@ -15,7 +15,7 @@ from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, pla
 from steplab.report.attention.document import account_document
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, resolve_attention
-from steplab.specs.presets import GRIDS, preset_names
+from steplab.specs.study import GRIDS, preset_names
 
 GIB = 1024**3
 PEER_ROWS = {

@@ -20,8 +20,7 @@ from steplab.records.codec import decode
 from steplab.records.finding import Finding
 from steplab.records.profile import CATEGORIES, PHASES, Communication, CompiledShares, OpStats
 from steplab.records.run import ModelFacts, Run
-from steplab.specs.command import command
-from steplab.specs.resolve import resolve_step, with_fields
+from steplab.specs.resolve import command, resolve_step, with_fields
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
 

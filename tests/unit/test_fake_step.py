@@ -18,9 +18,9 @@ from steplab.explain.api import explain
 from steplab.fake_step import shares, step
 from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.step import fake_step, operators_of_fake
-from steplab.lab import compiling, profiling
-from steplab.lab.compiling import with_compiled_shares
+from steplab.lab import profiling
 from steplab.lab.planning import plan_memory, plan_steps, plan_time
+from steplab.lab.profiling import with_compiled_shares
 from steplab.measurement.jobs import JOBS, StepTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.launch import Answer
@@ -376,7 +376,7 @@ def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record
         operators.extend(operators_of_fake(spec))
         return tuple(operators)
 
-    monkeypatch.setattr(compiling, "ask", asked_here)
+    monkeypatch.setattr(profiling, "ask", asked_here)
     monkeypatch.setattr(shares, "operators_of_fake", seen)
     run = with_compiled_shares(profiled(f"{__name__}:foreign"))
     assert run.profile is not None
@@ -395,7 +395,7 @@ def test_what_compiling_leaves_of_a_model_of_ones_own_becomes_part_of_its_record
 
 
 def test_a_model_that_cannot_be_run_dry_has_a_record_that_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compiling, "ask", asked_here)
+    monkeypatch.setattr(profiling, "ask", asked_here)
     run = with_compiled_shares(profiled("missing_module:build"))
     assert run.profile is not None
     assert run.profile.compiled is None

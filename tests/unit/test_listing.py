@@ -13,7 +13,7 @@ from tests.runs import make_run, recorder_run
 from tests.stored_lines import import_lines
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.annotating import note, tag
+from steplab.lab.keeping import note, tag
 from steplab.lab.listing import checked_keys, list_records
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run

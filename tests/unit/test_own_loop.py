@@ -14,9 +14,8 @@ from examples.my_model import build
 from torch import Tensor, nn
 
 from steplab.errors import UserError
-from steplab.specs.changes import CHANGES
+from steplab.specs.changes import CHANGES, resolve_with_recipe
 from steplab.specs.own_loop import own_loop, own_model
-from steplab.specs.recipe import resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS, StepSpec
 

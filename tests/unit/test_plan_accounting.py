@@ -12,7 +12,7 @@ import pytest
 from steplab.cli.app import main
 from steplab.costs.parameters import num_parameters
 from steplab.errors import UserError
-from steplab.lab.accounting import plan_accounting
+from steplab.lab.planning import plan_accounting
 from steplab.plan.formulas import root, symbol
 from steplab.records.accounting import Accounting, Figure
 from steplab.report.kit.html import to_html

@@ -32,9 +32,8 @@ from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.run import Run
 from steplab.report.ddp import figures
 from steplab.specs.ddp import variants_of
-from steplab.specs.hardware import hardware_named
+from steplab.specs.hardware import hardware_named, networks
 from steplab.specs.layout import Layout
-from steplab.specs.network import networks
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 

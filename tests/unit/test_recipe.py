@@ -9,8 +9,7 @@ from steplab.errors import Remark, UserError
 from steplab.lab.machine import device_kind_here
 from steplab.lab.measuring import asked_step
 from steplab.lab.planning import plan_time
-from steplab.specs.changes import CHANGES
-from steplab.specs.recipe import recipe_help, resolve_with_recipe
+from steplab.specs.changes import CHANGES, recipe_help, resolve_with_recipe
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 

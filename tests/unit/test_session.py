@@ -36,7 +36,7 @@ from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
 from steplab.report.run.gaps import gaps
 from steplab.report.run.verdict import run_cautions
-from steplab.specs.kernels import refuse_unserved_kernels
+from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES
 

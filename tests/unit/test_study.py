@@ -15,9 +15,17 @@ from steplab.errors import UserError
 from steplab.lab.study_parts import jobs_of, options_of
 from steplab.specs.ddp import DdpStudy
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
-from steplab.specs.presets import STUDIES, preset_names
 from steplab.specs.resolve import resolve_step
-from steplab.specs.study import BENCHMARKS, STEP_PARTS, Grid, fitted, load_study, study_from_grids
+from steplab.specs.study import (
+    BENCHMARKS,
+    STEP_PARTS,
+    STUDIES,
+    Grid,
+    fitted,
+    load_study,
+    preset_names,
+    study_from_grids,
+)
 from steplab.store.cells import part_key, study_fingerprint
 
 

@@ -29,7 +29,6 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.specs.attention_kernels import chosen_by_auto
-from steplab.specs.changes import CHANGES
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -316,8 +315,3 @@ def test_the_pace_of_a_host_is_seen_where_the_device_waited(behind_a_slow_host: 
         host = on_the_host_of(side.run, H200).rates.host
         assert host.eager_s == pytest.approx(expected_s, rel=0.1)
         assert host.compiled_s / host.eager_s == pytest.approx(H200.rates.host.compiled_s / H200.rates.host.eager_s)
-
-
-def test_what_makes_another_pointless_is_a_value_of_the_same_field() -> None:
-    named = {(change.field, value) for change in CHANGES for value in change.pointless_after}
-    assert named <= {(change.field, change.value) for change in CHANGES}

@@ -1,7 +1,7 @@
 """The options that commands share, by the same names everywhere.
 
-The options of a step are made from the declarations in `specs.step`. Values stay text here; `specs.resolve` turns them
-into a spec, so that study files, Python and the command line share the same checks and messages.
+The options of a step are made from the declarations in `specs.step_choices`. Values stay text here; `specs.resolve`
+turns them into a spec, so that study files, Python and the command line share the same checks and messages.
 """
 
 import difflib
@@ -16,7 +16,7 @@ from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
 from steplab.limits import OPTION, Limits
-from steplab.specs.recipe import recipe_help, resolve_with_recipe
+from steplab.specs.changes import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
 from steplab.specs.step_fields import StepField, option_name
 from steplab.units import parse_duration

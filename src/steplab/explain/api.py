@@ -24,7 +24,7 @@ from steplab.explain.weight_casts import weight_casts
 from steplab.records.ceilings import Ceilings
 from steplab.records.finding import Finding
 from steplab.records.run import Run
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_time
 
 DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (

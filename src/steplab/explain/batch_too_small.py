@@ -8,7 +8,7 @@ from steplab.explain.casts import weight_cast_ops
 from steplab.explain.waiting import is_launch_bound, model_phases, wait_s
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.20

@@ -8,8 +8,8 @@ from steplab.costs.rates import Gpu
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command, options
 from steplab.specs.layout import SINGLE
+from steplab.specs.resolve import command, options
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 

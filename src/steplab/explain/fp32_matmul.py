@@ -7,7 +7,7 @@ from steplab.explain.case import Case, stated_peak
 from steplab.explain.shapes import product_of
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OpStats, Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10

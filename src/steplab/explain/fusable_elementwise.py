@@ -7,7 +7,7 @@ from steplab.explain.fusing import FUSABLE, Fusing, fusing_of, is_compiled
 from steplab.explain.waiting import is_launch_bound
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.05

@@ -6,7 +6,7 @@ from steplab.explain.shapes import shapes_of
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time
 
 ALIGNED = 8

@@ -5,7 +5,7 @@ import re
 from steplab.explain.case import WORTH_TELLING, Case
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import OUTSIDE, HostCallStats, Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time, listed
 
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")

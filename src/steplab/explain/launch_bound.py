@@ -9,9 +9,8 @@ from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
-from steplab.specs.step import StepSpec
-from steplab.specs.step_fit import refuse_unrecorded_step
+from steplab.specs.resolve import command
+from steplab.specs.step import StepSpec, refuse_unrecorded_step
 from steplab.units import format_percent, format_time
 
 

@@ -6,7 +6,7 @@ from steplab.explain.shapes import shapes_of
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 

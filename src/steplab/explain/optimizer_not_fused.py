@@ -7,7 +7,7 @@ from steplab.costs.optimizers import UPDATE_PASSES
 from steplab.explain.case import Case, reached_bandwidth
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_time
 
 FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused", "adamw_foreach"))

@@ -9,7 +9,7 @@ from steplab.explain.shapes import Shape, product_of, shapes_of, softmax_inputs
 from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_bytes, format_count, format_percent, format_time
 
 CONSIDERABLE = 0.05

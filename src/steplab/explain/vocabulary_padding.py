@@ -6,7 +6,7 @@ from steplab.explain.case import WORTH_TELLING, Case
 from steplab.explain.vocabulary import VocabularyPart, vocabulary_part, vocabulary_size
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
+from steplab.specs.resolve import command
 from steplab.units import format_percent, format_rate, format_time
 
 SUITS = 64

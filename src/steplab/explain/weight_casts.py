@@ -7,8 +7,7 @@ from steplab.explain.case import Case
 from steplab.explain.casts import cast_bytes, cast_ops, weight_cast_ops
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
-from steplab.specs.command import command
-from steplab.specs.resolve import with_fields
+from steplab.specs.resolve import command, with_fields
 from steplab.units import format_bytes, format_percent, format_time
 
 CONSIDERABLE = 0.03

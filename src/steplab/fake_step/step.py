@@ -29,7 +29,7 @@ from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
 from steplab.specs.step import StepSpec
-from steplab.specs.update import AFTER
+from steplab.specs.step_choices import AFTER
 
 _CPU = torch.device("cpu")
 _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, UnsupportedFakeTensorException)

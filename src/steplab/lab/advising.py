@@ -2,13 +2,13 @@
 
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
-from steplab.lab.attempts import Attempt, step_s
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
-from steplab.lab.outlook import Outlook
+from steplab.lab.outlook import Attempt, Outlook, step_s, waited
 from steplab.lab.processes import refuse_torchrun
 from steplab.lab.profiling import profile
 from steplab.lab.turns import STEPS, StoredSession
@@ -25,6 +25,8 @@ from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
 
+_PROFILED_STEPS = 5
+"""Timed steps of the run whose profile is explained."""
 _NOTICEABLY_OVER = 0.1
 """Share of the budget by which a walk may be longer without a note."""
 
@@ -61,8 +63,14 @@ def advise(
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
     chosen, name = choose_checkpointing(asked_step("advise", spec, given)), checked_name(name)
     asked = chosen.spec
+
+    def profiled(step: StepSpec) -> Run:
+        on_change("a profile of it, to explain")
+        few = replace(step, steps=min(step.steps, _PROFILED_STEPS))
+        return profile(few, name=name, store=store, on_progress=on_progress)
+
     with open_store(store, write=True) as opened:
-        outlook = Outlook(asked, store, name, on_progress, on_change, profile, keep_precision=keep_precision)
+        outlook = Outlook(spec=asked, profile=profiled, store=store, keep_precision=keep_precision)
         taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
         interrupted: KeyboardInterrupt | None = None
         with taking:
@@ -90,7 +98,7 @@ def advise(
 
 def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
     """The record of a walk that is over; its sides leave."""
-    untried, overall = walk.untried, walk.overall
+    untried, overall = list(walk.untried), walk.overall
     start, best = walk.leave(walk.start), walk.leave(walk.best)
     failure = best.failure if best else Failure(kind="error", message="interrupted before the first turn")
     return Advice(
@@ -106,10 +114,10 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
         start_s=overall.a if overall else step_s(start),  # of other turns it may be minutes away
         best_s=overall.b if overall else step_s(best),
         overall=overall,
-        tried=tuple(_tried(walk, attempt) for attempt in walk.attempts),
+        tried=tuple(_tried(walk, attempt) for attempt in walk.outlook.attempts),
         untried=tuple(candidate.change.words_along(walk.best.spec) for candidate in untried),
         untried_shares=tuple(candidate.promise.share if candidate.promise else None for candidate in untried),
-        untried_fits=tuple(walk.fits(candidate.change) for candidate in untried),
+        untried_fits=tuple(walk.outlook.fits(walk.best.spec, candidate.change) for candidate in untried),
         untried_s=sum(candidate.takes_s for candidate in untried) if untried else None,
         interrupted=walk.interrupted is not None,
         by_hand=walk.outlook.by_hand(best),
@@ -129,9 +137,9 @@ def _doubts(walk: Walk) -> Iterator[str]:
 def _notes(walk: Walk) -> Iterator[str]:
     if walk.interrupted:
         yield "interrupted: what was not reached is listed as not tried"
-    if walk.budget_s and walk.over_s > _NOTICEABLY_OVER * walk.budget_s:
+    if walk.budget_s and -walk.left_s > _NOTICEABLY_OVER * walk.budget_s:
         yield (
-            f"the walk took {format_time(walk.over_s)} longer than its budget of {format_time(walk.budget_s)}: what "
+            f"the walk took {format_time(-walk.left_s)} longer than its budget of {format_time(walk.budget_s)}: what "
             "had begun took longer than foreseen"
         )
     if walk.overall and not walk.met and len(walk.kept) > 1:
@@ -142,7 +150,7 @@ def _notes(walk: Walk) -> Iterator[str]:
 
 
 def _tried(walk: Walk, attempt: Attempt) -> Tried:
-    base, run = walk.record_of(attempt.base), walk.record_of(attempt.side) if attempt.side else None
+    base, run = (side and (walk.taking.left.get(side) or side.run) for side in (attempt.base, attempt.side))
     change, promise = attempt.change, attempt.promise
     made = (*attempt.along, change)
     return Tried(
@@ -154,7 +162,7 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
         predicted_share=promise.share if promise else None,
         predicted_by=promise.source if promise else "",
         ratio=attempt.ratio,
-        waits_for_host=attempt.waits_for_host,
+        waits_for_host=waited(attempt.side),
         kept=attempt.kept,
         failure=attempt.failure,
         peak_bytes=_peak_bytes(run),

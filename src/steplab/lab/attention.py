@@ -18,8 +18,8 @@ from steplab.records.attention import AttentionAccount, AttentionCell, Attention
 from steplab.records.codec import new_head
 from steplab.specs.attention import PASSES, AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
-from steplab.specs.device import check_device
 from steplab.specs.hardware import hardware_named
+from steplab.specs.layout import check_device
 from steplab.specs.study import as_grid
 
 DEFAULT_TIMEOUT_S = 600.0

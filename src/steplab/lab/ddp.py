@@ -31,7 +31,7 @@ from steplab.specs.ddp import (
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
-from steplab.specs.update import AFTER
+from steplab.specs.step_choices import AFTER
 
 DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_PROCESSES = 2

@@ -21,8 +21,8 @@ from steplab.records.layout_plan import LayoutPlan
 from steplab.specs.hardware import HardwareSpec, hardware_named
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import AFTER
 from steplab.specs.study import Grid
-from steplab.specs.update import AFTER
 
 
 def plan_layout(

@@ -13,7 +13,7 @@ from steplab.lab.keeping import Place, keep, open_store
 from steplab.measurement.processes.launch import ceilings_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
-from steplab.specs.device import check_device
+from steplab.specs.layout import check_device
 
 
 def doctor(

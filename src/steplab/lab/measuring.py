@@ -14,7 +14,7 @@ from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress
 from steplab.records.run import Run
-from steplab.specs.recipe import resolve_with_recipe
+from steplab.specs.changes import resolve_with_recipe
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 

@@ -1,30 +1,37 @@
-"""What is predicted of the changes of a step: by `plan time`, or of several processes `plan layout`, where it knows the
-step and the GPU, otherwise by the findings on a profile; and by `plan memory`, whether they fit the GPU."""
+"""The prospects of the changes of a step: how those that were tried ended, and the gains predicted for the others.
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+Time is predicted by `plan time`, or of several processes `plan layout`, where it knows the step and the GPU, otherwise
+by the findings on a profile; whether a step fits the GPU, by `plan memory`. `specs.changes.ORDER` ranks them by that.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
+from steplab.comparison.samples import SEPARATE
 from steplab.costs.rates import Gpu, fitted_rates, gpu_named
 from steplab.errors import SteplabError
 from steplab.lab.explaining import explain
-from steplab.measurement.progress import OnProgress
+from steplab.lab.turns import LEAST_GAIN
 from steplab.plan.host import compile_s, on_the_host_of
 from steplab.plan.layout.time import layout_step_s
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
+from steplab.records.comparison import Ratio
 from steplab.records.environment import Environment
 from steplab.records.finding import Finding
 from steplab.records.prediction import FitVerdict
 from steplab.records.run import Run
+from steplab.records.timing import waits_for_host
 from steplab.specs.attention_kernels import chosen_by_auto
-from steplab.specs.changes import Change, changes_for
+from steplab.specs.changes import FREEING, LAUNCHING, ORDER, Change, changes_for
 from steplab.specs.hardware import find_hardware
 from steplab.specs.layout import SINGLE
-from steplab.specs.step import StepSpec
+from steplab.specs.step import FIELDS, StepSpec
 
-_PROFILED_STEPS = 5
-"""Timed steps of the run whose profile is explained."""
+_LEAST_TRIAL_S = 1.0
+"""What a trial is taken to need at least."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,30 +44,73 @@ class Promise:
     """What predicts it: the kind of a finding, `plan time` or `plan layout`."""
 
 
-class Outlook:
-    """What is known beforehand of the changes of a step."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Candidate:
+    """A change of the fastest step that was not tried."""
 
-    def __init__(
-        self,
-        spec: StepSpec,
-        store: Path | str | None,
-        name: str,
-        on_progress: OnProgress,
-        on_change: Callable[[str], None],
-        profile: Callable[..., Run],
-        *,
-        keep_precision: bool,
-    ) -> None:
-        """`spec` is the first step, which `profile` measures where nothing else predicts it; `on_change` is told that.
-        With `keep_precision`, number formats stay as they are."""
-        self._spec, self._store, self._name, self._keep_precision = spec, store, name, keep_precision
-        self._on_progress, self._on_change, self._profile = on_progress, on_change, profile
-        self._gpu: Gpu | None = None
-        self._planned: dict[StepSpec, float | None] = {}
-        self._rooms: dict[StepSpec, FitVerdict | None] = {}
-        self._findings: Sequence[Finding] = ()
-        self._step_s: float | None = None
-        self._device_name, self._device_kind = "", "cpu"
+    change: Change
+    promise: Promise | None
+    takes_s: float
+    """Seconds that trying it takes, as far as is known."""
+    place: tuple[int, bool, float]
+    """Its place in the order."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Attempt:
+    """One change that was tried."""
+
+    change: Change
+    base: Any
+    """The side of the step without it."""
+    promise: Promise | None
+    side: Any = None
+    """The side of the step with it; None if it could not be built."""
+    ratio: Ratio | None = None
+    kept: bool = False
+    failure: str | None = None
+    took_s: float = 0.0
+    """Seconds from its beginning until it was decided."""
+
+    @property
+    def along(self) -> tuple[Change, ...]:
+        """The changes that were made with it."""
+        return self.change.brings(self.base.spec)
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether it was kept, failed, or saves nothing although the host launches it in time."""
+        if self.kept or self.ratio is None:
+            return True
+        return self.ratio.decision in ("higher", "same") and not waited(self.side)
+
+
+@dataclass(eq=False, kw_only=True)
+class Outlook:
+    """The prospects of the changes of a step."""
+
+    spec: StepSpec
+    """The first step."""
+    profile: Callable[[StepSpec], Run]
+    """Measures and profiles it, where nothing else predicts it."""
+    store: Path | str | None
+    keep_precision: bool
+    """Whether number formats stay as they are."""
+    attempts: list[Attempt] = field(default_factory=list)
+    """The changes that were tried."""
+    gone: set[tuple[str, str]] = field(default_factory=set)
+    """The field with the value, and with what that comes to, of each change that is not tried again."""
+    _given_room: set[StepSpec] = field(default_factory=set)
+    """Steps that did not pay with a change and what made room for it; without that, or with another, they may."""
+    _gpu: Gpu | None = None
+    _device_name: str = ""
+    _device_kind: str = "cpu"
+    _planned: dict[StepSpec, float | None] = field(default_factory=dict)
+    _rooms: dict[StepSpec, FitVerdict | None] = field(default_factory=dict)
+    _findings: Sequence[Finding] = ()
+    _step_s: float | None = None
+
+    # --- what is predicted --------------------------------------------------------------------------------
 
     def look(self, environment: Environment | None, *, may_profile: bool) -> None:
         """Find out what there is to predict by, once the first step is built and its device is known; `may_profile`
@@ -70,8 +120,11 @@ class Outlook:
         self._device_kind, self._device_name = environment.device.kind, environment.device.name
         known = find_hardware(self._device_name)
         self._gpu = gpu_named(known.name) if known else None
-        if self._planned_s(self._spec) is None and may_profile:
-            self._explain()
+        if self._planned_s(self.spec) is None and may_profile:
+            run = self.profile(self.spec)
+            if run.failure is None:
+                found = explain(run, store=self.store)
+                self._findings, self._step_s = found.findings, found.step_s
 
     def see(self, run: Run) -> None:
         """Predict from now on by the pace of the host that a measured step shows."""
@@ -81,26 +134,10 @@ class Outlook:
         if gpu is not self._gpu:
             self._gpu, self._planned = gpu, {}
 
-    def changes(self, spec: StepSpec) -> list[Change]:
-        """The changes that apply to a step, in the order in which they are tried where nothing else decides."""
-        return changes_for(spec, self._device_kind, keep_precision=self._keep_precision)
-
-    def recipe(self, spec: StepSpec) -> list[Change]:
-        """Those of them that the recipe `fast` sets."""
-        return [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
-
     def compile_s(self, spec: StepSpec) -> float:
         """Seconds that compiling a step takes, on an unknown device those of a host of known GPUs; 0 where the number
         of blocks is not known."""
         return compile_s(spec, (self._gpu.rates if self._gpu else fitted_rates()[0]).host)
-
-    def meant(self, spec: StepSpec, field: str, value: str) -> str:
-        """What a value of a field comes to on the device: what `auto` chooses. Two values may come to the same."""
-        if (field, value) == ("reshard_after_forward", "auto"):
-            return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
-        if (field, value) != ("attention", "auto") or spec.model.shape is None:
-            return value
-        return chosen_by_auto(spec, spec.model.shape, self._device_name).implementation
 
     def promise(self, spec: StepSpec, change: Change) -> Promise | None:
         """The predicted gain of a change of a step; None: it is not known."""
@@ -121,40 +158,151 @@ class Outlook:
         if self._gpu is None:
             return None
         if spec not in self._rooms:
+            of_two = replace(spec, accumulation=min(spec.accumulation, 2))  # from the second on each holds the same
             try:  # not traced, which would run others' models in this process: a lower bound is enough here
-                cards = predict_memory(_of_two_micro_steps(spec), device=self._device_name).cards
+                cards = predict_memory(of_two, device=self._device_name).cards
             except SteplabError:
                 cards = ()
             self._rooms[spec] = next((card.verdict for card in cards if card.gpu == self._gpu.name), None)
         return self._rooms[spec]
 
+    def fits(self, spec: StepSpec, change: Change) -> bool:
+        """Whether a step with a change may fit the GPU, as all do but those that are predicted not to."""
+        return self.room(change.made(spec)) != "does not fit"
+
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
         """The findings that no field of a step answers."""
-        found = self._findings or (explain(best, store=self._store).findings if best and not best.failure else ())
+        found = self._findings or (explain(best, store=self.store).findings if best and not best.failure else ())
         return tuple(finding for finding in found if not finding.fields)
 
     def _planned_s(self, spec: StepSpec) -> float | None:
         if spec not in self._planned:
+            self._planned[spec] = None
             try:
-                self._planned[spec] = _predicted_s(spec, self._gpu) if self._gpu else None
+                if self._gpu and spec.layout == SINGLE:
+                    self._planned[spec] = predict_step_time(spec, self._gpu).central_s
+                elif self._gpu:
+                    self._planned[spec] = layout_step_s(spec, self._gpu)
             except SteplabError:
-                self._planned[spec] = None
+                pass  # it cannot be predicted
         return self._planned[spec]
 
-    def _explain(self) -> None:
-        self._on_change("a profile of it, to explain")
-        spec = replace(self._spec, steps=min(self._spec.steps, _PROFILED_STEPS))
-        run = self._profile(spec, name=self._name, store=self._store, on_progress=self._on_progress)
-        if run.failure is None:
-            found = explain(run, store=self._store)
-            self._findings, self._step_s = found.findings, found.step_s
+    # --- what is next -------------------------------------------------------------------------------------
+
+    def changes(self, spec: StepSpec) -> list[Change]:
+        """The changes that apply to a step, in the order in which they are tried where nothing else decides."""
+        return changes_for(spec, self._device_kind, keep_precision=self.keep_precision)
+
+    def untried(self, spec: StepSpec) -> list[Change]:
+        """The changes of a step that would make another step than those tried, and are worth trying after them."""
+        timed = {(attempt.change.field, attempt.change.value) for attempt in self.attempts if attempt.ratio}
+        return [
+            change
+            for change in self.changes(spec)
+            if not {(change.field, change.value), self._meaning(spec, change)} & self.gone
+            and self._differs(spec, change)
+            and not any((change.field, value) in timed for value in change.pointless_after)
+        ]
+
+    def candidates(self, best: Any, trial_s: float, *, alternating: bool) -> Iterator[Candidate]:
+        """The changes of the fastest step that were not tried, the next one first; trying one takes `trial_s` seconds
+        and what compiling takes. Where each turn starts anew, `alternating`, a change is kept for larger savings alone.
+
+        Memory is predicted of changes that should save, and of others as they are asked for: it takes up to a second.
+        """
+        spec = best.spec
+        changes = (change for change in (*self.untried(spec), *self._rest_of_recipe(spec)) if not change.makes_room)
+        found = [self._candidate(best, change, trial_s, alternating=alternating) for change in changes]
+        found.sort(key=lambda each: each.place)
+        yield from (each for each in found if self.fits(spec, each.change))
+        yield from (each for each in found if not self.fits(spec, each.change))
+
+    def settle(self, attempt: Attempt) -> None:
+        """Count a change among those that were tried."""
+        change, spec = attempt.change, attempt.base.spec
+        if not attempt.kept and any(each.field in FREEING for each in attempt.along):
+            self._given_room.add(change.made(spec))
+        else:
+            self.gone |= {(change.field, change.value), self._meaning(spec, change)}
+        self.attempts.append(attempt)
+
+    def _candidate(self, best: Any, change: Change, trial_s: float, *, alternating: bool) -> Candidate:
+        spec, least = best.spec, SEPARATE if alternating else LEAST_GAIN
+        if self._saves(spec, change, least) and not self.fits(spec, change):
+            change = self._with_room(spec, change, least)
+        promise, made = self.promise(spec, change), change.made(spec)
+        share, takes_s = promise.share if promise else None, trial_s + self.compile_s(made)
+        settles, weight = False, max(takes_s, _LEAST_TRIAL_S)
+        if share is not None and share > least:
+            rank = "tight" if self.room(made) == "too tight to promise" else "saves"
+            settles, weight = change.field in LAUNCHING and bool(waited(best)), -share / weight
+        elif change.is_fast(spec, self._device_kind) and (share is None or not alternating):
+            rank = "recipe"
+        else:
+            rank = "unknown" if share is None else "little" if share > 0 else "costs"
+        place = (list(ORDER).index(rank), not settles, weight)
+        return Candidate(change=change, promise=promise, takes_s=takes_s, place=place)
+
+    def _saves(self, spec: StepSpec, change: Change, least: float) -> bool:
+        promise = self.promise(spec, change)
+        return promise is not None and promise.share > least
+
+    def _with_room(self, spec: StepSpec, change: Change, least: float) -> Change:
+        """A change whose step does not fit, together with another that needs less memory and leaves the numbers alone,
+        if it may fit with that. What saves time as well comes first, by itself."""
+        if self.room(spec) == "does not fit":
+            return change  # the fastest step runs, so that the prediction is wrong
+        for other in self.changes(spec):
+            if other.field not in FREEING or other.field in change.fields or other.numerics:
+                continue
+            if (other.field, other.value) not in self.gone and self._saves(spec, other, least):
+                return change
+            both = change.joined([other])
+            if both.is_supported(spec) and both.made(spec) not in self._given_room and self.fits(spec, both):
+                return both
+        return change
+
+    def _rest_of_recipe(self, spec: StepSpec) -> Iterator[Change]:
+        """What the recipe sets and the fastest step lacks, as one, once a part of it did not pay by itself: what each
+        saves may be lost in noise, and what the host cannot launch in time may pay in CUDA graphs."""
+        settled = {name for attempt in self.attempts if attempt.is_settled for name in attempt.change.fields}
+        recipe = [each for each in self.changes(spec) if each.is_fast(spec, self._device_kind)]
+        lacking = [each for each in recipe if each.field not in settled and self._differs(spec, each)]
+        brought = {need for each in lacking for need in each.needs.items()}
+        parts = [each for each in lacking if (each.field, each.value) not in brought]
+        if len(parts) < 2 or all((part.field, part.value) not in self.gone for part in parts):
+            return
+        rest = parts[0].joined(parts[1:])
+        if rest.is_supported(spec) and not any(rest.fields <= attempt.change.fields for attempt in self.attempts):
+            yield rest
+
+    def _differs(self, spec: StepSpec, change: Change) -> bool:
+        """Whether a step with a change is another one."""
+        return self._meaning(spec, change)[1] != self._meant(spec, *now(spec, change))
+
+    def _meaning(self, spec: StepSpec, change: Change) -> tuple[str, str]:
+        return change.field, self._meant(spec, change.field, change.value)
+
+    def _meant(self, spec: StepSpec, name: str, value: str) -> str:
+        """What a value of a field comes to on the device: what `auto` chooses. Two values may come to the same."""
+        if (name, value) == ("reshard_after_forward", "auto"):
+            return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
+        if (name, value) != ("attention", "auto") or spec.model.shape is None:
+            return value
+        return chosen_by_auto(spec, spec.model.shape, self._device_name).implementation
 
 
-def _predicted_s(spec: StepSpec, gpu: Gpu) -> float | None:
-    """The predicted time of a step in seconds. Raises Unsupported for one that cannot be predicted."""
-    return predict_step_time(spec, gpu).central_s if spec.layout == SINGLE else layout_step_s(spec, gpu)
+def now(spec: StepSpec, change: Change) -> tuple[str, str]:
+    """The field of a change and its present value."""
+    return change.field, str(FIELDS[change.field].read(spec))
 
 
-def _of_two_micro_steps(spec: StepSpec) -> StepSpec:
-    """The step with no more micro-steps than its peak depends on: from the second on each holds the same."""
-    return replace(spec, accumulation=min(spec.accumulation, 2))
+def waited(side: Any) -> bool | None:
+    """Whether the device waited for the host in the step of a side; None: not known."""
+    timing = side.run.timing if side and side.run else None
+    return waits_for_host(timing.back_to_back) if timing else None
+
+
+def step_s(run: Run | None) -> float | None:
+    """Median step time in seconds; None without one."""
+    return run.median_s if run and not run.failure else None

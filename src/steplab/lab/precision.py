@@ -21,7 +21,8 @@ from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
-from steplab.specs.step import Precision, StepSpec
+from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import Precision
 from steplab.specs.study import StudySpec
 from steplab.store.database import Store
 

@@ -8,11 +8,11 @@ from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
-from steplab.specs.command import options
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
 from steplab.specs.hf_shape import refuse_experts, shape_of
 from steplab.specs.model import ModelSpec
+from steplab.specs.resolve import options
 from steplab.specs.step import StepSpec
 
 

@@ -11,7 +11,7 @@ from steplab.lab.files import folder_for
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.profiling import read_profile, with_profile
 from steplab.lab.utilization import with_given_flops
-from steplab.specs.device import check_device
+from steplab.specs.layout import check_device
 from steplab.specs.step import FIELDS
 
 if TYPE_CHECKING:

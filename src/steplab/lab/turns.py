@@ -1,28 +1,39 @@
-"""Measure steps in turns on one device, store their records and compare them."""
+"""Measure steps in turns on one device, store their records and compare them; one may be of another git revision."""
 
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
+from steplab.comparison.samples import FEWEST
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step, completed
 from steplab.lab.processes import refuse_torchrun
-from steplab.lab.revisions import checked_out
 from steplab.measurement.processes.conversation import HERE, Surroundings
+from steplab.measurement.processes.scratch import scratch_folder
 from steplab.measurement.processes.turns import Session, Side
 from steplab.measurement.progress import OnProgress
 from steplab.records.comparison import Ratio
+from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 STEPS = 30
 """Measured steps of each side unless others are asked for."""
+LEAST_GAIN = 0.003
+"""The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
+_PLAIN = 0.03
+"""A difference that is larger than this share with the fewest turns that have an interval gets no more of them."""
+_MOST_ROUNDS = 2.5
+"""How many times the first turns what these leave open may take: three rounds in all, as the third ends after that."""
 
 
 class StoredSession:
@@ -59,6 +70,38 @@ class StoredSession:
         side = self.session.enter(label, chosen.spec, surroundings)
         self._chosen[side] = chosen.notes
         return side
+
+    def seek_gain(
+        self, before: Side, after: Side, steps: int, *, most_s: float, clock: Callable[[], float], alternates: bool
+    ) -> None:
+        """Measure two sides in turns until their difference is plain, or the second can no longer be found to save
+        time; at most `steps` of each. What that leaves open gets as many again, until `most_s` seconds have passed, or
+        twice more. Unless the session `alternates`, a second side that does not fit beside the first fails."""
+
+        def is_open(threshold: float) -> bool:
+            ratio = self.gain(before, after, threshold)
+            if ratio is None or ratio.low is None:
+                return ratio is not None
+            return ratio.decision not in ("lower", "higher") and ratio.low < 1 - LEAST_GAIN
+
+        def is_enough(rounds: int) -> bool:
+            return rounds >= FEWEST and not is_open(_PLAIN)
+
+        session, began_s = self.session, clock()
+        session.measure((before, after), steps, is_enough=is_enough, alternates=alternates)
+        most_s = max(most_s, _MOST_ROUNDS * (clock() - began_s))
+        while clock() - began_s < most_s and not session.alternating and is_open(LEAST_GAIN):
+            session.measure((before, after), steps, alternates=alternates)
+        if session.alternating and not alternates:
+            after.failure = Failure(kind="out_of_memory", message=f"beside the fastest step: {session.alternating}")
+            session.resume()
+
+    def gain(self, before: Side, after: Side, threshold: float = LEAST_GAIN) -> Ratio | None:
+        """The time of the second side over that of the first; None where one of them has failed. Where each turn has a
+        process of its own, what such processes differ by is the least that can be told."""
+        if before.run is None or after.run is None or before.failure or after.failure:
+            return None
+        return step_ratio(before.run, after.run, threshold=None if self.session.alternating else threshold)
 
     def leave(self, side: Side) -> Run:
         """End a side, and store its record; a side that had no turn is measured by itself first. Of one that has left,
@@ -137,3 +180,58 @@ def ab(
 def label_of(number: int) -> str:
     """The label of a side: A, B and so on."""
     return chr(ord("A") + number) if number < 26 else str(number + 1)
+
+
+@contextmanager
+def checked_out(revision: str) -> Iterator[Surroundings]:
+    """A worktree of a revision of the repository around the working folder, which is removed at the end.
+
+    Its processes work in the same folder of the repository as this one, and import what this one imports from the
+    repository from the worktree instead: a user's model, and steplab itself where it is the repository's. Files that
+    git does not track are not there. Raises UserError outside of a repository, and for an unknown revision.
+    """
+    here = Path.cwd().resolve()
+    root = Path(_git("rev-parse", "--show-toplevel", otherwise="--against needs a git repository")).resolve()
+    commit = _git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}", otherwise=f"no revision '{revision}'")
+    with scratch_folder() as scratch:
+        tree = scratch.path.resolve() / "tree"
+        try:
+            _git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--quiet", "--detach", str(tree), commit)
+            folder = tree / here.relative_to(root)
+            if not folder.is_dir():
+                raise UserError(f"revision {revision} has no folder {here.relative_to(root)}; run from one that it has")
+            yield Surroundings(folder=folder, environment=os.environ | {"PYTHONPATH": _import_path(root, tree)})
+        finally:
+            with suppress(UserError):  # git has not added it, or will forget it once its folder is gone
+                _git("worktree", "remove", "--force", str(tree))
+
+
+def _import_path(root: Path, tree: Path) -> str:
+    """PYTHONPATH with the repository's entries in the worktree, and those of `sys.path` that are in the repository.
+
+    An editable installation adds such an entry, which would otherwise be found in the repository.
+    """
+    given = [entry for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if entry]
+    found = []
+    for entry in dict.fromkeys([*given, *sys.path]):
+        path = Path(entry).resolve()
+        if path.is_relative_to(root) and not _is_installed(path):
+            found.append(str(tree / path.relative_to(root)))
+        elif entry in given:
+            found.append(entry)
+    return os.pathsep.join(dict.fromkeys(found))
+
+
+def _is_installed(path: Path) -> bool:
+    """Whether it belongs to Python or to a virtual environment, which a repository may contain."""
+    return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
+
+
+def _git(*arguments: str, otherwise: str = "") -> str:
+    try:
+        done = subprocess.run(["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", check=False)
+    except FileNotFoundError:
+        raise UserError("--against needs git, which is not installed") from None
+    if done.returncode:
+        raise UserError(otherwise or f"git {arguments[0]} failed: {' '.join(done.stderr.split())}")
+    return done.stdout.strip()

@@ -15,10 +15,9 @@ from steplab.costs.rates import LEAST_PER_S
 from steplab.errors import UserError
 from steplab.plan.formulas import Formula, root, symbol
 from steplab.records.accounting import Accounting, Figure, Means, Notation, Question
-from steplab.specs.hardware import HardwareSpec
+from steplab.specs.hardware import HardwareSpec, network_of
 from steplab.specs.layout import Layout
 from steplab.specs.model import TransformerShape
-from steplab.specs.network import network_of
 from steplab.units import GIB, counted, format_message, three_digits
 
 BOOK = "How to Scale Your Model (Austin et al. 2025), part 5"

@@ -23,9 +23,9 @@ from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.time_check import RECORDS, TimeCheck
 from steplab.records.timing import waits_for_host
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.hardware import find_hardware, hardware_named
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 _KINDS = {"matmul": "matmul", "attention": "attention"}
 """Categories of a profile -> kinds of operators; all others are streaming."""

@@ -23,12 +23,12 @@ from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
 from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import find_hardware
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import RECORD_THEIR_OWN
 from steplab.units import KIB, MIB, format_bytes
 
 HOPPER_WORKSPACE = Count(8 * 4 * MIB, "8 x 4 MiB")

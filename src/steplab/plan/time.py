@@ -28,7 +28,7 @@ from steplab.specs.checkpointing import checkpointing_remark, num_first, period_
 from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
-from steplab.specs.update import AFTER
+from steplab.specs.step_choices import AFTER
 from steplab.units import counted, listed
 
 _PHASES = ("forward", "backward", "optimizer")

@@ -6,7 +6,7 @@ from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
-from steplab.specs.step import CompileMode
+from steplab.specs.step_choices import CompileMode
 from steplab.specs.step_fields import Declared, declared_fields
 
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]

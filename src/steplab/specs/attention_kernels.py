@@ -1,4 +1,5 @@
-"""Which attention implementation runs a step: which ones can on a device, and which one `auto` chooses."""
+"""Which kernels run a step: which implementations of attention can on a device, which one `auto` chooses, and what a
+step asks for that its device does not have."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -6,12 +7,21 @@ from dataclasses import replace
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_table import FALLBACK, Choice, choose
 from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
+from steplab.ops.cross_entropy.implementations import implementation as loss_implementation
 from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 
 _DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master": BF16, "bf16_pure": BF16}
 """Precision of a step -> number format of the tensors that its attention receives."""
+
+
+def refuse_unserved_kernels(spec: StepSpec, device: str) -> None:
+    """Raise Unsupported if the attention or the loss that `spec` names does not run on a device of this kind: cuda, cpu
+    or mps."""
+    refuse_unserved_attention(spec, device)
+    if loss_implementation(spec.loss).in_kernel and not runs_on(device):
+        raise Unsupported(f"loss {spec.loss} on {device}", "its kernel is for CUDA", "use --loss chunked, or plain")
 
 
 def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:

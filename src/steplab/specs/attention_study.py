@@ -14,8 +14,8 @@ from types import MappingProxyType
 
 from steplab.errors import UserError
 from steplab.specs.attention import CELL_FIELDS, PASSES, AttentionPass, AttentionSpec
-from steplab.specs.presets import GRIDS, content_of
 from steplab.specs.step_fields import Declared
+from steplab.specs.study import GRIDS, content_of
 
 Grid = Mapping[str, Sequence[object]]
 _PLACE = next(place for place, field in enumerate(CELL_FIELDS) if field.key == "queries")

@@ -1,23 +1,44 @@
-"""Changes of a step that may make it faster and leave what it trains alone: the one table that `steplab advise` tries,
-and of which the recipe `fast` takes those that made steps faster.
+"""Changes that may make a step faster and leave its training alone, in one table. `steplab advise` tries them, ranked
+by ORDER; the recipe `fast` takes those that made steps faster.
 
 Each is one field of the step; specs.own_loop has its lines in a training loop of the user's own. A change of the model,
 the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
-from steplab.errors import UserError
-from steplab.specs.resolve import with_fields
+from steplab.errors import Remark, Unsupported, UserError, warn_caller
+from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import FIELDS, StepSpec
+from steplab.specs.step_fields import option_name
 
 DeviceKind = Literal["cuda", "cpu", "mps"]
 _ANY: tuple[DeviceKind, ...] = ("cuda", "cpu", "mps")
 _CUDA: tuple[DeviceKind, ...] = ("cuda",)
 _EVERY_MODEL = ("transformer", "hf", "factory")
+RECIPE = "recipe"
+"""Name of the request among the fields of a step; it is none, because a spec has what it sets."""
+RECIPES = ("fast",)
+ORDER = {
+    "saves": "predicted to save what it would be kept for: first what saves most for the time that trying it takes",
+    "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
+    "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
+    "unknown": "nothing is predicted of it: the shortest trial first",
+    "little": "predicted to save less than what it would be kept for",
+    "costs": "predicted to cost time",
+}
+"""Ranks of the changes that a walk may try, in their order; what is predicted not to fit is last, in the same order."""
+LAUNCHING = ("compile", "cuda_graph")
+"""Fields that decide how kernels are launched. While the GPU waits for Python, they come first of what saves: until
+that is settled, the noise of the host is in every comparison, and what a change saves of the GPU's time is not seen."""
+FREEING = ("attention", "loss", "precision")
+"""Fields whose changes need less memory and no more time. They are tried first where a step does not fit; one that
+leaves the numbers alone is tried together with a change that saves time and does not fit by itself."""
+_MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
+"""Where the fields that are set were measured, by kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,7 +58,7 @@ class Change:
     pointless_after: tuple[str, ...] = ()
     """Values of the field that do the same and more, so that this one saves no time once they were tried."""
     makes_room: bool = False
-    """Whether it costs time for memory, so that it is tried only where the step runs out of memory."""
+    """Whether it costs time for memory, so that it is tried only where the step runs out of memory; see FREEING."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
 
@@ -128,31 +149,11 @@ CHANGES = (
         replaces=("plain",),
         fast={"cuda": ("hf",), "cpu": ("transformer", "hf")},
     ),
-    Change(
-        field="compile",
-        value="block",
-        fast={"cuda": ("transformer", "hf")},
-        replaces=("off",),
-    ),
-    Change(
-        field="compile",
-        value="default",
-        replaces=("off", "block"),
-        fast={"cuda": ("factory",)},
-    ),
+    Change(field="compile", value="block", fast={"cuda": ("transformer", "hf")}, replaces=("off",)),
+    Change(field="compile", value="default", replaces=("off", "block"), fast={"cuda": ("factory",)}),
     Change(field="loss", value="fused", devices=_CUDA),
-    Change(
-        field="loss",
-        value="chunked",
-        replaces=("plain",),
-        pointless_after=("fused",),
-    ),
-    Change(
-        field="model.projections",
-        value="merged",
-        replaces=("separate",),
-        fast={"cuda": ("transformer",)},
-    ),
+    Change(field="loss", value="chunked", replaces=("plain",), pointless_after=("fused",)),
+    Change(field="model.projections", value="merged", replaces=("separate",), fast={"cuda": ("transformer",)}),
     Change(
         field="block_ops",
         value="triton",
@@ -177,31 +178,15 @@ CHANGES = (
         fast={"cuda": ("transformer",)},
     ),
     Change(field="checkpointing", value="none"),
-    Change(
-        field="checkpointing",
-        value="selective",
-        replaces=("full",),
-        pointless_after=("none",),
-    ),
+    Change(field="checkpointing", value="selective", replaces=("full",), pointless_after=("none",)),
     Change(field="reshard_after_forward", value="never"),
     Change(field="data_parallel", value="bucketed"),
-    Change(
-        field="checkpointing",
-        value="auto",
-        devices=_CUDA,
-        replaces=("none",),
-        makes_room=True,
-    ),
+    Change(field="checkpointing", value="auto", devices=_CUDA, replaces=("none",), makes_room=True),
     Change(field="attention", value="sdpa_cudnn", devices=_CUDA),
     Change(field="attention", value="flash_triton", devices=_CUDA),
     Change(field="cuda_graph", value="step", devices=_CUDA, fast={"cuda": ("transformer",)}),
     Change(field="update", value="overlapped", devices=_CUDA, fast={"cuda": ("transformer",)}),
-    Change(
-        field="compile",
-        value="reduce-overhead",
-        devices=_CUDA,
-        replaces=("off", "block", "default"),
-    ),
+    Change(field="compile", value="reduce-overhead", devices=_CUDA, replaces=("off", "block", "default")),
     Change(
         field="compile",
         value="max-autotune-no-cudagraphs",
@@ -222,3 +207,52 @@ def changes_for(spec: StepSpec, device_kind: str, *, keep_precision: bool) -> li
     return [
         change for change in CHANGES if change.applies(spec, device_kind) and not (keep_precision and change.numerics)
     ]
+
+
+def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
+    """Build the spec that `fields` describe, as resolve_step does, with what a recipe among them adds.
+
+    `device_kind` gives the kind of device behind a name, such as `auto`; it is asked only for a recipe. A Remark says
+    what was set, and what could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    """
+    given = dict(fields)
+    name = given.pop(RECIPE, None)
+    spec = resolve_step(given)
+    if name is None:
+        return spec
+    if name not in RECIPES:
+        raise UserError(f"recipe '{name}' is not known; choose one of {', '.join(RECIPES)}")
+    kind = device_kind(spec.device)
+    added, numerics, refused = dict[str, str](), dict[str, None](), list[str]()
+    for change in CHANGES:
+        if change.field in given or not change.is_fast(spec, kind) or not change.matters(spec):
+            continue
+        option = f"{option_name(change.field)} {change.value}"
+        try:
+            spec = with_fields(spec, {change.field: change.value})
+        except Unsupported as error:
+            refused.append(f"{option} is left out: {error.why}")
+        else:
+            added[change.field] = option  # a later row of a field takes the place of an earlier one
+            if change.numerics:
+                numerics[change.field] = None
+    sets = "sets nothing"
+    if added:
+        sets = f"sets {' '.join(added.values())}, which made steps faster on {_MEASURED_ON[kind]}"
+    changing = [f"{added[field]} changes the numbers" for field in numerics]
+    warn_caller(Remark("; ".join([f"recipe {name} on {kind} {sets}", *changing, *refused])))
+    return spec
+
+
+def recipe_help() -> str:
+    """Help of the option --recipe: what it sets for a built-in model on each kind of device."""
+    of_kinds = []
+    for kind in get_args(DeviceKind):
+        values = dict[str, list[str]]()
+        for change in CHANGES:
+            if "transformer" in change.fast.get(kind, ()):
+                values[change.field] = [change.value, *values.get(change.field, [])]
+        words = [f"{option_name(field)} {' or '.join(those)}" for field, those in values.items()]
+        if words:
+            of_kinds.append(f"on {kind} {', '.join(words)}")
+    return f"Set what the other options leave open: fast ({'; '.join(of_kinds)})"

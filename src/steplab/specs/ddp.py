@@ -8,8 +8,8 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
-from steplab.specs.update import AFTER, OVERLAPPED
-from steplab.specs.update import IN_FLIGHT as WITH_UPDATE
+from steplab.specs.step_choices import AFTER, OVERLAPPED
+from steplab.specs.step_choices import IN_FLIGHT as WITH_UPDATE
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)

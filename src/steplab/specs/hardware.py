@@ -1,4 +1,5 @@
-"""Vendors' figures for GPUs and TPUs: peaks, memory and links. The figures are in hardware.toml.
+"""Vendors' figures for GPUs and TPUs: peaks, memory and links, and for the networks between nodes. The figures are in
+hardware.toml and networks.toml.
 
 They are denominators (how much of the peak did a step reach?) and planning limits, never measurements.
 The conventions, the same for every entry:
@@ -79,6 +80,25 @@ class HardwareSpec:
         return self.peaks.get(dtype)
 
 
+class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The network that joins nodes of some GPUs."""
+
+    name: str
+    """Such as InfiniBand NDR."""
+    bytes_per_s: float
+    """Stated bandwidth of one GPU's adapter in one direction, GB = 1e9."""
+    reached: float
+    """Share of it that NCCL's large messages reach."""
+    reached_source: str
+    """Citation of that share."""
+    gpus: tuple[str, ...]
+    """GPUs by their names in the hardware catalogue."""
+    gpus_per_node: int
+    """GPUs of a node, each with an adapter of its own."""
+    source: str
+    """Citation of the stated figures, and how they were converted."""
+
+
 def catalogue() -> tuple[HardwareSpec, ...]:
     """Every GPU in the catalogue, in the order of the file."""
     return tuple(spec for spec in accelerators() if spec.device_names)
@@ -140,3 +160,21 @@ def _spec(table: Mapping[str, Any], documents: Mapping[str, str]) -> HardwareSpe
     }
     peaks = {dtype: {"flops_per_s": peak, "source": sources[dtype]} for dtype, peak in table["peaks"].items()}
     return msgspec.convert({**table, "peaks": peaks, "sources": sources}, HardwareSpec)
+
+
+@functools.cache
+def networks() -> tuple[NetworkSpec, ...]:
+    """Every network of the catalogue."""
+    text = resources.files("steplab.specs").joinpath("networks.toml").read_text(encoding="utf-8")
+    return msgspec.convert(msgspec.toml.decode(text)["network"], tuple[NetworkSpec, ...])
+
+
+def network_of(gpu: str) -> NetworkSpec | None:
+    """The network of a vendor's cluster of these GPUs; None: none is known."""
+    return next((network for network in networks() if gpu in network.gpus), None)
+
+
+def network_alike(gpu: str) -> NetworkSpec:
+    """The network whose share is reached of any adapter that is stated for these GPUs: their own; where none is known,
+    the one with the least share."""
+    return network_of(gpu) or min(networks(), key=lambda each: each.reached)

@@ -1,13 +1,19 @@
-"""How a step is spread over several processes: the axes of parallelism and their sizes."""
+"""The devices of a step: their valid names, and how it is spread over several, the axes of parallelism and their sizes.
+
+Whether a device exists is checked where it is opened (measurement.machine.device).
+"""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from steplab.errors import Unsupported, UserError
-from steplab.specs.device import check_device
 
 MOST_PROCESSES = 1 << 20
+DEVICES_TOLD = "auto (cuda, else mps, else cpu), cpu, mps, cuda or cuda:N"
+"""The valid names, for the help of an option."""
+_KNOWN = "auto, cpu, mps, cuda or cuda:N"
+_PLAIN = ("auto", "cpu", "mps", "cuda")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -74,6 +80,15 @@ def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
+
+
+def check_device(name: str, there: Sequence[str] = ()) -> None:
+    """Raise UserError for a name that no device has; it lists the devices that are `there`, if they are known."""
+    kind, colon, index = name.partition(":")
+    if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
+        return
+    has = f"; this machine has {', '.join(there)}" if there else ""
+    raise UserError(f"device '{name}' is not known; choose one of {_KNOWN}{has}")
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:

@@ -8,9 +8,8 @@ takes a batch apart by the functions of a measured step, so that it runs for eve
 from collections.abc import Iterable, Iterator
 
 from steplab.specs.checkpointing import num_first, period_of
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.step import AUTOCAST, StepSpec
-from steplab.specs.update import OVERLAPPED
+from steplab.specs.step_choices import OVERLAPPED, RECORD_THEIR_OWN
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:

@@ -1,4 +1,5 @@
-"""Turns what a user wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec.
+"""Turns what a user wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec, and
+that into what to type.
 
 The command line, study files and the Python interface all use this module, so that a wrong name or type gets the same
 message everywhere.
@@ -7,12 +8,16 @@ message everywhere.
 import dataclasses
 import difflib
 import itertools
+import shlex
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 from steplab.errors import UserError
-from steplab.specs.model import SIZE_FIELDS, model_spec
-from steplab.specs.step import DEFAULT_MODEL, FIELDS, STEP_FIELDS, StepSpec
+from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS, model_spec
+from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
+from steplab.specs.step_choices import DEFAULT_MODEL
+from steplab.specs.step_fields import option_name
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
@@ -45,22 +50,32 @@ def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
 def with_fields(spec: StepSpec, fields: Mapping[str, str]) -> StepSpec:
     """The spec with some fields changed, by their names in study files. Raises UserError for an invalid value, and
     Unsupported for a step that is not supported with it."""
-    sizes: dict[str, Any] = {
-        FIELDS[name].attribute: FIELDS[name].parsed(value)
-        for name, value in fields.items()
-        if name.startswith("model.")
-    }
-    changes = {
-        FIELDS[name].attribute: FIELDS[name].parsed(value)
-        for name, value in fields.items()
-        if not name.startswith("model.")
-    }
+    parsed = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
+    sizes: dict[str, Any] = {FIELDS[n].attribute: each for n, each in parsed.items() if n.startswith("model.")}
+    changes = {FIELDS[n].attribute: each for n, each in parsed.items() if not n.startswith("model.")}
     if "model" in fields:
         changes["model"] = model_spec(fields["model"], {})
     if sizes and spec.model.shape is not None:
         shape = dataclasses.replace(spec.model.shape, **sizes)
         changes["model"] = dataclasses.replace(spec.model, shape=shape)
     return dataclasses.replace(spec, **changes)  # type: ignore[arg-type]
+
+
+def command(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The command that measures the spec's step with some fields changed; it omits defaults."""
+    return f"steplab run {options(spec, changes)}"
+
+
+def options(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -> str:
+    """The options of the spec's step, with some fields changed; they omit defaults."""
+    values = {"model": spec.model.name}
+    base = MODEL_SIZES.get(spec.model.name)
+    for field in (*SIZE_FIELDS, *STEP_FIELDS):
+        default = getattr(base, field.attribute, None) if field in SIZE_FIELDS else field.default
+        if field.key != "model" and field.read(spec) != default:
+            values[field.key] = str(field.read(spec))
+    values |= changes
+    return " ".join(f"{option_name(name)} {shlex.quote(value)}" for name, value in values.items())
 
 
 def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:

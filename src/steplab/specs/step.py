@@ -1,44 +1,216 @@
 """The training step under test: one frozen spec, validated once, before anything is built."""
 
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from dataclasses import dataclass
+from math import gcd
+from typing import Literal
 
-from steplab.errors import UserError
-from steplab.ops.attention.implementations import NAMES, TABLE
-from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
-from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
-from steplab.specs import layout_options
-from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
-from steplab.specs.device import DEVICES_TOLD, check_device
-from steplab.specs.layout import SINGLE, Layout, parse_layout
-from steplab.specs.layout_fit import refuse_uneven_pipeline, refuse_uneven_split, refuse_unserved_layout
-from steplab.specs.model import MEASURED, MODEL_SIZES, PLANNING_ONLY, SIZE_FIELDS, ModelSpec
-from steplab.specs.step_fields import Declared, StepField, declared_fields
-from steplab.specs.step_fit import (
-    refuse_unrecorded_step,
-    refuse_unserved_block_ops,
-    refuse_unserved_masters,
-    refuse_unserved_triton_optimizer,
-    refuse_unserved_update,
-)
-from steplab.specs.update import OVERLAPPED
-
-Pass = Literal["forward", "forward_backward", "train"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
-CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
-CudaGraph = Literal["off", "step"]
-BlockOps = Literal["plain", "triton"]
-Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
-Update = Literal["after", "overlapped"]
-DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
-PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
-Reshard = Literal["auto", "always", "never"]
+from steplab.errors import Unsupported, UserError
+from steplab.specs.model import SIZE_FIELDS
+from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED, RECORD_THEIR_OWN, StepChoices
+from steplab.specs.step_fields import StepField, declared_fields
 
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", "bf16_master": "bf16"}
 """Precisions of a forward pass under autocast -> the format in which autocast computes."""
-DEFAULT_MODEL = "tiny"
-_MODELS = ", ".join(MEASURED)
+STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
+"""Pipeline stages per rank of pp, by the name of the schedule."""
+_LARGEST_SHOWN = 1024
+"""Largest size that an error lists."""
+_OFF = "or --cuda-graph off"
+_AFTER = "or --update after"
+_PLAIN = "or --block-ops plain"
+
+
+def refuse_unserved_layout(spec: StepChoices) -> None:
+    """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp alone."""
+    layout, model = spec.layout, spec.model
+    what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
+    if layout.world_size == layout.dp:
+        return
+    if model.kind != "transformer":
+        if layout.tp > 1 or layout.pp > 1:
+            why = "only steplab's own Transformer can be split along tp and pp"
+            fix = f"{only_dp} or fsdp={layout.world_size}"
+            if model.kind == "hf":
+                fix += ", or `steplab plan layout`, which plans a Transformer with the same parts"
+            raise Unsupported(f"{what} for {model.name}", why, fix)
+        if spec.compile not in ("off", "block"):
+            why = "its parameters are gathered and freed block by block"
+            raise Unsupported(f"compile {spec.compile} with {what} for {model.name}", why, "use --compile block")
+    if model.shape is not None and model.shape.head == "tied":
+        why = "the embedding and the head share a weight, and are split and gathered apart"
+        raise Unsupported(f"model.head tied with {what}", why, f"use --model.head untied, or {only_dp}")
+    if spec.precision == "fp16":
+        why = "its gradient scaler would need all ranks to agree on an overflow"
+        raise Unsupported(f"precision fp16 with {what}", why, f"use --precision bf16, or {only_dp}")
+    if spec.compile in RECORD_THEIR_OWN:
+        why = "a recorded CUDA graph cannot follow parameters that are gathered and freed during the step"
+        raise Unsupported(f"compile {spec.compile} with {what}", why, "use default or max-autotune-no-cudagraphs")
+    if spec.loss != "plain" and (layout.tp > 1 or layout.pp > 1):
+        why = "tp splits the vocabulary over ranks, and a pipeline computes the loss from the logits of its last stage"
+        raise Unsupported(f"loss {spec.loss} with {what}", why, "use --loss plain, or a layout of dp and fsdp")
+    if layout.pp > 1 and spec.pass_name == "forward":
+        raise Unsupported(
+            f"pass forward with {what}", "a pipeline runs forward and backward passes in turn", "use forward_backward"
+        )
+    if layout.pp > 1 and spec.accumulation > 1:
+        raise Unsupported(
+            f"accumulation {spec.accumulation} with {what}",
+            "the microbatches of a pipeline accumulate gradients already",
+            f"leave it out, and use --batch and --microbatches {spec.accumulation} times as large",
+        )
+
+
+def refuse_uneven_split(spec: StepChoices) -> None:
+    """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp. Raise
+    Unsupported where it would split queries from keys."""
+    layout, shape = spec.layout, spec.model.shape
+    if layout.tp == 1 or shape is None:
+        return
+    if shape.projections == "merged":
+        raise Unsupported(
+            f"layout {layout} with merged projections",
+            "tp splits queries, keys and values each by its heads",
+            "use --model.projections separate",
+        )
+    split = {
+        f"{shape.num_heads} heads": shape.num_heads,
+        **({f"{shape.kv_heads} heads of keys and values": shape.kv_heads} if shape.num_kv_heads else {}),
+        f"width {shape.d_ff} of the feed-forward blocks": shape.d_ff,
+        f"vocabulary of {shape.vocab_size}": shape.vocab_size,
+        f"context of {spec.context} tokens": spec.context,
+    }
+    tp, common = layout.tp, gcd(*split.values())
+    for what, size in split.items():
+        if size % tp:
+            valid = ", ".join(
+                str(divisor) for divisor in range(1, min(common, _LARGEST_SHOWN) + 1) if common % divisor == 0
+            )
+            raise UserError(f"tp={tp} does not divide the {what}; valid for tp: {valid}")
+
+
+def refuse_uneven_pipeline(spec: StepChoices) -> None:
+    """Raise UserError for more stages than blocks, and for a number of microbatches that does not fit the batch."""
+    pp, shape = spec.layout.pp, spec.model.shape
+    if pp == 1 or shape is None:
+        return
+    schedule, batch, microbatches = spec.pipeline_schedule, spec.batch, spec.num_microbatches
+    stages = pp * STAGES_A_RANK[schedule]
+    if stages > shape.num_layers:
+        most = shape.num_layers // STAGES_A_RANK[schedule]
+        raise UserError(
+            f"pp={pp} makes {stages} stages (schedule {schedule}), but the model has {shape.num_layers} "
+            f"blocks; valid for pp: 1 to {max(most, 1)}"
+        )
+
+    def fits(count: int) -> bool:
+        in_rounds = schedule != "interleaved" or count % max(1, count // pp) == 0
+        return batch % count == 0 and count >= pp and in_rounds
+
+    if not fits(microbatches):
+        counts = [count for count in range(pp, min(batch, _LARGEST_SHOWN) + 1) if fits(count)]
+        fitting = f"valid: {', '.join(map(str, counts))}" if counts else f"use --batch {pp} or a multiple"
+        raise UserError(
+            f"a batch of {batch} sequences cannot be split into {microbatches} microbatches for a pipeline of pp={pp}: "
+            f"their number must be at least pp and divide the batch; {fitting}"
+        )
+
+
+def refuse_unrecorded_step(spec: StepChoices) -> None:
+    """Raise Unsupported for a step that is to be recorded as CUDA graphs and cannot be."""
+    if spec.cuda_graph != "step":
+        return
+    refuse_unserved_graph(spec.device)
+    if spec.compile in RECORD_THEIR_OWN:
+        why = "that mode records CUDA graphs of its own"
+        raise Unsupported(
+            f"cuda_graph step with compile {spec.compile}", why, f"use --compile block, default or off, {_OFF}"
+        )
+    if spec.precision == "fp16":
+        why = "its gradient scaler waits for the GPU in each step to look for overflows"
+        raise Unsupported("cuda_graph step with precision fp16", why, f"use --precision bf16, {_OFF}")
+    if spec.layout.world_size > 1:
+        why = "steplab does not record communication between processes"
+        raise Unsupported(f"cuda_graph step with {spec.layout.world_size} processes", why, f"use one process, {_OFF}")
+
+
+def refuse_unserved_update(spec: StepChoices) -> None:
+    """Raise Unsupported for an overlapped update that needs all gradients first, or gets them all at once."""
+    if spec.update != OVERLAPPED or spec.pass_name != "train":
+        return
+    what, layout = "update overlapped with", spec.layout
+    if spec.precision == "fp16":
+        why = "its gradient scaler looks for overflows in all gradients before an update"
+        raise Unsupported(f"{what} precision fp16", why, f"use --precision bf16, {_AFTER}")
+    if layout.world_size > layout.dp:
+        why = "torch's engines finish all gradients at the end"
+        raise Unsupported(f"{what} layout {layout}", why, f"use dp={layout.world_size}, {_AFTER}")
+    if layout.dp > 1 and spec.data_parallel not in IN_FLIGHT:
+        why = "it sends all gradients after the backward pass"
+        raise Unsupported(f"{what} data_parallel {spec.data_parallel}", why, f"use --data-parallel bucketed, {_AFTER}")
+    if layout.world_size == 1 and spec.compile not in ("off", "block"):
+        why = "a model compiled as a whole makes all gradients at the end of its backward pass"
+        raise Unsupported(f"{what} compile {spec.compile}", why, f"use --compile block, {_AFTER}")
+
+
+def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
+    """Raise Unsupported for parameters that the optimizer in one kernel does not take."""
+    layout = spec.layout
+    if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
+        return
+    if spec.precision == "bf16_pure":
+        raise Unsupported(
+            "optimizer adamw_triton with precision bf16_pure", "its kernel is for float32", "use adamw_fused"
+        )
+    if layout.world_size > layout.dp:
+        why = "its kernel takes whole tensors, and parameters are parts of tensors there"
+        raise Unsupported(f"optimizer adamw_triton with layout {layout}", why, "use adamw_fused")
+
+
+def refuse_unserved_masters(spec: StepChoices) -> None:
+    """Raise Unsupported where bf16 weights with fp32 masters would train otherwise than autocast over fp32 weights, and
+    for an optimizer that keeps no masters."""
+    if spec.precision != "bf16_master":
+        return
+    layout, micro_steps = spec.layout, spec.micro_steps
+    what, instead = "precision bf16_master", "use --precision bf16"
+    if layout.world_size > 1:
+        raise Unsupported(f"{what} with layout {layout}", "ranks would add up their gradients in bf16", instead)
+    if micro_steps > 1:
+        why = "gradients of micro-steps would be added up in bf16"
+        raise Unsupported(f"{what} with accumulation {micro_steps}", why, f"{instead}, or a larger --batch")
+    if spec.optimizer != "adamw_triton" and spec.pass_name == "train":
+        why = "the optimizer has to keep fp32 masters of the weights"
+        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, "use --optimizer adamw_triton")
+
+
+def refuse_unserved_block_ops(spec: StepChoices) -> None:
+    """Raise Unsupported for a model, a layout or a kind of device that the kernels do not serve. All three of them run,
+    or none, so that the name of the choice says what was measured."""
+    if spec.block_ops != "triton":
+        return
+    model, layout, shape, what = spec.model, spec.layout, spec.model.shape, "block_ops triton with"
+    if shape is None or shape.num_heads == 0:
+        raise Unsupported(f"{what} {model.name}", "it has no block of steplab's Transformer", "use --block-ops plain")
+    if shape.projections != "merged":
+        why = "its kernels read queries, keys and values, and gate and up, from one tensor"
+        raise Unsupported(f"{what} separate projections", why, f"use --model.projections merged, {_PLAIN}")
+    if shape.norm != "rmsnorm" or shape.feed_forward != "swiglu" or shape.learned_positions:
+        why = "its kernels are for RMSNorm, SwiGLU and rotary embedding"
+        raise Unsupported(f"{what} {model.label}", why, "use --block-ops plain, or a model with these parts")
+    if layout.world_size > layout.dp:
+        why = "parameters are parts of tensors there"
+        raise Unsupported(f"{what} layout {layout}", why, f"use dp={layout.world_size}, {_PLAIN}")
+    if spec.device == "mps":
+        raise Unsupported(f"{what} device mps", "its kernels are for CUDA", "use --block-ops plain")
+
+
+def refuse_unserved_graph(device: str) -> None:
+    """Raise Unsupported for a device without CUDA graphs, by its name or kind. `auto` passes: what it will be is not
+    known."""
+    kind = device.partition(":")[0]
+    if kind in ("cpu", "mps"):
+        why = "CUDA graphs are recorded and replayed by a CUDA GPU"
+        raise Unsupported(f"cuda_graph step on {kind}", why, "use --cuda-graph off, or --device cuda")
 
 
 _REFUSALS = (
@@ -49,326 +221,8 @@ _REFUSALS = (
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class StepSpec:
+class StepSpec(StepChoices):
     """Everything that decides what one training step computes and how it is measured."""
-
-    model: Annotated[
-        ModelSpec,
-        Declared(
-            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, for `plan memory` and `plan accounting` alone; "
-            "hf:PATH/config.json; or package.module:function",
-            default_words=DEFAULT_MODEL,
-            shown=lambda spec: spec.model.label,
-            order=tuple(MODEL_SIZES),
-            role="size",
-            axis=1,
-        ),
-    ]
-    batch: Annotated[
-        int,
-        Declared(
-            help="Sequences in a micro-step, on each data-parallel rank",
-            least=1,
-            said="batch {}",
-            rank=1,
-            role="size",
-            axis=3,
-            panel=10,
-        ),
-    ] = 4
-    context: Annotated[int, Declared(help="Tokens per sequence", least=1, said="context {}", role="size", axis=2)] = 128
-    pass_name: Annotated[
-        Pass,
-        Declared(
-            help="Passes of a step",
-            meanings={
-                "forward": "inference without gradients",
-                "forward_backward": "gradients too",
-                "train": "the optimizer as well",
-            },
-            words={"forward_backward": "forward + backward"},
-            rank=1,
-            panel=1,
-        ),
-    ] = "train"
-    precision: Annotated[
-        Precision,
-        Declared(
-            help="Number formats",
-            meanings={
-                "fp32": "IEEE matmuls",
-                "tf32": "fp32 tensors, TF32 matmuls",
-                "bf16": "autocast over fp32 weights",
-                "fp16": "the same, with a gradient scaler",
-                "bf16_master": "autocast over bf16 linear layers, of which adamw_triton keeps fp32 masters",
-                "bf16_pure": "weights, gradients and optimizer state in bf16",
-            },
-            panel=11,
-            baseline="fp32",
-        ),
-    ] = "fp32"
-    compile: Annotated[
-        CompileMode,
-        Declared(
-            help="What is compiled: each block by itself, or the whole model in a mode of torch.compile",
-            meanings={"off": "eager", "block": "each block, in the default mode"},
-            said="compiled ({})",
-            words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
-            rank=1,
-            panel=5,
-            baseline="off",
-        ),
-    ] = "off"
-    cuda_graph: Annotated[
-        CudaGraph,
-        Declared(
-            help="Kernels that are recorded once as CUDA graphs and then replayed, each graph by one launch",
-            meanings={"off": "none but those of compile", "step": "those of each phase of the step"},
-            header="CUDA graph",
-            axis_name="graph",
-            said="CUDA graph: {}",
-            words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
-            quiet=True,
-            rank=1,
-            panel=6,
-            baseline="off",
-        ),
-    ] = "off"
-    attention: Annotated[
-        str,
-        Declared(
-            help="Implementation of attention",
-            choices=NAMES,
-            meanings={row.name: row.summary for row in TABLE},
-            # The model of a factory brings its own.
-            applies=lambda spec: spec.model.kind != "factory",
-            said="{} attention",
-            panel=2,
-            baseline="plain",
-        ),
-    ] = "plain"
-    block_ops: Annotated[
-        BlockOps,
-        Declared(
-            help="What runs between the matrix products of a block",
-            meanings={
-                "plain": "torch's operators",
-                "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
-                "model.projections merged",
-            },
-            unused=layout_options.no_choice_of_block_ops,
-            header="block operators",
-            axis_name="block ops",
-            said="{} block operators",
-            quiet=True,
-            rank=2,
-            panel=7,
-            baseline="plain",
-        ),
-    ] = "plain"
-    loss: Annotated[
-        str,
-        Declared(
-            help="How the output head and the loss are computed",
-            choices=LOSS_NAMES,
-            meanings={row.name: row.summary for row in LOSS_TABLE},
-            unused=layout_options.no_choice_of_loss,
-            said="{} loss",
-            quiet=True,
-            rank=2,
-            panel=7,
-            baseline="plain",
-        ),
-    ] = "plain"
-    checkpointing: Annotated[
-        str,
-        Declared(
-            help="Activations that the backward pass computes again",
-            meanings=CHECKPOINTING,
-            check=check_checkpointing,
-            applies=lambda spec: spec.checkpoints_apply,
-            axis_name="checkp.",
-            said="checkpointing {}",
-            words={"none": "no checkpointing"},
-            quiet=True,
-            rank=2,
-            panel=3,
-            order=tuple(CHECKPOINTING),
-            baseline="none",
-        ),
-    ] = "none"
-    optimizer: Annotated[
-        Optimizer,
-        Declared(
-            help="Optimizer",
-            meanings={
-                "adamw_fused": "torch's fused AdamW",
-                "adamw_foreach": "its loop over lists of tensors",
-                "adamw_loop": "its loop over parameters",
-                "adamw_triton": "steplab's one kernel",
-            },
-            applies=lambda spec: spec.pass_name == "train",
-            rank=4,
-            panel=4,
-            baseline="adamw_loop",
-        ),
-    ] = "adamw_fused"
-    update: Annotated[
-        Update,
-        Declared(
-            help="When parameters are updated",
-            meanings={
-                "after": "once all gradients are there",
-                "overlapped": "each block's as soon as its own are there, beside the rest of the backward pass; across "
-                "ranks as soon as they have arrived",
-            },
-            applies=lambda spec: spec.pass_name == "train",
-            words={"after": "update afterwards", "overlapped": "update overlapped"},
-            quiet=True,
-            rank=4,
-            panel=8,
-            baseline="after",
-        ),
-    ] = "after"
-    accumulation: Annotated[
-        int,
-        Declared(
-            help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
-            "context x accumulation x data-parallel ranks",
-            least=1,
-            unused=layout_options.no_gradients,
-            header="micro-steps",
-            axis_name="accum.",
-            said="{} micro-step{s}",
-            quiet=True,
-            rank=4,
-        ),
-    ] = 1
-    warmup: Annotated[
-        int,
-        Declared(
-            help="Steps before the measured ones; their times are stored but not part of the statistics",
-            least=0,
-            header="warm-up",
-            said="{} warm-up step{s}",
-            rank=3,
-            role="how",
-            panel=9,
-        ),
-    ] = 5
-    steps: Annotated[int, Declared(help="Measured steps", least=1, said="{} measured step{s}", rank=8, role="how")] = 10
-    seed: Annotated[
-        int,
-        Declared(
-            help="Seed of the random weights and tokens; the tokens also depend on the data-parallel rank",
-            least=0,
-            said="seed {}",
-            quiet=True,
-            rank=12,
-            role="how",
-        ),
-    ] = 0
-    device: Annotated[
-        str,
-        Declared(
-            help=f"Device: {DEVICES_TOLD}",
-            check=check_device,
-            column="requested_device",
-            header="requested",
-            said="device {}",
-            quiet=True,
-            rank=13,
-            role="device",
-        ),
-    ] = "auto"
-    layout: Annotated[
-        Layout,
-        Declared(
-            help="Number of processes, one per GPU, along each of dp, fsdp, tp and pp, as in dp=2,fsdp=2",
-            group="processes",
-            parse=parse_layout,
-            shown=lambda spec: str(spec.layout),
-            said="layout {}",
-            words={str(SINGLE): "one process"},
-            quiet=True,
-            rank=1,
-            panel=6,
-        ),
-    ] = SINGLE
-    data_parallel: Annotated[
-        DataParallelStrategy,
-        Declared(
-            help="How gradients are averaged over dp",
-            meanings={
-                "naive": "one by one after the backward pass",
-                "flat": "all at once after it",
-                "overlap": "each as soon as it is ready",
-                "bucketed": "in buckets, each as soon as it is ready",
-            },
-            group="processes",
-            unused=layout_options.no_strategy,
-            header="strategy",
-            said="{} gradients",
-            rank=1,
-        ),
-    ] = "bucketed"
-    bucket_size_mb: Annotated[
-        float,
-        Declared(
-            help="Largest bucket of gradients, in units of 1e6 bytes",
-            group="processes",
-            above=0,
-            unused=layout_options.no_buckets,
-            header="bucket",
-            said="buckets of {}",
-            unit="MB",
-            rank=2,
-        ),
-    ] = 25.0
-    reshard_after_forward: Annotated[
-        Reshard,
-        Declared(
-            help="Whether fsdp frees a block's parameters after its forward pass and gathers them again for the "
-            "backward pass",
-            meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
-            group="processes",
-            unused=layout_options.no_shards,
-            header="reshard",
-            said="reshard after forward: {}",
-            quiet=True,
-            rank=2,
-        ),
-    ] = "auto"
-    pipeline_schedule: Annotated[
-        PipelineSchedule,
-        Declared(
-            help="Order in which a pipeline runs its microbatches",
-            meanings={
-                "1f1b": "a backward pass as soon as there is one",
-                "gpipe": "all forward passes first",
-                "interleaved": "1f1b over two shorter stages per rank",
-            },
-            group="processes",
-            unused=layout_options.no_pipeline,
-            header="schedule",
-            said="{} schedule",
-            rank=2,
-        ),
-    ] = "1f1b"
-    microbatches: Annotated[
-        int | None,
-        Declared(
-            help="Parts into which a pipeline cuts the batch",
-            default_words="one per sequence",
-            group="processes",
-            least=1,
-            unused=layout_options.no_microbatches,
-            shown=lambda spec: spec.num_microbatches,
-            axis_name="microb.",
-            said="{} microbatch{es}",
-            rank=2,
-        ),
-    ] = None
 
     def __post_init__(self) -> None:
         for field in STEP_FIELDS:
@@ -389,65 +243,6 @@ class StepSpec:
                 f"context {self.context} is longer than the {limit} positions of {self.model.name}; "
                 f"use --context {limit} or less, or raise {longer}"
             )
-
-    @property
-    def num_microbatches(self) -> int:
-        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence; else 1."""
-        return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
-
-    @property
-    def tokens(self) -> int:
-        """Tokens in a micro-step of one process: batch x context."""
-        return self.batch * self.context
-
-    @property
-    def as_predicted(self) -> "StepSpec":
-        """The step with defaults for how it is measured, which makes no difference to a prediction."""
-        return replace(self, device="auto", warmup=5, steps=10, seed=0)
-
-    @property
-    def micro_steps(self) -> int:
-        """Micro-steps in a step: `accumulation`, or one if there are no gradients to accumulate."""
-        return 1 if self.pass_name == "forward" else self.accumulation
-
-    @property
-    def tokens_of_all(self) -> int:
-        """Tokens in a step of all processes together: batch x context x micro-steps x data-parallel ranks."""
-        return self.tokens * self.micro_steps * self.layout.data_ranks
-
-    @property
-    def replays_model(self) -> bool:
-        """Whether the kernels of the forward and backward passes are replayed from CUDA graphs."""
-        return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
-
-    @property
-    def updates_in_backward(self) -> bool:
-        """Whether parameters are updated within the backward pass; across ranks they are when it is over."""
-        return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
-
-    @property
-    def strategy(self) -> str | None:
-        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and in a layout with other
-        axes, where FSDP2 averages them."""
-        return self.data_parallel if layout_options.averages_gradients(self.layout) else None
-
-    @property
-    def bucket_mb(self) -> float | None:
-        """Size of the buckets of gradients, in units of 1e6 bytes; None if there are no buckets."""
-        return self.bucket_size_mb if self.strategy == "bucketed" else None
-
-    @property
-    def reshards(self) -> bool:
-        """Whether fsdp frees a block's parameters after its forward pass."""
-        if self.reshard_after_forward == "auto":
-            return self.layout.pp == 1
-        return self.reshard_after_forward == "always"
-
-    @property
-    def checkpoints_apply(self) -> bool:
-        """Whether `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
-        model, which steplab does not build."""
-        return self.pass_name != "forward" and self.model.kind != "factory"
 
 
 STEP_FIELDS: tuple[StepField, ...] = declared_fields(StepSpec)

@@ -1,6 +1,7 @@
 """The declaration of a field of a step, or of a benchmark's cell, and everything that is derived from it.
 
-A declaration stands in the annotation of the field, in `specs.step`, `specs.model`, `specs.attention` and `specs.comm`:
+A declaration stands in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention` and
+`specs.comm`:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 

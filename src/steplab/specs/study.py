@@ -16,20 +16,22 @@ In TOML, each `[[grid]]` is one product of steps that are timed; a single value 
 that need more GPUs than there are will be left out.
 """
 
-from collections.abc import Mapping, Sequence
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from steplab.errors import UserError
-from steplab.specs.presets import STUDIES, content_of, preset_names
 from steplab.specs.resolve import resolve_grid
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec, describe
 from steplab.units import counted
+from steplab.unpacking import small_file
 
 Grid = Mapping[str, Sequence[object]]
-
-
+GRIDS, STUDIES = "attention_grids", "studies"
+"""The folders of presets: files of TOML that come with steplab, each by its name."""
 STEP_PARTS = ("profile", "memory", "precision")
 """Commands that watch a step: the parts of a study that are grids of steps."""
 BENCHMARKS = ("doctor", "attention", "comm", "ddp")
@@ -209,3 +211,33 @@ def _as_list(name: str, value: object) -> list[object]:
     if not values:
         raise UserError(f"{name} needs at least one value in a study")
     return values
+
+
+def preset_names(folder: str) -> tuple[str, ...]:
+    """Names of the presets in a folder of this package."""
+    found = (files("steplab.specs") / folder).iterdir()
+    return tuple(sorted(entry.name.removesuffix(".toml") for entry in found if entry.name.endswith(".toml")))
+
+
+def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
+    """The content of `source`, a preset in the folder or a file; `what` it is of, such as a study.
+
+    Raises UserError for an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its
+    text.
+    """
+    names = preset_names(folder)
+    if source in names:
+        text = (files("steplab.specs") / folder / f"{source}.toml").read_text(encoding="utf-8")
+    else:
+        try:
+            text = small_file(Path(source)).decode()
+        except UnicodeDecodeError as error:
+            raise UserError(f"{what} {source} is not valid TOML: it is not text in UTF-8") from error
+        except OSError as error:
+            choice = f"choose one of {', '.join(names)}, or give the path of a TOML file"
+            found = f"{source} cannot be read ({error.strerror})" if Path(source).exists() else f"no {what} '{source}'"
+            raise UserError(f"{found}: {choice}") from error
+    try:
+        return tomllib.loads(text)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise UserError(f"{what} {source} is not valid TOML: {error}{hint(text)}") from error

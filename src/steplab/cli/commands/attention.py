@@ -14,7 +14,7 @@ from cyclopts import Group, Parameter
 
 from steplab.cli.options import GivenFields, OutputOptions, field_options
 from steplab.specs.attention_study import FIELDS
-from steplab.specs.device import DEVICES_TOLD
+from steplab.specs.layout import DEVICES_TOLD
 
 _CELLS = Group.create_ordered(
     "What is measured: every combination of the listed values, which replace the grid's; a default holds without both"

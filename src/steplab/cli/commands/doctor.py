@@ -8,7 +8,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import PageOptions
-from steplab.specs.device import DEVICES_TOLD
+from steplab.specs.layout import DEVICES_TOLD
 
 
 def doctor(

@@ -18,7 +18,7 @@ def note(
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
-    from steplab.lab.annotating import note as write
+    from steplab.lab.keeping import note as write
 
     record = write(id, text, store=store.store)
     say(f"record {record.id}: {record.comment or 'no note'}")

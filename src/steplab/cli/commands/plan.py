@@ -89,7 +89,7 @@ def memory(
     from steplab.cli.progress import shown
     from steplab.lab.planning import on_cuda, plan_memory
     from steplab.report.plan.document import plan_document
-    from steplab.specs.recipe import resolve_with_recipe
+    from steplab.specs.changes import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     with shown("predicting"):
@@ -136,7 +136,7 @@ def time(
     from steplab.lab.planning import chosen_gpu, on_cuda, plan_time
     from steplab.report.plan.layouts import layouts_document
     from steplab.report.plan.time import time_document
-    from steplab.specs.recipe import resolve_with_recipe
+    from steplab.specs.changes import resolve_with_recipe
 
     spec, chosen = resolve_with_recipe(step.fields() | {"recipe": recipe}, on_cuda), _chosen(out)
     card = chosen_gpu(gpu, peak, bandwidth)
@@ -333,7 +333,7 @@ def accounting(
 
     For example: steplab plan accounting --model xxl --mesh fsdp=16,tp=4
     """
-    from steplab.lab.accounting import plan_accounting
+    from steplab.lab.planning import plan_accounting
     from steplab.report.plan.accounting import accounting_document
     from steplab.specs.resolve import resolve_step
 

@@ -20,7 +20,7 @@ def tag(
 ) -> None:
     from steplab.cli.output import say
     from steplab.errors import UserError
-    from steplab.lab.annotating import tag as put
+    from steplab.lab.keeping import tag as put
 
     if not tags and not remove:
         raise UserError("no tag to add or remove; write `steplab tag ID WORD`, or --remove WORD")

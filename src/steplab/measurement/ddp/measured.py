@@ -17,7 +17,7 @@ from steplab.measurement.step.spans import activities_on
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
 from steplab.specs.ddp import DdpStudy, Variant
-from steplab.specs.update import OVERLAPPED
+from steplab.specs.step_choices import OVERLAPPED
 
 _REPEATS_BEFORE = 2
 """Repeats that are not counted: the first messages of a kind open connections."""

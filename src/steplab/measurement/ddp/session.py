@@ -25,8 +25,8 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
 from steplab.records.timing import joined
+from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.ddp import DdpStudy, Variant
-from steplab.specs.kernels import refuse_unserved_kernels
 from steplab.units import format_bytes
 
 _ROOM = 0.92

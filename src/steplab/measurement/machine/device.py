@@ -12,7 +12,7 @@ import torch
 from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.records.memory import AllocatorState, PeakMemory
-from steplab.specs.device import check_device
+from steplab.specs.layout import check_device
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000

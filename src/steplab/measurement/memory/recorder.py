@@ -36,8 +36,8 @@ from steplab.measurement.step.step import ModelStep
 from steplab.ops.attention.plain import Span, no_span
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.step import AUTOCAST, StepSpec
+from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from steplab.model.workload import Workload
 from steplab.records.codec import new_head
 from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
-from steplab.specs.kernels import refuse_unserved_kernels
+from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.step import AUTOCAST, StepSpec
 
 _LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_master": torch.bfloat16, "bf16_pure": torch.bfloat16}

@@ -31,7 +31,7 @@ from steplab.parallel.mesh import data_share, open_mesh
 from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec
-from steplab.specs.update import IN_FLIGHT, OVERLAPPED
+from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED
 
 
 def make_ready(

@@ -21,8 +21,7 @@ from steplab.parallel.layout import Sharding, Unit, lay_out, no_gradient_sync
 from steplab.parallel.mesh import data_share, open_mesh
 from steplab.parallel.pipeline import Pipeline, stage_numbers
 from steplab.specs.layout import Layout
-from steplab.specs.layout_fit import STAGES_A_RANK
-from steplab.specs.step import StepSpec
+from steplab.specs.step import STAGES_A_RANK, StepSpec
 
 Autocast = Callable[[], AbstractContextManager[object]]
 

@@ -32,11 +32,10 @@ from steplab.records.ranks import RankSamples
 from steplab.records.run import NOT_FINITE, ModelFacts, Run
 from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
 from steplab.records.turns import Turn, Turns
+from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.checkpointing import checkpointing_remark
-from steplab.specs.cuda_graph import refuse_unserved_graph
-from steplab.specs.kernels import refuse_unserved_kernels
-from steplab.specs.step import StepSpec
-from steplab.specs.update import OVERLAPPED
+from steplab.specs.step import StepSpec, refuse_unserved_graph
+from steplab.specs.step_choices import OVERLAPPED
 
 
 def measure_here(

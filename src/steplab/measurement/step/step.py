@@ -37,9 +37,9 @@ from steplab.ops.adamw.optimizer import OneKernelAdamW
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
-from steplab.specs.cuda_graph import RECORD_THEIR_OWN
 from steplab.specs.ddp import Variant
 from steplab.specs.step import AUTOCAST, StepSpec
+from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 _BATCHES = 2
 LEARNING_RATE = 1e-4

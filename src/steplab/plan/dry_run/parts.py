@@ -19,7 +19,8 @@ from steplab.plan.dry_run.sizes import Split
 from steplab.plan.dry_run.step import run_dry
 from steplab.plan.dry_run.tensors import Piece
 from steplab.specs.model import ModelSpec, TransformerShape
-from steplab.specs.step import BlockOps, Precision, StepSpec
+from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import BlockOps, Precision
 
 PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from steplab.costs.communication import bus_factor
 from steplab.errors import UserError
 from steplab.records.comm import CommFit
-from steplab.specs.hardware import HardwareSpec
-from steplab.specs.network import network_alike, network_of
+from steplab.specs.hardware import HardwareSpec, network_alike, network_of
 
 REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
 """Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks: 1 / beta of the

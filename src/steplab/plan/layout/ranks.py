@@ -7,8 +7,7 @@ import functools
 from dataclasses import dataclass
 
 from steplab.specs.layout import Layout, blocks_of_stage
-from steplab.specs.layout_fit import STAGES_A_RANK
-from steplab.specs.step import StepSpec
+from steplab.specs.step import STAGES_A_RANK, StepSpec
 from steplab.units import counted
 
 

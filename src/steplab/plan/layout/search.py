@@ -29,8 +29,8 @@ from steplab.specs.attention_kernels import with_attention_chosen
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
-from steplab.specs.step import PipelineSchedule, StepSpec, Update
-from steplab.specs.update import OVERLAPPED
+from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import OVERLAPPED, PipelineSchedule, Update
 from steplab.units import format_bytes
 
 MOST_GPUS = 1 << 16

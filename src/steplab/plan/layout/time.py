@@ -32,8 +32,7 @@ from steplab.specs.checkpointing import differs_by_block
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import SINGLE
-from steplab.specs.layout_fit import STAGES_A_RANK
-from steplab.specs.step import StepSpec
+from steplab.specs.step import STAGES_A_RANK, StepSpec
 
 CONTENTION = {"buckets": 0.52, "fsdp2": 0.76, "peer_copy_to_owners": 0.164}
 """Seconds by which messages beside computation slow it, for each second that they would take over a node's link:

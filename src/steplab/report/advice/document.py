@@ -14,8 +14,8 @@ from steplab.report.kit.document import Block, Column, Document, Section, Senten
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import dotted, made, why_failed
 from steplab.report.turns.document import alternating_caution, ratio_words
-from steplab.specs.command import command
 from steplab.specs.own_loop import own_loop, own_model
+from steplab.specs.resolve import command
 from steplab.specs.step import describe
 
 _OF_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")

@@ -15,7 +15,7 @@ from steplab.report.run.effects import Effect, certainly_differ, effect_words, e
 from steplab.report.run.figures import achieved_flops_per_s
 from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
-from steplab.specs.command import options
+from steplab.specs.resolve import options
 
 _MOST_EFFECTS = 2
 _MOST_NAMED = 3

@@ -1,0 +1,485 @@
+"""The fields of a training step, each declared once, and what follows from them.
+
+A field without an effect on a step is refused with a reason, and with what to type instead: its `unused`.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Annotated, Final, Literal, Self
+
+from steplab.ops.attention.implementations import NAMES, TABLE
+from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
+from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
+from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
+from steplab.specs.layout import DEVICES_TOLD, SINGLE, Layout, check_device, parse_layout
+from steplab.specs.model import MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec
+from steplab.specs.step_fields import Declared
+
+Pass = Literal["forward", "forward_backward", "train"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
+CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
+CudaGraph = Literal["off", "step"]
+BlockOps = Literal["plain", "triton"]
+Optimizer = Literal["adamw_fused", "adamw_foreach", "adamw_loop", "adamw_triton", "sgd"]
+Update = Literal["after", "overlapped"]
+DataParallelStrategy = Literal["naive", "flat", "overlap", "bucketed"]
+PipelineSchedule = Literal["1f1b", "gpipe", "interleaved"]
+Reshard = Literal["auto", "always", "never"]
+
+AFTER: Final = "after"
+OVERLAPPED: Final = "overlapped"
+IN_FLIGHT = ("overlap", "bucketed")
+"""Strategies of data parallelism that send gradients while others are still being made."""
+RECORD_THEIR_OWN = ("reduce-overhead", "max-autotune")
+"""Modes of torch.compile that record the model's launches as CUDA graphs and replay them."""
+DEFAULT_MODEL = "tiny"
+_MODELS = ", ".join(MEASURED)
+
+
+def averages_gradients(layout: Layout) -> bool:
+    """Whether steplab's own data parallelism averages the gradients: alone on its axis; beside others FSDP2 does."""
+    return layout.world_size == layout.dp > 1
+
+
+def no_strategy(spec: "StepChoices") -> str | None:
+    """Why steplab's own data parallelism averages no gradients; None if it does."""
+    layout = spec.layout
+    if averages_gradients(layout):
+        return None
+    if layout.world_size == 1:
+        return (
+            "one process alone averages no gradients; leave it out, "
+            "or start several: --layout dp=2 (--gpus 2, or --processes 2 on the CPU)"
+        )
+    whose = "FSDP2 averages" if layout.data_ranks > 1 else "no data-parallel ranks average"
+    return f"{whose} the gradients of layout {layout}; leave it out, or use --layout dp={layout.world_size}"
+
+
+def no_buckets(spec: "StepChoices") -> str | None:
+    """Why gradients are not averaged in buckets; None if they are."""
+    if not averages_gradients(spec.layout) or spec.data_parallel == "bucketed":
+        return no_strategy(spec)
+    return f"data_parallel {spec.data_parallel} has no buckets; leave it out, or use --data-parallel bucketed"
+
+
+def no_gradients(spec: "StepChoices") -> str | None:
+    """Why there are no gradients to accumulate; None if there are."""
+    if spec.pass_name != "forward":
+        return None
+    return "pass forward has no gradients to accumulate; leave it out, or use --pass train"
+
+
+def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
+    """A function that says why steplab decides nothing of a model that has it as its `own`; None if it does."""
+
+    def why(spec: "StepChoices") -> str | None:
+        if spec.model.kind == "transformer":
+            return None
+        return f"{spec.model.name} {own}; leave it out, or use a built-in model"
+
+    return why
+
+
+def no_shards(spec: "StepChoices") -> str | None:
+    """Why no parameters are sharded; None if they are."""
+    return _no_axis(spec.layout, "fsdp", "frees no parameters")
+
+
+def no_pipeline(spec: "StepChoices") -> str | None:
+    """Why there is no pipeline; None if there is one."""
+    return _no_axis(spec.layout, "pp", "has no pipeline")
+
+
+def no_microbatches(spec: "StepChoices") -> str | None:
+    """Why there are no microbatches, for which those of gradient accumulation are easily taken; None if there are."""
+    why = no_pipeline(spec)
+    return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
+
+
+def _no_axis(layout: Layout, axis: str, lacks: str) -> str | None:
+    if getattr(layout, axis) > 1:
+        return None
+    what = "a step of one process" if layout.world_size == 1 else f"layout {layout}"
+    return f"{what} {lacks}; leave it out, or use a layout with {axis}, as --layout {axis}=2"
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StepChoices:
+    """The fields of a StepSpec, which checks that they are valid and fit each other."""
+
+    model: Annotated[
+        ModelSpec,
+        Declared(
+            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, for `plan memory` and `plan accounting` alone; "
+            "hf:PATH/config.json; or package.module:function",
+            default_words=DEFAULT_MODEL,
+            shown=lambda spec: spec.model.label,
+            order=tuple(MODEL_SIZES),
+            role="size",
+            axis=1,
+        ),
+    ]
+    batch: Annotated[
+        int,
+        Declared(
+            help="Sequences in a micro-step, on each data-parallel rank",
+            least=1,
+            said="batch {}",
+            rank=1,
+            role="size",
+            axis=3,
+            panel=10,
+        ),
+    ] = 4
+    context: Annotated[int, Declared(help="Tokens per sequence", least=1, said="context {}", role="size", axis=2)] = 128
+    pass_name: Annotated[
+        Pass,
+        Declared(
+            help="Passes of a step",
+            meanings={
+                "forward": "inference without gradients",
+                "forward_backward": "gradients too",
+                "train": "the optimizer as well",
+            },
+            words={"forward_backward": "forward + backward"},
+            rank=1,
+            panel=1,
+        ),
+    ] = "train"
+    precision: Annotated[
+        Precision,
+        Declared(
+            help="Number formats",
+            meanings={
+                "fp32": "IEEE matmuls",
+                "tf32": "fp32 tensors, TF32 matmuls",
+                "bf16": "autocast over fp32 weights",
+                "fp16": "the same, with a gradient scaler",
+                "bf16_master": "autocast over bf16 linear layers, of which adamw_triton keeps fp32 masters",
+                "bf16_pure": "weights, gradients and optimizer state in bf16",
+            },
+            panel=11,
+            baseline="fp32",
+        ),
+    ] = "fp32"
+    compile: Annotated[
+        CompileMode,
+        Declared(
+            help="What is compiled: each block by itself, or the whole model in a mode of torch.compile",
+            meanings={"off": "eager", "block": "each block, in the default mode"},
+            said="compiled ({})",
+            words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
+            rank=1,
+            panel=5,
+            baseline="off",
+        ),
+    ] = "off"
+    cuda_graph: Annotated[
+        CudaGraph,
+        Declared(
+            help="Kernels that are recorded once as CUDA graphs and then replayed, each graph by one launch",
+            meanings={"off": "none but those of compile", "step": "those of each phase of the step"},
+            header="CUDA graph",
+            axis_name="graph",
+            said="CUDA graph: {}",
+            words={"off": "no CUDA graph", "step": "replayed as CUDA graphs"},
+            quiet=True,
+            rank=1,
+            panel=6,
+            baseline="off",
+        ),
+    ] = "off"
+    attention: Annotated[
+        str,
+        Declared(
+            help="Implementation of attention",
+            choices=NAMES,
+            meanings={row.name: row.summary for row in TABLE},
+            # The model of a factory brings its own.
+            applies=lambda spec: spec.model.kind != "factory",
+            said="{} attention",
+            panel=2,
+            baseline="plain",
+        ),
+    ] = "plain"
+    block_ops: Annotated[
+        BlockOps,
+        Declared(
+            help="What runs between the matrix products of a block",
+            meanings={
+                "plain": "torch's operators",
+                "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
+                "model.projections merged",
+            },
+            unused=_needs_built_in("has blocks of its own"),
+            header="block operators",
+            axis_name="block ops",
+            said="{} block operators",
+            quiet=True,
+            rank=2,
+            panel=7,
+            baseline="plain",
+        ),
+    ] = "plain"
+    loss: Annotated[
+        str,
+        Declared(
+            help="How the output head and the loss are computed",
+            choices=LOSS_NAMES,
+            meanings={row.name: row.summary for row in LOSS_TABLE},
+            unused=_needs_built_in("computes its own loss"),
+            said="{} loss",
+            quiet=True,
+            rank=2,
+            panel=7,
+            baseline="plain",
+        ),
+    ] = "plain"
+    checkpointing: Annotated[
+        str,
+        Declared(
+            help="Activations that the backward pass computes again",
+            meanings=CHECKPOINTING,
+            check=check_checkpointing,
+            applies=lambda spec: spec.checkpoints_apply,
+            axis_name="checkp.",
+            said="checkpointing {}",
+            words={"none": "no checkpointing"},
+            quiet=True,
+            rank=2,
+            panel=3,
+            order=tuple(CHECKPOINTING),
+            baseline="none",
+        ),
+    ] = "none"
+    optimizer: Annotated[
+        Optimizer,
+        Declared(
+            help="Optimizer",
+            meanings={
+                "adamw_fused": "torch's fused AdamW",
+                "adamw_foreach": "its loop over lists of tensors",
+                "adamw_loop": "its loop over parameters",
+                "adamw_triton": "steplab's one kernel",
+            },
+            applies=lambda spec: spec.pass_name == "train",
+            rank=4,
+            panel=4,
+            baseline="adamw_loop",
+        ),
+    ] = "adamw_fused"
+    update: Annotated[
+        Update,
+        Declared(
+            help="When parameters are updated",
+            meanings={
+                "after": "once all gradients are there",
+                "overlapped": "each block's as soon as its own are there, beside the rest of the backward pass; across "
+                "ranks as soon as they have arrived",
+            },
+            applies=lambda spec: spec.pass_name == "train",
+            words={"after": "update afterwards", "overlapped": "update overlapped"},
+            quiet=True,
+            rank=4,
+            panel=8,
+            baseline="after",
+        ),
+    ] = "after"
+    accumulation: Annotated[
+        int,
+        Declared(
+            help="Micro-steps in a step, whose gradients are averaged before the update; tokens in a step = batch x "
+            "context x accumulation x data-parallel ranks",
+            least=1,
+            unused=no_gradients,
+            header="micro-steps",
+            axis_name="accum.",
+            said="{} micro-step{s}",
+            quiet=True,
+            rank=4,
+        ),
+    ] = 1
+    warmup: Annotated[
+        int,
+        Declared(
+            help="Steps before the measured ones; their times are stored but not part of the statistics",
+            least=0,
+            header="warm-up",
+            said="{} warm-up step{s}",
+            rank=3,
+            role="how",
+            panel=9,
+        ),
+    ] = 5
+    steps: Annotated[int, Declared(help="Measured steps", least=1, said="{} measured step{s}", rank=8, role="how")] = 10
+    seed: Annotated[
+        int,
+        Declared(
+            help="Seed of the random weights and tokens; the tokens also depend on the data-parallel rank",
+            least=0,
+            said="seed {}",
+            quiet=True,
+            rank=12,
+            role="how",
+        ),
+    ] = 0
+    device: Annotated[
+        str,
+        Declared(
+            help=f"Device: {DEVICES_TOLD}",
+            check=check_device,
+            column="requested_device",
+            header="requested",
+            said="device {}",
+            quiet=True,
+            rank=13,
+            role="device",
+        ),
+    ] = "auto"
+    layout: Annotated[
+        Layout,
+        Declared(
+            help="Number of processes, one per GPU, along each of dp, fsdp, tp and pp, as in dp=2,fsdp=2",
+            group="processes",
+            parse=parse_layout,
+            shown=lambda spec: str(spec.layout),
+            said="layout {}",
+            words={str(SINGLE): "one process"},
+            quiet=True,
+            rank=1,
+            panel=6,
+        ),
+    ] = SINGLE
+    data_parallel: Annotated[
+        DataParallelStrategy,
+        Declared(
+            help="How gradients are averaged over dp",
+            meanings={
+                "naive": "one by one after the backward pass",
+                "flat": "all at once after it",
+                "overlap": "each as soon as it is ready",
+                "bucketed": "in buckets, each as soon as it is ready",
+            },
+            group="processes",
+            unused=no_strategy,
+            header="strategy",
+            said="{} gradients",
+            rank=1,
+        ),
+    ] = "bucketed"
+    bucket_size_mb: Annotated[
+        float,
+        Declared(
+            help="Largest bucket of gradients, in units of 1e6 bytes",
+            group="processes",
+            above=0,
+            unused=no_buckets,
+            header="bucket",
+            said="buckets of {}",
+            unit="MB",
+            rank=2,
+        ),
+    ] = 25.0
+    reshard_after_forward: Annotated[
+        Reshard,
+        Declared(
+            help="Whether fsdp frees a block's parameters after its forward pass and gathers them again for the "
+            "backward pass",
+            meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
+            group="processes",
+            unused=no_shards,
+            header="reshard",
+            said="reshard after forward: {}",
+            quiet=True,
+            rank=2,
+        ),
+    ] = "auto"
+    pipeline_schedule: Annotated[
+        PipelineSchedule,
+        Declared(
+            help="Order in which a pipeline runs its microbatches",
+            meanings={
+                "1f1b": "a backward pass as soon as there is one",
+                "gpipe": "all forward passes first",
+                "interleaved": "1f1b over two shorter stages per rank",
+            },
+            group="processes",
+            unused=no_pipeline,
+            header="schedule",
+            said="{} schedule",
+            rank=2,
+        ),
+    ] = "1f1b"
+    microbatches: Annotated[
+        int | None,
+        Declared(
+            help="Parts into which a pipeline cuts the batch",
+            default_words="one per sequence",
+            group="processes",
+            least=1,
+            unused=no_microbatches,
+            shown=lambda spec: spec.num_microbatches,
+            axis_name="microb.",
+            said="{} microbatch{es}",
+            rank=2,
+        ),
+    ] = None
+
+    @property
+    def num_microbatches(self) -> int:
+        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence; else 1."""
+        return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a micro-step of one process: batch x context."""
+        return self.batch * self.context
+
+    @property
+    def as_predicted(self) -> Self:
+        """The step with defaults for how it is measured, which makes no difference to a prediction."""
+        return replace(self, device="auto", warmup=5, steps=10, seed=0)
+
+    @property
+    def micro_steps(self) -> int:
+        """Micro-steps in a step: `accumulation`, or one if there are no gradients to accumulate."""
+        return 1 if self.pass_name == "forward" else self.accumulation
+
+    @property
+    def tokens_of_all(self) -> int:
+        """Tokens in a step of all processes together: batch x context x micro-steps x data-parallel ranks."""
+        return self.tokens * self.micro_steps * self.layout.data_ranks
+
+    @property
+    def replays_model(self) -> bool:
+        """Whether the kernels of the forward and backward passes are replayed from CUDA graphs."""
+        return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
+
+    @property
+    def updates_in_backward(self) -> bool:
+        """Whether parameters are updated within the backward pass; across ranks they are when it is over."""
+        return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
+
+    @property
+    def strategy(self) -> str | None:
+        """How steplab's own data parallelism averages gradients; None without a `dp` axis, and in a layout with other
+        axes, where FSDP2 averages them."""
+        return self.data_parallel if averages_gradients(self.layout) else None
+
+    @property
+    def bucket_mb(self) -> float | None:
+        """Size of the buckets of gradients, in units of 1e6 bytes; None if there are no buckets."""
+        return self.bucket_size_mb if self.strategy == "bucketed" else None
+
+    @property
+    def reshards(self) -> bool:
+        """Whether fsdp frees a block's parameters after its forward pass."""
+        if self.reshard_after_forward == "auto":
+            return self.layout.pp == 1
+        return self.reshard_after_forward == "always"
+
+    @property
+    def checkpoints_apply(self) -> bool:
+        """Whether `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
+        model, which steplab does not build."""
+        return self.pass_name != "forward" and self.model.kind != "factory"
