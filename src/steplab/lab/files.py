@@ -75,10 +75,6 @@ KINDS: dict[str, _Kind] = {
     "perfetto": _Kind(
         what="a timeline written by steplab", opening=r'\{"displayTimeUnit": "ms", "otherData": \{"tool": "steplab '
     ),
-    "pytest-benchmark": _Kind(
-        what="times for pytest-benchmark", opening=r'\{\s*"machine_info": \{', endings=(".json",)
-    ),
-    "hyperfine": _Kind(what="times for hyperfine", opening=r'\{\s*"results": \[\s*\{\s*"command":', endings=(".json",)),
     "trace": _Kind(what="a trace of torch.profiler", opening=r'\s*\{\s*"schemaVersion":'),
     "nsys": _Kind(what="an export of Nsight Systems"),
     "snapshot": _Kind(what="a memory snapshot", opening=r"\x80.{0,32}(segments|device_traces)"),

@@ -11,10 +11,9 @@ from cyclopts import Group, Parameter
 from steplab.cli.options import FileOptions
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from steplab.integrations.tracking import Tracked
-    from steplab.records.record import Record
 
 TRACKERS = Group.create_ordered("Trackers")
 
@@ -28,11 +27,10 @@ def export(
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
     format: Annotated[
-        Literal["jsonl", "csv", "perfetto", "pytest-benchmark", "hyperfine"] | None,
+        Literal["jsonl", "csv", "perfetto"] | None,
         Parameter(
             help="Format: jsonl (whole records, for `steplab import`), csv (one row of figures per run), perfetto (the "
-            "timeline of one profiled run, for ui.perfetto.dev), pytest-benchmark or hyperfine (the times, for what "
-            "reads their JSON) [default: by the suffix of --output, else jsonl]"
+            "timeline of one profiled run, for ui.perfetto.dev) [default: by the suffix of --output, else jsonl]"
         ),
     ] = None,
     mlflow: Annotated[
@@ -76,7 +74,7 @@ def export(
     from steplab.report.kit.rendering import render
     from steplab.report.run.columns import rows_document
 
-    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto", "pytest-benchmark", "hyperfine"))
+    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto"))
     with open_store(out.store, write=False) as opened:
         if chosen == "perfetto":
             emit(_timeline(opened.get(_only(ids))), out, chosen)
@@ -85,8 +83,6 @@ def export(
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
             emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
-        elif chosen in ("pytest-benchmark", "hyperfine"):
-            emit(_times(list(records), chosen), out, chosen)
         else:
             # a row takes a hundredth of its record, of which a store may have more than fit into memory
             rows = [run_row(record) if isinstance(record, Run) else None for record in records]
@@ -153,16 +149,6 @@ def _only(ids: tuple[str, ...]) -> str:
             f"--format perfetto takes the id of one run, not {len(ids) or 'all records'}; `steplab list` shows the ids"
         )
     return ids[0]
-
-
-def _times(records: "Sequence[Record]", format: str) -> str:
-    """The times of the records in another benchmarking tool's format."""
-    from steplab.errors import UserError
-    from steplab.report.benchmark_json import hyperfine_json, pytest_benchmark_json, timed_cells
-
-    if not timed_cells(records):
-        raise UserError("none of these records has times; `steplab list` shows what each is")
-    return (hyperfine_json if format == "hyperfine" else pytest_benchmark_json)(records)
 
 
 def _timeline(record: object) -> str:
