@@ -255,7 +255,7 @@ class FileOptions(StoreOptions):
     force: Annotated[
         bool,
         Parameter(
-            help="Replace a file even if it is not an earlier output of the same kind. The store is never replaced.",
+            help="Replace a file even if it does not name steplab as its writer. The store is never replaced.",
             negative="",
             group=_OUTPUT,
             show_default=False,

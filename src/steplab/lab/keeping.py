@@ -41,7 +41,7 @@ def back_up_store(target: Path, *, store: Path | str | None = None, force: bool 
 
     Raises as Destination does for a file that is not replaced.
     """
-    destination = Destination(path=target, kind="backup", store=store, force=force)
+    destination = Destination(path=target, store=store, force=force)
     with folder_for(destination) as folder:
         copy = folder / "store.db"
         care.copy(Path(store) if store else default_path(), copy)
