@@ -273,7 +273,7 @@ def _database(path: Path) -> None:
 
 FOREIGN: dict[str, tuple[str, Callable[[Path], object]]] = {
     "a program": ("train.py", lambda path: path.write_text("import torch\n")),
-    "settings": ("pyproject.toml", lambda path: path.write_text('dependencies = ["torch", "steplab[slurm]"]\n')),
+    "settings": ("pyproject.toml", lambda path: path.write_text('dependencies = ["torch", "steplab[wandb]"]\n')),
     "a loop": ("loop.py", lambda path: path.write_text('import steplab\nprint("steplab: " + name)\n')),
     "a trace of theirs": ("trace.json", lambda path: path.write_text('{"schemaVersion": 1, "traceEvents": []}')),
     "a table": ("table.csv", lambda path: path.write_text("id,name\n1,mine\n")),
