@@ -113,7 +113,12 @@ def test_what_a_newer_steplab_stored_is_no_damage(path: Path) -> None:
     newer = b'{"schema": "steplab.flight/2", "id": "000000000003"}'
     with raw(path) as sqlite:
         sqlite.execute("UPDATE record SET body = ?, kind = 'flight' WHERE seq = 4", (newer,))
-    assert check_store(path).records == ()
+        sqlite.commit()
+        assert check_store(path).records == ()
+        sqlite.execute("UPDATE record SET body = ? WHERE seq = 4", (newer.replace(b"steplab.", b"st\xc3\xa9plab."),))
+        sqlite.commit()
+    (line,) = check_store(path).records
+    assert f"`steplab rm {3:012x}` removes it" in line
 
 
 def test_vacuum_gives_back_what_removed_records_left(path: Path) -> None:

@@ -72,7 +72,8 @@ def decode(text: bytes | str) -> Record:
         schema = msgspec.json.decode(text, type=_Head).schema
         record_type = _TYPES.get(schema)
         if record_type is None:
-            raise UnknownFormat(_refusal(schema))
+            kind_of_error = UnknownFormat if schema.startswith("steplab.") else SteplabError
+            raise kind_of_error(_refusal(schema))
         return msgspec.json.decode(text, type=record_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise SteplabError(f"not a steplab record: {error}") from error
