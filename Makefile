@@ -24,8 +24,8 @@ test: .venv/checked ## Lint, type-check and run the tests
 tests: .venv/tested
 	$(BIN)/pytest -n 2 --dist worksteal
 
-test-integrations: .venv/integrated ## Run the tests of trainers, trackers, Slurm and data frames, with libraries that take long to install
-	$(BIN)/pytest tests/integrations tests/unit/test_slurm.py tests/unit/test_data_out.py tests/cli/test_benchmark_json.py
+test-integrations: .venv/integrated ## Run the tests of trainers, trackers and data frames, with libraries that take long to install
+	$(BIN)/pytest tests/integrations tests/unit/test_data_out.py
 
 check: .venv/checked ## Lint and type-check
 	$(BIN)/ruff check .

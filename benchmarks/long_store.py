@@ -117,7 +117,6 @@ def commands(path: Path, folder: Path, num_records: int) -> Iterator[tuple[str, 
     yield "export --output all.csv", ("export", *store, "--output", str(folder / "all.csv"))
     yield "store check", ("store", "check", *store)
     yield "store backup", ("store", "backup", *store, str(folder / f"backup-{time.time_ns()}.db"))
-    yield "store compact", ("store", "compact", *store)
 
 
 def main() -> None:

@@ -13,6 +13,8 @@ import sys
 _STEERING = "\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ufff9-\ufffb\ud800-\udfff"
 """Control characters (C0 without tab and line feed, DEL, C1), marks of writing direction, line and paragraph
 separators, marks of annotations, and halves of surrogate pairs, in the syntax of a regular expression's set."""
+MARK = "written by steplab"
+"""The mark of a file that steplab wrote, near its beginning. It may be replaced (lab.files)."""
 _LONGEST = 1500
 """Characters of an error or a remark: one may quote a whole argument or a line of a file."""
 _JSON = ("json", "jsonl", "perfetto")
@@ -27,7 +29,7 @@ _COLORED = re.compile(f"(\x1b\\[(?:0|1|2|31|32|36)m)|{_SEQUENCE.pattern}|{_CONTR
 
 
 def leaving(text: str, format: str, *, colored: bool = False) -> str:
-    """The text of an output of this format (lab.files.KINDS) as it may leave; `colored`: with steplab's own colours."""
+    """The text of an output of this format as it may leave; `colored`: with steplab's own colours."""
     if format in _JSON:
         return plain_json(text)
     return plain_with_colors(text) if colored else plain(text)

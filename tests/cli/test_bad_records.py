@@ -237,7 +237,7 @@ def test_a_record_that_an_index_alone_knows_is_no_internal_error(
     spoil(store, GOOD.id, "id", GOOD.id.encode())  # a blob, which no text equals
     assert main(["show", "last"]) == 1
     [line] = capsys.readouterr().err.splitlines()
-    assert "the store is damaged; `steplab store repair`" in line
+    assert "the store is damaged; `steplab store check`" in line
 
 
 @pytest.mark.parametrize("column", ["id", "kind", "created_utc", "name", "status", "cell", "study", "schema"])

@@ -101,7 +101,7 @@ def test_no_raw_file_is_the_store(guarded: Program, option: str) -> None:
 def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> None:
     mine = guarded.write("train.py", "import torch\n")
     said = complaint(guarded(*EVERY[command], *_format(command), "--output", "train.py"), 2)
-    assert "train.py exists and is not a table of figures in " in said
+    assert "train.py exists and does not say that steplab wrote it" in said
     assert said.endswith("name another file, or add --force to replace this one")
     assert mine.read_text() == "import torch\n"
 
@@ -117,14 +117,14 @@ def test_a_file_of_the_users_is_not_replaced(guarded: Program, command: str) -> 
 def test_a_raw_file_does_not_replace_one_of_the_users(guarded: Program, name: str, arguments: Sequence[str]) -> None:
     mine = guarded.write(name, '{"name": "mine"}\n')
     said = complaint(guarded(*arguments, *([] if name == "kept.marks.json" else [name])), 2)
-    assert f"{name} exists and is not " in said
+    assert f"{name} exists and does not say that steplab wrote it" in said
     assert mine.read_text() == '{"name": "mine"}\n'
 
 
 def test_force_replaces_it(filled: Program) -> None:
     notes = filled.write("notes.txt", "mine\n")
     said = complaint(filled("list", "--output", notes), 2)
-    assert "exists, and steplab cannot tell whether it wrote it, because plain text does not say so; " in said
+    assert "exists and does not say that steplab wrote it" in said
     assert "add --force to replace this one" in said
     assert filled("list", "--output", notes, "--force").code == 0
     assert notes.read_text().startswith("id ")
@@ -133,16 +133,31 @@ def test_force_replaces_it(filled: Program) -> None:
 @pytest.mark.parametrize(
     ("command", "names"),
     [
-        ("report", ("page.html", "rows.csv", "rows.json", "rows.md", "rows.tex")),
-        ("list", ("rows.csv", "rows.json", "rows.md", "rows.tex")),
-        ("export", ("records.jsonl", "rows.csv")),
-        ("plan memory", ("rows.csv", "rows.json", "rows.md", "rows.tex")),
+        ("report", ("page.html", "report.md")),
+        ("export", ("records.jsonl", "records.jsonl.gz")),
+        ("plan memory", ("report.md",)),
     ],
 )
 def test_an_earlier_output_is_replaced(guarded: Program, command: str, names: Sequence[str]) -> None:
     for name in names:
         for _ in range(2):
             assert guarded(*EVERY[command], "--output", name).stderr == f"wrote {name}\n"
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_an_earlier_script_of_completions_is_replaced(steplab: Program, shell: str) -> None:
+    for _ in range(2):
+        assert steplab("completion", "--shell", shell, "--output", "script").code == 0
+    first, second = (steplab.cwd / "script").read_text().splitlines()[:2]
+    assert second == "# written by steplab"
+    assert first == "#compdef steplab" or shell != "zsh"
+
+
+def test_a_table_replaces_an_earlier_one_by_force_alone(guarded: Program) -> None:
+    for name in ("rows.csv", "rows.json", "rows.md", "rows.tex", "rows.txt"):
+        assert guarded("list", "--output", name).code == 0
+        assert "does not say that steplab wrote it" in complaint(guarded("list", "--output", name), 2)
+        assert guarded("list", "--output", name, "--force").code == 0
 
 
 def test_raw_files_replace_earlier_ones(steplab: Program) -> None:

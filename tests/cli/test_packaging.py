@@ -69,7 +69,7 @@ def test_the_metadata_says_what_is_needed(built: Path) -> None:
     required = said.get_all("Requires-Dist") or []
     assert any(re.match(r"torch>=2\.7$", line) for line in required)
     assert not [line for line in required if "@" in line or "==" in line.partition(";")[0]]
-    assert {"hf", "nvidia", "slurm", "triton"} <= set(said.get_all("Provides-Extra") or [])
+    assert {"hf", "nvidia", "triton"} <= set(said.get_all("Provides-Extra") or [])
 
 
 def test_the_newest_section_of_the_changelog_is_of_this_version() -> None:

@@ -12,7 +12,7 @@ from tests.cli.test_readme import Piece, blocks, commands
 
 TEXT = (REPOSITORY / "docs" / "python.md").read_text(encoding="utf-8")
 FOUND = list(blocks(TEXT))
-OPTIONAL = ("pandas", "polars", "IPython", "submitit")
+OPTIONAL = ("pandas", "polars", "IPython")
 """Libraries that steplab does not need; a piece that imports one is left out where it is not installed."""
 
 

@@ -92,7 +92,7 @@ def command_lines(random_: random.Random, folder: Path) -> Iterator[Try]:
         path, options = random_.choice(commands)
         words = list(path)
         for name, is_option in random_.sample(options, min(len(options), random_.randint(0, 4))):
-            if name in ("--debug", "--web") or (name == "--store" and random_.random() < 0.8):
+            if name == "--debug" or (name == "--store" and random_.random() < 0.8):
                 continue
             value = random_.choice(_EDGES)
             if name in _SIZES and random_.random() < 0.5:

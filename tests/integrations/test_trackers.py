@@ -19,13 +19,14 @@ from tests.runs import make_run, out_of_memory, recorder_run
 from steplab.cli.commands.export import export
 from steplab.cli.options import FileOptions
 from steplab.errors import SteplabError, UserError
-from steplab.integrations.tracking import Tracked, tracked
+from steplab.integrations.tracking import Tracked, track, tracked
 from steplab.records.codec import decode
 from steplab.records.rows import run_row
 from steplab.store.database import Store
 
 RUN = make_run({"context": 256, "batch": 2}, name="a run")
 ROW = run_row(RUN)
+HERE = Path()
 PAGE = "<!doctype html><title>a run</title>"
 
 
@@ -80,12 +81,10 @@ def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None:
-    from steplab.integrations.mlflow import export
-
     one = tracked(RUN, PAGE)
     for _ in range(2):  # the second finds it there
-        assert export(one) == f"experiment steplab of sqlite:///{mlflow_here}"
-    export(tracked(out_of_memory()))
+        assert track(one, "mlflow", HERE) == f"experiment steplab of sqlite:///{mlflow_here}"
+    track(tracked(out_of_memory()), "mlflow", HERE)
     with sqlite3.connect(mlflow_here) as database:
         runs = database.execute("SELECT run_uuid, name, status, artifact_uri FROM runs ORDER BY status").fetchall()
         assert [(name, status) for _, name, status, _ in runs] == [
@@ -104,11 +103,9 @@ def test_mlflow_has_parameters_figures_and_the_report(mlflow_here: Path) -> None
 def test_an_address_that_mlflow_does_not_know_is_refused_by_name(
     mlflow_here: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from steplab.integrations.mlflow import export
-
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "nowhere://x")
     with pytest.raises(SteplabError, match=r"MLflow did not take record .* of nowhere://x"):
-        export(tracked(RUN))
+        track(tracked(RUN), "mlflow", HERE)
 
 
 @pytest.fixture
@@ -145,10 +142,8 @@ def server(mlflow_here: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 
 def test_a_server_of_mlflow_takes_records(server: str) -> None:
-    from steplab.integrations.mlflow import export
-
     one = tracked(RUN, PAGE)
-    assert export(one) == f"experiment steplab of {server}"
+    assert track(one, "mlflow", HERE) == f"experiment steplab of {server}"
     wanted = {"experiment_ids": ["1"], "filter": "params.context = '256'"}
     request = urllib.request.Request(
         f"{server}/api/2.0/mlflow/runs/search",
@@ -188,11 +183,9 @@ def test_wandb_has_them_in_a_folder_for_later(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("wandb", reason="wandb is missing: pip install 'steplab[wandb]'")
     from wandb.proto import wandb_internal_pb2
 
-    from steplab.integrations.wandb import export
-
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
     one = tracked(RUN, PAGE)
-    folder = Path(export(one))
+    folder = Path(track(one, "wandb", tmp_path))
     config: dict[str, object] = {}
     summary: dict[str, float] = {}
     artifacts: list[str] = []
@@ -212,11 +205,9 @@ def test_tensorboard_has_figures_and_the_report(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard", reason="tensorboard is missing: pip install 'steplab[tensorboard]'")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    from steplab.integrations.tensorboard import export
-
     one = tracked(RUN, PAGE)
     for _ in range(2):  # the second finds it there
-        assert export(one, tmp_path) == str(tmp_path)
+        assert track(one, "tensorboard", tmp_path) == str(tmp_path)
     [folder] = tmp_path.iterdir()
     events = EventAccumulator(str(folder))
     events.Reload()
@@ -240,12 +231,13 @@ def test_the_command_exports_each_record_with_its_page(
 ) -> None:
     taken: list[Tracked] = []
 
-    def take(one: Tracked) -> str:
+    def take(one: Tracked, tracker: str, folder: Path) -> str:
+        assert tracker == "mlflow"
         taken.append(one)
         return "somewhere"
 
-    monkeypatch.setattr("steplab.cli.commands.export._exporter", lambda name, folder: take)
-    export((RUN.id[:6],), mlflow=True, out=filled)
+    monkeypatch.setattr("steplab.integrations.tracking.track", take)
+    export((RUN.id[:6],), tracker="mlflow", out=filled)
     [one] = taken
     assert one.params == tracked(RUN).params
     assert one.files["report.html"].startswith(b"<!doctype html>")
@@ -255,9 +247,8 @@ def test_the_command_exports_each_record_with_its_page(
 @pytest.mark.parametrize(
     "asked",
     [
-        {"mlflow": True, "wandb": True},
-        {"mlflow": True, "format": "csv"},
-        {"wandb": True, "out": FileOptions(output=Path("runs.csv"))},
+        {"tracker": "mlflow", "format": "csv"},
+        {"tracker": "wandb", "out": FileOptions(output=Path("runs.csv"))},
     ],
 )
 def test_two_destinations_at_once_are_refused(asked: dict[str, object]) -> None:
@@ -269,6 +260,5 @@ def test_a_tracker_whose_library_is_missing_is_refused_with_the_remedy(
     filled: FileOptions, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
-    monkeypatch.delitem(sys.modules, "steplab.integrations.wandb", raising=False)
     with pytest.raises(UserError, match=r"pip install 'steplab\[wandb\]'"):
-        export((), wandb=True, out=filled)
+        export((), tracker="wandb", out=filled)

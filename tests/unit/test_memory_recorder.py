@@ -531,7 +531,8 @@ def witnessed(folder: Path, monkeypatch: pytest.MonkeyPatch, history: Callable[[
     monkeypatch.setattr(recorder, "_on_cuda", True)
     step = make_step(build_workload(spec_of(), torch.device("cpu")), spec_of(), torch.device("cpu"))
     recorder.record(step, lambda iteration: None)
-    assert pickle.loads(files["snapshot"].read_bytes()) == snapshot, "the history is kept as it is"
+    kept = pickle.loads(files["snapshot"].read_bytes())
+    assert kept == {"comment": "written by steplab"} | snapshot, "the history is kept as it is"
     return msgspec.json.decode(files["marks"].read_bytes(), type=Marks)
 
 

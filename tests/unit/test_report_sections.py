@@ -141,8 +141,6 @@ ARROWS = {
     "ceilings": {"kit", "environments"},
     "compare": {"kit", "memory", "turns"},
     "history": {"kit", "run"},
-    "store": {"kit"},
-    "benchmark_json": set(),
     "sections": {
         *("run", "advice", "profile", "memory", "precision", "attention", "comm", "ddp", "plan", "ceilings"),
         "kit",

@@ -355,7 +355,7 @@ def test_a_truncated_store_is_refused(path: Path, write: bool) -> None:
     size = path.stat().st_size
     os.truncate(path, size // 2)
     with (
-        pytest.raises(SteplabError, match=r"damaged.*steplab store repair") as error,
+        pytest.raises(SteplabError, match=r"damaged.*recover") as error,
         Store.open(path, write=write) as store,
     ):
         list(store.iterate())

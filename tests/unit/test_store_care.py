@@ -1,6 +1,5 @@
-"""`steplab store`: what is damaged is found, and what can be read of it is kept."""
+"""`steplab store`: what is damaged is found, and named with its fix."""
 
-import base64
 import dataclasses
 import json
 import sqlite3
@@ -15,7 +14,7 @@ from tests.stored_lines import import_lines
 
 from steplab.cli.app import main
 from steplab.errors import Remark, SteplabError
-from steplab.lab.store_care import back_up_store, check_store, compact_store, repair_store
+from steplab.lab.keeping import back_up_store, check_store
 from steplab.records.codec import encode
 from steplab.store import connection
 from steplab.store.database import Store
@@ -45,106 +44,92 @@ def ids(path: Path) -> list[str]:
         return [record.id for record in store.iterate(all_attempts=True)]
 
 
-def test_a_sound_store_is_left_unchanged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    before = path.read_bytes()
-    condition = check_store(path)
-    assert condition.is_sound
-    assert (condition.num_records, condition.num_studies, condition.journal, condition.format) == (20, 1, "wal", 3)
-    assert condition.size_bytes == path.stat().st_size
-    assert repair_store(path) is None
-    assert path.read_bytes() == before
-    assert main(["store", "check", "--store", str(path)]) == 0
-    assert "The store is sound." in capsys.readouterr().out
-
-
-def test_what_cannot_be_read_is_moved_aside_with_its_content(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    with raw(path) as sqlite:
-        sqlite.execute("UPDATE record SET body = x'7b22ff' WHERE seq = 3")
-        sqlite.execute("UPDATE record SET body = x'', kind = CAST(x'ff31' AS TEXT) WHERE seq = 4")
-        sqlite.execute("UPDATE record SET summary = x'00', status = 'timeout' WHERE seq = 5")
-        sqlite.execute("UPDATE record SET id = CAST(x'ff31' AS TEXT) WHERE seq = 6")
-    assert main(["store", "check", "--store", str(path), "--format", "json"]) == 1
-    found = json.loads(capsys.readouterr().out)
-    assert [(row["id"], row["kind"]) for row in found["unreadable"]] == [(f"{2:012x}", "run"), (f"{3:012x}", "\ufffd1")]
-    assert found["store"][0]["num_outdated"] == 2
-    assert main(["store", "repair", "--store", str(path)]) == 0
-    assert "2 unreadable records were moved" in capsys.readouterr().err
-    (aside,) = path.parent.glob("store.db.unreadable-*")
-    lines = [json.loads(line) for line in aside.read_text().splitlines()]
-    assert base64.b64decode(lines[0]["body_base64"]) == b'{"\xff'
-    assert (lines[1]["study"], lines[1]["body_base64"]) == ("0123456789ab", "")
-    (before,) = path.parent.glob("store.db.before-repair-*")
-    assert not check_store(before).is_sound
-    assert check_store(path).is_sound
-    assert check_store(path).num_records == 18
-    with Store.open(path, write=False) as store:
-        assert store.get(f"{5:012x}").id == f"{5:012x}"
-        row = next(row for row in store.rows(all_attempts=True) if row["id"] == f"{4:012x}")
-        assert row["status"] == "ok"
-        assert len(store.studies()) == 1
-
-
-def test_a_damaged_page_costs_the_records_on_it_alone(path: Path) -> None:
+def damaged_page(path: Path, record_id: str) -> None:
+    """Destroy the page of the file that holds this record."""
     with raw(path) as sqlite:
         page_bytes = sqlite.execute("PRAGMA page_size").fetchone()[0]
         sqlite.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     content = bytearray(path.read_bytes())
-    page = content.find(f'"id":"{9:012x}"'.encode()) // page_bytes
-    begin = page * page_bytes
-    on_page = sum(f'"id":"{number:012x}"'.encode() in content[begin : begin + page_bytes] for number in range(20))
-    content[page * page_bytes : page * page_bytes + 8] = b"\xff" * 8
+    begin = content.find(f'"id":"{record_id}"'.encode()) // page_bytes * page_bytes
+    content[begin : begin + 8] = b"\xff" * 8
     path.write_bytes(content)
+
+
+def test_a_sound_store_is_left_unchanged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = path.read_bytes()
     condition = check_store(path)
-    assert condition.damage
-    assert condition.num_records < 20
-    repaired = repair_store(path)
-    assert repaired is not None
-    after = check_store(path)
-    assert after.is_sound
-    assert after.num_records == condition.num_records == 20 - on_page
-    assert set(ids(path)) <= {f"{number:012x}" for number in range(20)}
-    with Store.open(path, write=True) as store:
-        store.add(make_run(id="ffffffffffff"))
+    assert condition.damage == condition.records == ()
+    assert (condition.num_records, condition.journal, condition.format) == (20, "wal", 3)
+    assert condition.size_bytes == path.stat().st_size
+    assert main(["store", "check", "--store", str(path)]) == 0
+    assert "The store is sound." in capsys.readouterr().out
+    assert path.read_bytes() == before
+
+
+def test_a_damaged_record_is_named_with_its_fix_and_the_fix_works(
+    path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("STEPLAB_STORE", str(path))
+    with raw(path) as sqlite:
+        sqlite.execute("UPDATE record SET body = x'7b22ff' WHERE seq = 3")
+        sqlite.execute("UPDATE record SET body = x'', kind = CAST(x'ff31' AS TEXT) WHERE seq = 4")
+        sqlite.execute("UPDATE record SET summary = x'00' WHERE seq = 5")
+        sqlite.execute("UPDATE record SET id = CAST(x'ff31' AS TEXT) WHERE seq = 6")
+    assert main(["store", "check"]) == 1
+    out = capsys.readouterr().out
+    for seq in (3, 4):
+        assert f"`steplab rm {seq - 1:012x}` removes it" in out
+        assert main(["rm", f"{seq - 1:012x}", "--yes"]) == 0
+    assert f"the figures of record {4:012x} in lists are damaged" in out
+    assert main(["export", f"{4:012x}", "--output", str(path.parent / "one.jsonl")]) == 0
+    assert main(["rm", f"{4:012x}", "--yes"]) == 0
+    assert main(["import", str(path.parent / "one.jsonl")]) == 0
+    assert f"record {5:012x} is listed as '\ufffd1'" in out
+    with raw(path) as sqlite:
+        sqlite.execute(out.split(f'sqlite3 {path} "')[1].partition('"')[0])
+    assert main(["store", "check"]) == 0
+    assert set(ids(path)) == {f"{number:012x}" for number in range(20)} - {f"{2:012x}", f"{3:012x}"}
+
+
+def test_a_damaged_page_is_reported_and_sqlite_can_save_the_rest(
+    path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damaged_page(path, f"{9:012x}")
+    assert main(["store", "check", "--store", str(path)]) == 1
+    assert f"`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read" in capsys.readouterr().out
+    assert check_store(path).num_records < 20
+
+
+def test_a_store_that_lost_its_end_is_reported(path: Path) -> None:
+    with raw(path) as sqlite:
+        sqlite.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with path.open("r+b") as file:
+        file.truncate(path.stat().st_size // 2)
+    with pytest.raises(SteplabError, match=r"damaged; `sqlite3 .* \.recover"):
+        check_store(path)
 
 
 def test_what_a_newer_steplab_stored_is_no_damage(path: Path) -> None:
     newer = b'{"schema": "steplab.flight/2", "id": "000000000003"}'
     with raw(path) as sqlite:
         sqlite.execute("UPDATE record SET body = ?, kind = 'flight' WHERE seq = 4", (newer,))
-        sqlite.execute("UPDATE record SET body = x'00' WHERE seq = 5")
-    assert [record.id for record in check_store(path).unreadable] == [f"{4:012x}"]
-    repair_store(path)
-    with raw(path) as sqlite:
-        assert sqlite.execute("SELECT kind, body FROM record WHERE id = '000000000003'").fetchone() == ("flight", newer)
-        assert sqlite.execute("SELECT COUNT(*) FROM record").fetchone() == (19,)
+        sqlite.commit()
+        assert check_store(path).records == ()
+        sqlite.execute("UPDATE record SET body = ? WHERE seq = 4", (newer.replace(b"steplab.", b"st\xc3\xa9plab."),))
+        sqlite.commit()
+    (line,) = check_store(path).records
+    assert f"`steplab rm {3:012x}` removes it" in line
 
 
-def test_a_repair_beside_a_writer_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with raw(path) as sqlite:
-        sqlite.execute("UPDATE record SET body = x'00' WHERE seq = 5")
-    from steplab.store import care
-
-    fill = care._fill
-
-    def beside_a_writer(made: sqlite3.Connection, sqlite: sqlite3.Connection) -> object:
-        with Store.open(path, write=True) as store:
-            store.add(make_run(id="ffffffffffff"))
-        return fill(made, sqlite)
-
-    monkeypatch.setattr(care, "_fill", beside_a_writer)
-    with pytest.raises(SteplabError, match="another process wrote"):
-        repair_store(path)
-    assert len(check_store(path).unreadable) == 1
-    assert check_store(path).num_records == 20
-
-
-def test_compact_gives_back_what_removed_records_left(path: Path) -> None:
+def test_vacuum_gives_back_what_removed_records_left(path: Path) -> None:
     with Store.open(path, write=True) as store:
         body = json.loads(encode(make_run()))
         import_lines(store, (json.dumps(body | {"id": f"aa{number:010x}"}).encode() for number in range(200)))
         store.remove([f"aa{number:010x}" for number in range(200)])
-    before_bytes, after_bytes = compact_store(path)
-    assert after_bytes < before_bytes / 2
+    before = check_store(path)
+    assert before.free_bytes > before.size_bytes / 2
+    with raw(path) as sqlite:
+        sqlite.execute("VACUUM")
     assert check_store(path).free_bytes == 0
     assert len(ids(path)) == 20
 
@@ -216,19 +201,3 @@ def test_a_file_system_without_locks_is_named_as_the_cause(path: Path, monkeypat
     monkeypatch.setattr(connection, "_connect", lambda *arguments: LockFails())
     with pytest.raises(SteplabError, match=r"file system of the store .* has no working locks"):
         Store.open(path, write=True)
-
-
-def test_what_is_left_of_a_truncated_store_is_kept(tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    body = json.loads(encode(make_run()))
-    with Store.open(path, write=True) as store:
-        import_lines(store, (json.dumps(body | {"id": f"{number:012x}"}).encode() for number in range(200)))
-    with path.open("r+b") as file:
-        file.truncate(path.stat().st_size // 2)
-    assert check_store(path).has_unreachable
-    repaired = repair_store(path)
-    assert repaired is not None
-    assert repaired.has_unreachable
-    condition = check_store(path)
-    assert condition.is_sound
-    assert 20 < condition.num_records < 200

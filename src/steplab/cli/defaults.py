@@ -1,11 +1,10 @@
-"""Defaults of options from a file of the user's: steplab.toml, or [tool.steplab] of pyproject.toml."""
+"""Defaults of options from the nearest steplab.toml."""
 
 import difflib
 import os
 import stat
 import tomllib
-from collections.abc import Collection, Mapping
-from dataclasses import fields
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,8 @@ from steplab.unpacking import small_file
 
 FILE = "steplab.toml"
 _ROOT = 0
+_STORE = "store"
+"""The option that may stand above the tables, for all commands; its path is relative to the file."""
 _OF_ONE_CALL = ("output", "force")
 """Options that a file cannot give: one output would replace that of another command."""
 
@@ -24,68 +25,48 @@ _OF_ONE_CALL = ("output", "force")
 def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCollection) -> None:
     """Give the options of a command, where the command line has not, the values of the nearest file.
 
-    A table has the options of the command of its name ([run], [plan.memory]); above the tables stand options of the
-    store and the output, for all commands. A path of a store is relative to the file. Raises UserError for a file that
-    is not TOML and for a table that is no command's, and CycloptsError for an option that the command does not have.
+    A table has the options of the command of its name ([run], [plan.memory]). Raises UserError for a file that is not
+    TOML and for a table that is no command's, and CycloptsError for an option that the command does not have.
     """
-    found = _nearest(Path.cwd())
-    if found is None or not command:
+    here = Path.cwd()
+    files = (folder / FILE for folder in (here, *here.parents))
+    path = next((file for file in files if file.is_file() and not _is_anyones(file)), None)
+    if path is None or not command:
         return
-    path, content = found
-    own = content
+    content = _read(path)
+    options, above_the_tables = content, True
     for name, above in zip(command, app.app_stack.current_frame, strict=False):
-        _check(path, own, above, _shared() if own is content else ())
-        own = own.get(name, {})
+        _check(path, options, above, above_the_tables)
+        options, above_the_tables = options.get(name, {}), False
     for name in _OF_ONE_CALL:
-        if name in own:
+        if name in options:
             raise UserError(f"{path}: '{name}' is of one call; leave it out, and give --{name} on the command line")
-    common = {name: content[name] for name in _shared() if name in content}
-    for options, of_all in ((own, False), (common, True)):
-        nested: dict[str, Any] = {**options}
-        if "store" in nested:
-            nested["store"] = str(path.parent / os.path.expanduser(str(nested["store"])))
-        for name in reversed(command):
-            nested = {name: nested}
-        Dict(nested, source=str(path), allow_unknown=of_all)(app, command, arguments)
+    if _STORE in content and any(f"--{_STORE}" in argument.names for argument in arguments):
+        options = {_STORE: content[_STORE]} | options
+    if _STORE in options:
+        options = options | {_STORE: str(path.parent / os.path.expanduser(str(options[_STORE])))}
+    for name in reversed(command):
+        options = {name: options}
+    Dict(options, source=str(path))(app, command, arguments)
 
 
-def _check(path: Path, content: Mapping[str, Any], app: App, options: Collection[str]) -> None:
-    """Raise UserError if something beside these options is not a table of a command of this app."""
+def _check(path: Path, content: Mapping[str, Any], app: App, above_the_tables: bool) -> None:
+    """Raise UserError for what is not a table of a command of this app, or the store above the tables."""
     for name, value in content.items():
         if isinstance(value, Mapping) and name not in app:
             near = difflib.get_close_matches(name, list(app), n=1)
             hint = f"did you mean [{near[0]}]?" if near else "`steplab --help` lists the commands"
             raise UserError(f"{path} has a table [{name}], and there is no such command; {hint}")
-        if not isinstance(value, Mapping) and name not in options:
-            may = f"only {', '.join(_shared())} may stand above the tables; " if options else ""
-            raise UserError(f"{path}: '{name}' is in no command's table; {may}put it into one, such as [run]")
-
-
-def _shared() -> tuple[str, ...]:
-    """The options that may stand above the tables."""
-    from steplab.cli.options import OutputOptions
-
-    return tuple(field.name for field in fields(OutputOptions) if field.name not in _OF_ONE_CALL)
-
-
-def _nearest(folder: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The file in this folder or the nearest one above it, with what it says; None: there is none.
-
-    One that may be anyone's, as in /tmp, is passed over with a Remark: a file can name a function to run.
-    """
-    for place in (folder, *folder.parents):
-        own, project = place / FILE, place / "pyproject.toml"
-        if own.is_file() and not _is_anyones(own):
-            return own, _read(own)
-        if project.is_file():
-            content = _read(project).get("tool", {}).get("steplab")
-            if isinstance(content, Mapping) and not _is_anyones(project):
-                return project, content
-    return None
+        if not isinstance(value, Mapping) and not (above_the_tables and name == _STORE):
+            raise UserError(
+                f"{path}: '{name}' is in no command's table; put it into one, such as [run] (only {_STORE} may stand "
+                "above the tables)"
+            )
 
 
 def _is_anyones(file: Path) -> bool:
-    """Whether another user put the file into a folder in which all users may make files."""
+    """Whether another user put the file into a folder in which all users may make files, as /tmp: it can name a
+    function to run."""
     if not file.parent.stat().st_mode & stat.S_IWOTH or file.stat().st_uid in (_ROOT, os.getuid()):
         return False
     warn_caller(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"))

@@ -203,13 +203,6 @@ class StudyOptions:
         Parameter(help="Continue the newest study of the same measurements; make only those missing", negative=""),
     ] = False
     timeout: Annotated[str, Parameter(help="Time after which a measurement is given up: 90s, 5min, 2h")] = "1h"
-    slurm: Annotated[
-        str | None,
-        Parameter(
-            help="Submit all of it as one Slurm job with these options of sbatch, and do not wait: "
-            "partition=gpu,gpus-per-node=1,time=4h (extra: steplab[slurm])"
-        ),
-    ] = None
 
 
 @Parameter(name="*")
@@ -255,7 +248,7 @@ class FileOptions(StoreOptions):
     force: Annotated[
         bool,
         Parameter(
-            help="Replace a file even if it is not an earlier output of the same kind. The store is never replaced.",
+            help="Replace a file even if it does not name steplab as its writer. The store is never replaced.",
             negative="",
             group=_OUTPUT,
             show_default=False,

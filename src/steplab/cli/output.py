@@ -40,7 +40,7 @@ def chosen_format(
         page = "; `steplab report` writes pages" if chosen == "html" else ""
         raise UserError(f"this command does not write {chosen}; choose one of {', '.join(allowed)}{page}")
     if output:
-        _destination(output, out, chosen).check()
+        _destination(output, out).check()
         refuse_the_same(*beside, output)
     return chosen
 
@@ -49,7 +49,7 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
     """Print the text, or write it to the file that the options name, either whole or not at all.
 
     A long text may come in pieces that end with whole lines. Control characters are written out (steplab.printing). A
-    file whose name ends in .gz is compressed. `kind` is one of lab.files.KINDS. Raises what `chosen_format` raises, and
+    file whose name ends in .gz is compressed. `kind` is a format. Raises what `chosen_format` raises, and
     SteplabError where writing fails.
     """
     pieces = (text if text.endswith("\n") else f"{text}\n",) if isinstance(text, str) else text
@@ -59,7 +59,7 @@ def emit(text: str | Iterable[str], out: FileOptions | None = None, kind: str = 
         for piece in clean:
             _print(piece)
         return
-    with _destination(out.output, out, kind).writing() as file, packed(file, out.output) as target:
+    with _destination(out.output, out).writing() as file, packed(file, out.output) as target:
         for piece in clean:
             target.write(piece.encode())
     say(f"wrote {out.output}")
@@ -91,8 +91,8 @@ def at(path: Path, out: FileOptions) -> FileOptions:
     return dataclasses.replace(out, output=path)
 
 
-def _destination(path: Path, out: FileOptions, kind: str) -> Destination:
-    return Destination(path=path, kind=kind, store=out.store, force=out.force)
+def _destination(path: Path, out: FileOptions) -> Destination:
+    return Destination(path=path, store=out.store, force=out.force)
 
 
 def say_stored(what: str, record_id: str) -> None:

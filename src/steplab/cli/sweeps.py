@@ -4,7 +4,6 @@ from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
 from steplab.cli.output import chosen_format, say
 from steplab.cli.progress import ProgressLine
 from steplab.cli.writing import write_report
-from steplab.errors import UserError
 from steplab.lab.reporting import records_to_report
 from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances
@@ -13,14 +12,11 @@ from steplab.units import counted, counted_results, parse_duration
 
 
 def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOptions) -> int:
-    """Measure the study, say what was doubtful, and write its report, or submit it as a Slurm job; gives the exit code.
+    """Measure the study, say what was doubtful, and write its report; gives the exit code.
 
     Raises KeyboardInterrupt that says how to continue.
     """
     timeout_s = parse_duration(how.timeout)
-    if how.slurm is not None:
-        _submit(study, how.slurm, out, resume=how.resume, timeout_s=timeout_s)
-        return 0
     chosen = chosen_format(out.format, out)
     with ProgressLine(resume=how.resume) as line:
         try:
@@ -41,16 +37,3 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
     again = "" if chosen == "html" else f"; `steplab report --study {result.study_id} --output page.html` draws it"
     say(f"study {result.study_id}: {summary}{again}")
     return 1 if result.num_failed >= result.num_measured else 0
-
-
-def _submit(
-    study: StudySpec, options: str, out: OutputOptions | PageOptions, *, resume: bool, timeout_s: float
-) -> None:
-    """Submit the study as a Slurm job, and say where it is heard of. Raises UserError where a report was asked for."""
-    from steplab.lab.slurm import slurm_options, submit
-
-    if out.output is not None:
-        raise UserError("--slurm does not wait for the report; leave --output out, and use `steplab report` afterwards")
-    job = submit(study, slurm_options(options), store=out.store, resume=resume, timeout_s=timeout_s)
-    say(f"job {job.job_id} measures {study.name}; its messages: {job.log}")
-    say("`steplab report --output page.html` draws what is measured, and the same command with --resume continues")

@@ -194,7 +194,7 @@ def _destinations(study: DdpStudy, kept: Path | str | None, store: Path | str | 
     except OSError as error:
         raise UserError(f"cannot write traces to {kept}: {error.strerror}") from error
     names = [study.trace_name(number) for number in range(len(study.contenders))]
-    targets = [Destination(path=Path(kept) / name, kind="trace", store=store, force=force) for name in names]
+    targets = [Destination(path=Path(kept) / name, store=store, force=force) for name in names]
     for target in targets:
         target.check()
     return targets

@@ -9,11 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.files import write_whole
+from steplab.lab.files import Destination, folder_for, write_whole
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.validation import check, cleaned
+from steplab.store import care
 from steplab.store.database import Store
 from steplab.store.location import default_path
 
@@ -29,6 +30,23 @@ def open_store(path: Path | str | None = None, *, write: bool) -> Store:
 def has_store(path: Path | str | None = None) -> bool:
     """Whether there is a store at `path`, or at the default path."""
     return (Path(path) if path else default_path()).exists()
+
+
+def check_store(path: Path | str | None = None) -> care.Condition:
+    """The condition of a store, of which everything is read. Raises SteplabError if it cannot be opened."""
+    return care.check(Path(path) if path else default_path())
+
+
+def back_up_store(target: Path, *, store: Path | str | None = None, force: bool = False) -> None:
+    """Copy a store, which others may use meanwhile, to a file, which is a store too.
+
+    Raises as Destination does for a file that is not replaced.
+    """
+    destination = Destination(path=target, store=store, force=force)
+    with folder_for(destination) as folder:
+        copy = folder / "store.db"
+        care.copy(Path(store) if store else default_path(), copy)
+        destination.take(copy)
 
 
 def load(record_id: str = "last", *, store: Path | str | None = None) -> Record:

@@ -89,13 +89,13 @@ def _destinations(
     if snapshot is None:
         return None, None
     path = Path(snapshot)
-    target = Destination(path=path, kind="snapshot", store=store, force=force)
+    target = Destination(path=path, store=store, force=force)
     if target.is_written_to and not path.is_dir():
         return target, None
     if path.suffix not in (".pickle", ".pkl"):
         raise UserError(f"cannot write the snapshot to {path}: it is a pickle; call it {path.with_suffix('.pickle')}")
     target.check()
-    beside = Destination(path=marks_beside(path), kind="marks", store=store, force=force)
+    beside = Destination(path=marks_beside(path), store=store, force=force)
     beside.check()
     return target, beside
 

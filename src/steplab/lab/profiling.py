@@ -116,7 +116,7 @@ def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None,
     """Destination of the trace. Raises UserError for a name that does not end as a trace's."""
     if trace is None:
         return None
-    target = Destination(path=Path(trace), kind="nsys" if nsys else "trace", store=store, force=force)
+    target = Destination(path=Path(trace), store=store, force=force)
     target.check()
     if not nsys and not target.is_written_to and not target.path.name.endswith((".json", ".json.gz")):
         raise UserError(f"cannot write the trace to {target.path}: it is JSON; use a name ending in .json or .json.gz")

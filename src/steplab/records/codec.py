@@ -55,6 +55,10 @@ def encode_with_summary(record: Record) -> bytes:
     return encode(record)[:-1] + b',"summary":' + encode(summary_row(record)) + b"}"
 
 
+class UnknownFormat(SteplabError):
+    """A record is of a kind, or of a format, that this version does not know."""
+
+
 class _Head(msgspec.Struct):
     schema: str
 
@@ -62,13 +66,14 @@ class _Head(msgspec.Struct):
 def decode(text: bytes | str) -> Record:
     """The record in a line of JSON.
 
-    Raises SteplabError if it is not JSON, is not a record of steplab, or has a newer major format.
+    Raises SteplabError if it is not JSON, or is not a record of steplab; UnknownFormat for a newer major format.
     """
     try:
         schema = msgspec.json.decode(text, type=_Head).schema
         record_type = _TYPES.get(schema)
         if record_type is None:
-            raise SteplabError(_refusal(schema))
+            kind_of_error = UnknownFormat if schema.startswith("steplab.") else SteplabError
+            raise kind_of_error(_refusal(schema))
         return msgspec.json.decode(text, type=record_type)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError) as error:
         raise SteplabError(f"not a steplab record: {error}") from error

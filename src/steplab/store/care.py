@@ -1,113 +1,76 @@
-"""Examines the file of a store, repairs it, gives free space back, and copies it."""
+"""Examines the file of a store, and copies it.
 
-import base64
+Damage of the file is left to SQLite's own `.recover`, and free space in it to `VACUUM` (docs/reliability.md).
+"""
+
 import sqlite3
-from contextlib import closing
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+import msgspec
+
 from steplab.errors import SteplabError
-from steplab.records.codec import encode
-from steplab.records.store_condition import StoreCondition
-from steplab.store import schema
-from steplab.store.connection import aside, open_to_read, open_to_repair, open_to_write, replace_content
-from steplab.store.failures import sqlite_errors
+from steplab.records.codec import UnknownFormat, decode
+from steplab.records.registry import summary_row
+from steplab.store.connection import open_to_read
+from steplab.store.failures import is_damage, sqlite_errors
 from steplab.store.file_system import network_file_system
-from steplab.store.salvage import StoredRecord, stored_records
+from steplab.store.schema import pragma, version
 
 _MOST_DAMAGE = 20
 """Number of findings of SQLite's integrity check that are reported."""
-_SOUND = ("ok",)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Repair:
-    """What a repair did."""
+class Condition:
+    """The condition of a store's file."""
 
-    before: Path
-    """A copy of the store as it was."""
-    unreadable: Path | None
-    """The file with the records that cannot be read, which are no longer in the store; None if all can be."""
-    num_moved: int
-    """Number of records in that file."""
-    has_unreachable: bool
-    """Whether SQLite could not read parts of the file, so that the records there are lost."""
-    num_renewed: int
-    """Number of records whose row in lists was made again."""
+    path: Path
+    """The file."""
+    format: int
+    """The store's format."""
+    size_bytes: int
+    """Size of the file."""
+    free_bytes: int
+    """Bytes of it that hold nothing."""
+    journal: str
+    """SQLite's journal mode: wal (write-ahead log) or, on network folders, delete."""
+    file_system: str | None
+    """The network file system that the store is on; None: a local one, or not known."""
+    num_records: int
+    """Number of records that were read, damaged ones included."""
+    damage: tuple[str, ...]
+    """SQLite's findings about the file; empty for a sound one."""
+    records: tuple[str, ...]
+    """A line for each damaged record, which names the fix."""
 
 
-def check(path: Path, timeout_s: float = 30.0) -> StoreCondition:
+def check(path: Path, timeout_s: float = 30.0) -> Condition:
     """Read everything in the store, and change nothing. Raises SteplabError where it cannot be opened at all."""
-    connection = open_to_read(path, timeout_s, though_damaged=True)
-    with closing(connection), sqlite_errors(path):
+    with closing(open_to_read(path, timeout_s)) as connection, sqlite_errors(path):
         sqlite = connection.sqlite
-        page_bytes, num_free = schema.pragma(sqlite, "page_size"), schema.pragma(sqlite, "freelist_count")
-        damage = _damage(sqlite)
-        num_records, num_outdated, has_unreachable, unreadable = 0, 0, False, []
-        for stored in stored_records(sqlite):
-            if stored is None:
-                has_unreachable = True
-            elif stored.problem:
-                unreadable.append(stored.unreadable())
-            else:
+        num_records, damage, damaged = 0, dict[str, None](), list[str]()
+        with _damage_in(damage):
+            for (found,) in sqlite.execute(f"PRAGMA integrity_check({_MOST_DAMAGE})"):
+                damage |= {} if found == "ok" else {str(found): None}
+        with _damage_in(damage):
+            for row in sqlite.execute("SELECT seq, id, summary, body FROM record ORDER BY seq"):
                 num_records += 1
-                num_outdated += stored.is_outdated
-        return StoreCondition(
-            path=str(path),
-            format=schema.version(sqlite),
-            size_bytes=page_bytes * schema.pragma(sqlite, "page_count"),
-            free_bytes=page_bytes * num_free,
+                damaged += _problems(path, *row)
+        page_bytes = pragma(sqlite, "page_size")
+        return Condition(
+            path=path,
+            format=version(sqlite),
+            size_bytes=page_bytes * pragma(sqlite, "page_count"),
+            free_bytes=page_bytes * pragma(sqlite, "freelist_count"),
             journal=str(sqlite.execute("PRAGMA journal_mode").fetchone()[0]),
             file_system=network_file_system(path),
             num_records=num_records,
-            num_studies=len(_studies(sqlite)),
-            num_outdated=num_outdated,
-            has_unreachable=has_unreachable,
-            unreadable=tuple(unreadable),
-            damage=damage,
+            damage=tuple(damage),
+            records=tuple(damaged),
         )
-
-
-def repair(path: Path, timeout_s: float = 30.0) -> Repair:
-    """Build the store anew of every record that can be read, with its row in lists made again.
-
-    Records that cannot be read go to a file beside the store, one line of JSON each with the body in base64. The store
-    as it was is copied first. Its content is then replaced in one transaction.
-
-    Raises SteplabError if the store cannot be opened, or if another process writes to it meanwhile.
-    """
-    connection = open_to_repair(path, timeout_s)
-    with closing(connection), sqlite_errors(path), closing(sqlite3.connect("")) as made:
-        sqlite = connection.sqlite
-        seen = schema.pragma(sqlite, "data_version")
-        before = aside(path, "before-repair")
-        connection.copy_to(before)
-        made.isolation_level = None
-        made.execute(f"PRAGMA page_size = {schema.pragma(sqlite, 'page_size')}")
-        moved, has_unreachable, num_renewed = _fill(made, sqlite)
-        lost = aside(path, "unreadable") if moved else None
-        if lost is not None:
-            lost.write_bytes(b"".join(_line(stored) for stored in moved))
-        if schema.pragma(sqlite, "data_version") != seen:
-            raise SteplabError(f"another process wrote to {path} meanwhile, and nothing was changed; repeat the repair")
-        replace_content(sqlite, made, path)
-    return Repair(
-        before=before,
-        unreadable=lost,
-        num_moved=len(moved),
-        has_unreachable=has_unreachable,
-        num_renewed=num_renewed,
-    )
-
-
-def compact(path: Path, timeout_s: float = 30.0) -> tuple[int, int]:
-    """Write the file anew without the space that removed records left; returns its size before and after in bytes."""
-    with closing(open_to_write(path, timeout_s)) as connection:
-        connection.query("PRAGMA wal_checkpoint(TRUNCATE)")
-        before_bytes = path.stat().st_size
-        connection.query("VACUUM")
-        connection.query("PRAGMA wal_checkpoint(TRUNCATE)")
-        return before_bytes, path.stat().st_size
 
 
 def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
@@ -116,65 +79,34 @@ def copy(path: Path, target: Path, timeout_s: float = 30.0) -> None:
         connection.copy_to(target)
 
 
-def _fill(made: sqlite3.Connection, sqlite: sqlite3.Connection) -> tuple[list[StoredRecord], bool, int]:
-    """Write into an empty database what can be read of a store.
-
-    Returns the records that cannot be read, whether parts of the file cannot be read, and the number of renewed rows.
-    """
-    made.execute("BEGIN")
-    schema.create(made, schema.version(sqlite))
-    moved, ids, has_unreachable, num_renewed = list[StoredRecord](), set[bytes](), False, 0
-    for study in _studies(sqlite):
-        made.execute(f"INSERT OR IGNORE INTO study VALUES ({', '.join('?' * len(study))})", study)
-    for stored in stored_records(sqlite):
-        if stored is None:
-            has_unreachable = True
-        elif stored.problem or stored.renewed["id"] in ids:
-            moved.append(stored)
-        else:
-            ids.add(stored.renewed["id"])
-            num_renewed += stored.is_outdated
-            _insert(made, stored)
-    schema.migrate(made)
-    made.execute("COMMIT")
-    return moved, has_unreachable, num_renewed
-
-
-def _insert(made: sqlite3.Connection, stored: StoredRecord) -> None:
-    values = {name: value if name in ("summary", "body") else _text(value) for name, value in stored.renewed.items()}
-    made.execute(
-        f"INSERT INTO record ({', '.join(values)}) VALUES ({', '.join('?' * len(values))})", tuple(values.values())
-    )
-    if values["study"]:
-        made.execute(
-            "INSERT OR IGNORE INTO study (id, name, description, created_utc) VALUES (?, ?, '', ?)",
-            (values["study"], values["name"], values["created_utc"]),
-        )
-
-
-def _text(value: object) -> object:
-    return value.decode(errors="replace") if isinstance(value, bytes) else value
-
-
-def _damage(sqlite: sqlite3.Connection) -> tuple[str, ...]:
-    """What SQLite's integrity check finds; empty for a sound file."""
+@contextmanager
+def _damage_in(damage: dict[str, None]) -> Iterator[None]:
+    """Add the error with which reading ends at a page that is lost."""
     try:
-        found = tuple(str(row[0]) for row in sqlite.execute(f"PRAGMA integrity_check({_MOST_DAMAGE})"))
-    except sqlite3.DatabaseError as error:  # damage that the check itself does not survive
-        return (str(error),)
-    return () if found == _SOUND else found
+        yield
+    except sqlite3.DatabaseError as error:
+        if not is_damage(error):
+            raise
+        damage[str(error)] = None
 
 
-def _line(stored: StoredRecord) -> bytes:
-    body = base64.b64encode(stored.columns["body"] or b"").decode()
-    known = {name: stored.text(name) for name in ("id", "kind", "created_utc", "study")}
-    return encode(known | {"why": stored.problem or "another record has its id", "body_base64": body}) + b"\n"
-
-
-def _studies(sqlite: sqlite3.Connection) -> list[tuple[object, ...]]:
-    """The rows of the table of studies; none if it cannot be read, for records name their studies."""
-    sqlite.text_factory = lambda text: text.decode(errors="replace")
+def _problems(path: Path, seq: int, record_id: str, summary: bytes, body: bytes) -> list[str]:
+    """One line if the record is damaged. One that only a later steplab knows is not."""
     try:
-        return sqlite.execute("SELECT * FROM study ORDER BY seq").fetchall()
-    except sqlite3.DatabaseError:
+        record = decode(body)
+        summary_row(record)
+    except UnknownFormat:
         return []
+    except (SteplabError, ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        # not decoded, or decoded and yet no record that steplab can have made
+        return [f"record {record_id} cannot be read: {error}; `steplab rm {record_id}` removes it"]
+    if record.id != record_id:
+        sql = f"UPDATE record SET id = json_extract(CAST(body AS TEXT), '$.id') WHERE seq = {seq}"
+        fix = f'`sqlite3 {path} "{sql}"` mends it'
+        return [f"record {record.id} is listed as {record_id!r}; {fix}"]
+    try:
+        msgspec.json.decode(summary)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError):
+        fix = "`steplab export`, `steplab rm` and `steplab import` make it again"
+        return [f"the figures of record {record_id} in lists are damaged; {fix}"]
+    return []

@@ -4,7 +4,7 @@ import itertools
 import os
 import sqlite3
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -15,8 +15,6 @@ from steplab.store import schema
 from steplab.store.failures import NAME_ANOTHER, locked, not_writable, sqlite_errors
 from steplab.store.file_system import network_file_system
 
-_THOUGH_DAMAGED = "PRAGMA writable_schema = ON"
-"""Has SQLite read a file that is shorter than its header says; nothing here writes the schema."""
 _BARE = "mode=ro&immutable=1"
 """Reads the file alone, without locks and companions."""
 _NO_SPACE = (sqlite3.SQLITE_IOERR, sqlite3.SQLITE_FULL)
@@ -64,7 +62,7 @@ class Connection:
     def copy_to(self, target: Path) -> None:
         """Copy the store to a new file as it is now, damaged pages included; others may go on reading and writing."""
         with sqlite_errors(target), closing(sqlite3.connect(target)) as copy:
-            replace_content(copy, self.sqlite, self.path)
+            self.sqlite.backup(copy, progress=_patience(self.path), sleep=0.05)
 
     def close(self) -> None:
         """Close the file; further calls fail."""
@@ -100,34 +98,18 @@ def open_to_write(path: Path, timeout_s: float) -> Connection:
     return connection
 
 
-def open_to_repair(path: Path, timeout_s: float) -> Connection:
-    """Open the store at `path` to write, without upgrading it.
+def _patience(path: Path) -> Callable[[int, int, int], None]:
+    """Raises SteplabError, called as a copy goes on, where another process has kept the store locked for too long.
 
-    Raises SteplabError if there is none, or if it is another program's, a newer steplab's, or so damaged that SQLite
-    does not know it.
-    """
-    open_to_read(path, timeout_s, though_damaged=True).close()
-    if not os.access(path, os.W_OK) or not os.access(path.parent, os.W_OK):
-        raise SteplabError(not_writable(path))
-    with sqlite_errors(path):
-        sqlite = _connect(path, "mode=rw", timeout_s)
-        sqlite.execute(_THOUGH_DAMAGED)
-        return Connection(path, sqlite)
-
-
-def replace_content(target: sqlite3.Connection, source: sqlite3.Connection, path: Path) -> None:
-    """Copy all pages of a database over those of another, in one transaction.
-
-    Raises SteplabError, which names the store at `path`, if another process keeps one of the two locked.
+    SQLite itself would try again for ever, deaf to Ctrl-C.
     """
     deadline_s = time.monotonic() + _COPY_WAITS_S
 
     def step(status: int, left: int, total: int) -> None:
-        # sqlite3 itself would try again for ever, deaf to Ctrl-C
         if status in (sqlite3.SQLITE_BUSY, sqlite3.SQLITE_LOCKED) and time.monotonic() > deadline_s:
             raise SteplabError(locked(path))
 
-    source.backup(target, progress=step, sleep=0.05)
+    return step
 
 
 def aside(path: Path, what: str) -> Path:
@@ -162,10 +144,8 @@ def _make_folder(path: Path) -> None:
         raise SteplabError(f"cannot make the store {path}: {why}; {NAME_ANOTHER}") from error
 
 
-def open_to_read(path: Path, timeout_s: float, *, though_damaged: bool = False) -> Connection:
+def open_to_read(path: Path, timeout_s: float) -> Connection:
     """Open the store at `path` without changing or leaving anything on disk.
-
-    `though_damaged` opens a file that has lost its end too, parts of which then cannot be read.
 
     Raises SteplabError if there is none yet, or if the file is damaged, is another program's or a newer steplab's.
     """
@@ -174,24 +154,22 @@ def open_to_read(path: Path, timeout_s: float, *, though_damaged: bool = False) 
             raise SteplabError(f"no store at {path} yet; `steplab run` makes one")
         _refuse_folder(path)
         try:
-            sqlite, seen = _reader(path, _reading_mode(path), timeout_s, though_damaged)
+            sqlite, seen = _reader(path, _reading_mode(path), timeout_s)
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF not in _NO_SPACE or _has_unfinished_writes(path):
                 raise
             # On a full disk there is no room for the companions; nobody can write there either.
-            sqlite, seen = _reader(path, _BARE, timeout_s, though_damaged)
+            sqlite, seen = _reader(path, _BARE, timeout_s)
         if seen:  # all formats have the same tables; a writer brings the keys of cells up to date
             return Connection(path, sqlite)
         sqlite.close()
     raise SteplabError(f"no store at {path} yet, the file is empty; `steplab run` makes one")
 
 
-def _reader(path: Path, mode: str, timeout_s: float, though_damaged: bool) -> tuple[sqlite3.Connection, int]:
+def _reader(path: Path, mode: str, timeout_s: float) -> tuple[sqlite3.Connection, int]:
     """A connection that only reads, and the store's format. Raises SteplabError for a file that is no store."""
     sqlite = _connect(path, mode, timeout_s)
     try:
-        if though_damaged:
-            sqlite.execute(_THOUGH_DAMAGED)
         sqlite.execute("PRAGMA query_only = ON")
         _check_origin(path, sqlite)
         return sqlite, schema.version(sqlite)

@@ -9,13 +9,12 @@ from steplab.errors import SteplabError, UserError
 
 MOVE_AWAY = "move it away, and `steplab import` an export of it, if there is one, into a new store"
 NAME_ANOTHER = "name another store with --store or STEPLAB_STORE"
+RECOVER = "`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read into a new store"
 _LOCKED = "another process keeps the store {path} locked; wait for it or end it, then try again"
 
 _MESSAGES: dict[int, str] = {
     sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, it is not even an SQLite file; {MOVE_AWAY}",
-    sqlite3.SQLITE_CORRUPT: (
-        "the store {path} is damaged; `steplab store repair` copies it and builds it anew of what can be read"
-    ),
+    sqlite3.SQLITE_CORRUPT: f"the store {{path}} is damaged; {RECOVER}",
     sqlite3.SQLITE_READONLY: (
         f"the store {{path}} is not writable; make it and its folder writable, or {NAME_ANOTHER}"
     ),
@@ -51,6 +50,11 @@ def not_writable(path: Path) -> str:
 def locked(path: Path) -> str:
     """The message for a store that another process keeps locked."""
     return _LOCKED.format(path=path)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file's content is the cause, and not a lock or the disk."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
 @contextmanager

@@ -324,7 +324,7 @@ def _only(connection: Connection, sql: str, record_id: object) -> tuple[Any, ...
     if not found:
         raise SteplabError(
             f"record {record_id} is listed in {connection.path} and not found there: the store is damaged; "
-            "`steplab store repair` saves what can be read"
+            "`steplab store check` says how to mend it"
         )
     return found[0]
 

@@ -108,15 +108,6 @@ def version(connection: sqlite3.Connection) -> int:
     return pragma(connection, "user_version")
 
 
-def create(connection: sqlite3.Connection, format: int) -> None:
-    """Make the tables in an empty database, marked as those of an earlier format, which differs in their content
-    alone; the caller holds the transaction."""
-    for statement in MIGRATIONS[0]:
-        assert isinstance(statement, str)
-        connection.execute(statement)
-    _mark(connection, format)
-
-
 def migrate(connection: sqlite3.Connection) -> None:
     """Apply the migrations that the file lacks; the caller holds the transaction."""
     for statements in MIGRATIONS[version(connection) :]:
@@ -126,12 +117,8 @@ def migrate(connection: sqlite3.Connection) -> None:
             else:
                 statement(connection)
     if version(connection) != CURRENT_VERSION:
-        _mark(connection, CURRENT_VERSION)
-
-
-def _mark(connection: sqlite3.Connection, format: int) -> None:
-    connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
-    connection.execute(f"PRAGMA user_version = {format}")
+        connection.execute(f"PRAGMA application_id = {APPLICATION_ID}")
+        connection.execute(f"PRAGMA user_version = {CURRENT_VERSION}")
 
 
 def pragma(connection: sqlite3.Connection, name: str) -> int:

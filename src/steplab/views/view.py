@@ -38,14 +38,14 @@ class View:
     def save(self, path: Path | str, format: str | None = None, *, force: bool = False) -> Path:
         """Write the report to a file, in the format of its suffix (page.html, rows.csv.gz) unless one is named.
 
-        A file that is not an earlier output of the same kind is replaced only with `force`, and the store never.
+        A file that does not name steplab as its writer is replaced only with `force`, and the store never.
         Raises UserError for such a file, and SteplabError where writing fails.
         """
         target = Path(path)
         chosen = format or format_of(target)
         if chosen is None:
             raise UserError(f"the name {target.name} does not say a format; choose one of {', '.join(FORMATS)}")
-        destination = Destination(path=target, kind=chosen, store=self.store, force=force)
+        destination = Destination(path=target, store=self.store, force=force)
         destination.check()
         text = self.render(chosen)
         with destination.writing() as file, packed(file, target) as written:

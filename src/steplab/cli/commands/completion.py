@@ -27,11 +27,12 @@ def completion(
     from steplab.cli.output import say
     from steplab.errors import SteplabError, UserError
     from steplab.lab.files import Destination
+    from steplab.printing import MARK
 
     try:
         if output:
-            script = app.generate_completion(shell=shell)
-            Destination(path=output, kind="completion", force=force).write(script.encode())
+            first, _, rest = app.generate_completion(shell=shell).partition("\n")  # zsh reads its first line
+            Destination(path=output, force=force).write(f"{first}\n# {MARK}\n{rest}".encode())
             say(f"wrote {output}; have your shell read it")
         else:
             say(f"wrote {app.install_completion(shell=shell)}; begin a new shell to use it")

@@ -4,19 +4,11 @@ For example: steplab export --format perfetto ID --output step.json
 """
 
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
-from cyclopts import Group, Parameter
+from cyclopts import Parameter
 
 from steplab.cli.options import FileOptions
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from steplab.integrations.tracking import Tracked
-    from steplab.records.record import Record
-
-TRACKERS = Group.create_ordered("Trackers")
 
 
 def export(
@@ -28,46 +20,31 @@ def export(
     *,
     study: Annotated[str | None, Parameter(help="Export the records of this study")] = None,
     format: Annotated[
-        Literal["jsonl", "csv", "perfetto", "pytest-benchmark", "hyperfine"] | None,
+        Literal["jsonl", "csv", "perfetto"] | None,
         Parameter(
             help="Format: jsonl (whole records, for `steplab import`), csv (one row of figures per run), perfetto (the "
-            "timeline of one profiled run, for ui.perfetto.dev), pytest-benchmark or hyperfine (the times, for what "
-            "reads their JSON) [default: by the suffix of --output, else jsonl]"
+            "timeline of one profiled run, for ui.perfetto.dev) [default: by the suffix of --output, else jsonl]"
         ),
     ] = None,
-    mlflow: Annotated[
-        bool,
+    tracker: Annotated[
+        Literal["mlflow", "wandb", "tensorboard"] | None,
         Parameter(
-            help="Export to MLflow, to the server of MLFLOW_TRACKING_URI; a record that is there already is left out",
-            negative="",
-            group=TRACKERS,
-            show_default=False,
+            help="Export to a tracker of experiments: mlflow (the server of MLFLOW_TRACKING_URI), wandb (a folder for "
+            "`wandb sync`; with WANDB_MODE=online its server) or tensorboard (the folder --output, else runs)",
         ),
-    ] = False,
-    wandb: Annotated[
-        bool,
-        Parameter(
-            help="Export to Weights & Biases: to a folder for `wandb sync`, or with WANDB_MODE=online to its server",
-            negative="",
-            group=TRACKERS,
-            show_default=False,
-        ),
-    ] = False,
-    tensorboard: Annotated[
-        Path | None,
-        Parameter(help="Export to this folder for TensorBoard", group=TRACKERS),
     ] = None,
     out: FileOptions = FileOptions(),
 ) -> None:
+    from steplab.errors import UserError
     from steplab.lab.reporting import refuse_several
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
-    if mlflow or wandb or tensorboard:
-        _refuse_two((mlflow, wandb, tensorboard), format, out)
-        _track(ids, study, _exporter("mlflow" if mlflow else "wandb" if wandb else "tensorboard", tensorboard), out)
+    if tracker:
+        if format or (out.output and tracker != "tensorboard"):
+            raise UserError("an export goes to one place: --tracker, or a format with --output; run it twice")
+        _track(ids, study, tracker, out)
         return
     from steplab.cli.output import chosen_format, emit
-    from steplab.errors import UserError
     from steplab.lab.comparing import records_of
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
@@ -76,7 +53,7 @@ def export(
     from steplab.report.kit.rendering import render
     from steplab.report.run.columns import rows_document
 
-    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto", "pytest-benchmark", "hyperfine"))
+    chosen = chosen_format(format, out, allowed=("jsonl", "csv", "perfetto"))
     with open_store(out.store, write=False) as opened:
         if chosen == "perfetto":
             emit(_timeline(opened.get(_only(ids))), out, chosen)
@@ -85,8 +62,6 @@ def export(
         records = records_of(opened, ids) if ids else opened.iterate(study=study_id, all_attempts=True)
         if chosen == "jsonl":
             emit((encode_with_summary(record).decode() + "\n" for record in records), out, chosen)
-        elif chosen in ("pytest-benchmark", "hyperfine"):
-            emit(_times(list(records), chosen), out, chosen)
         else:
             # a row takes a hundredth of its record, of which a store may have more than fit into memory
             rows = [run_row(record) if isinstance(record, Run) else None for record in records]
@@ -98,35 +73,11 @@ def export(
             emit(render(rows_document([row for row in rows if row is not None]), "csv"), out, chosen)
 
 
-def _refuse_two(trackers: tuple[object, ...], format: str | None, out: FileOptions) -> None:
-    """Raise UserError for a tracker beside another, or beside a file or a format."""
-    from steplab.errors import UserError
-
-    if sum(map(bool, trackers)) > 1 or format or out.output:
-        raise UserError(
-            "an export goes to one place: --mlflow, --wandb, --tensorboard, or a format with --output; run it twice"
-        )
-
-
-def _exporter(name: str, folder: Path | None) -> "Callable[[Tracked], str]":
-    """The function that exports to a tracker. Raises UserError if its library is not installed."""
-    from functools import partial
-    from importlib import import_module
-
-    from steplab.errors import UserError
-
-    try:
-        export = import_module(f"steplab.integrations.{name}").export
-    except ImportError as error:
-        raise UserError(f"--{name} needs a library: {error}; install it by `pip install 'steplab[{name}]'`") from error
-    return partial(export, folder=folder) if name == "tensorboard" else export
-
-
-def _track(ids: tuple[str, ...], study: str | None, export: "Callable[[Tracked], str]", out: FileOptions) -> None:
+def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptions) -> None:
     """Export the records one by one, each with its page, and say where they went."""
     from steplab.cli.output import say
     from steplab.cli.progress import ProgressLine
-    from steplab.integrations.tracking import tracked
+    from steplab.integrations.tracking import track, tracked
     from steplab.lab.comparing import records_of
     from steplab.lab.keeping import open_store
     from steplab.units import counted
@@ -139,7 +90,7 @@ def _track(ids: tuple[str, ...], study: str | None, export: "Callable[[Tracked],
     with ProgressLine() as line:
         for record in records:
             page = report(record, store=out.store, on_progress=line.within).render("html")
-            places.append(export(tracked(record, page)))
+            places.append(track(tracked(record, page), tracker, out.output or Path("runs")))
     for place in dict.fromkeys(places):
         say(f"exported {counted(places.count(place), 'record')} to {place}")
 
@@ -153,16 +104,6 @@ def _only(ids: tuple[str, ...]) -> str:
             f"--format perfetto takes the id of one run, not {len(ids) or 'all records'}; `steplab list` shows the ids"
         )
     return ids[0]
-
-
-def _times(records: "Sequence[Record]", format: str) -> str:
-    """The times of the records in another benchmarking tool's format."""
-    from steplab.errors import UserError
-    from steplab.report.benchmark_json import hyperfine_json, pytest_benchmark_json, timed_cells
-
-    if not timed_cells(records):
-        raise UserError("none of these records has times; `steplab list` shows what each is")
-    return (hyperfine_json if format == "hyperfine" else pytest_benchmark_json)(records)
 
 
 def _timeline(record: object) -> str:

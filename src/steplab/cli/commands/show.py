@@ -22,27 +22,11 @@ def show(
             "--output, else table]"
         ),
     ] = None,
-    web: Annotated[
-        bool,
-        Parameter(
-            help="Serve the page to browsers on this machine until Ctrl-C, at an address with a random token",
-            negative="",
-        ),
-    ] = False,
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit, stdout_color
-    from steplab.errors import UserError
     from steplab.views.showing import show as view
     from steplab.views.view import FORMATS
 
     chosen = chosen_format(format, out, allowed=FORMATS)
-    if web and (format or out.output):
-        raise UserError("--web serves a page and writes no file; leave --format and --output out")
-    shown = view(id, store=out.store)
-    if web:
-        from steplab.cli.web import serve  # an HTTP server, whose import is a tenth of what `show` takes
-
-        serve(shown.render("html"))
-        return
-    emit(shown.render(chosen, color=stdout_color(out)), out, chosen)
+    emit(view(id, store=out.store).render(chosen, color=stdout_color(out)), out, chosen)

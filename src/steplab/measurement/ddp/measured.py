@@ -14,6 +14,7 @@ from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.spans import activities_on
+from steplab.printing import MARK
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
 from steplab.specs.ddp import DdpStudy, Variant
@@ -188,6 +189,7 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
     head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
     world.device.synchronize()
     with profile(activities=activities_on(world.device.torch_device)) as profiler:
+        profiler.add_metadata("comment", MARK)
         for name in ("warmup step", *("step" for _ in range(num_steps))):
             head_start.give()
             started = time.perf_counter()

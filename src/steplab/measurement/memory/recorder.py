@@ -34,6 +34,7 @@ from steplab.measurement.step.loop import OnStep
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
 from steplab.ops.attention.plain import Span, no_span
+from steplab.printing import MARK
 from steplab.records.codec import encode
 from steplab.records.memory_marks import BLOCK_ACTIONS, Marks, history_digest
 from steplab.specs.step import AUTOCAST, StepSpec
@@ -191,8 +192,8 @@ class MemoryRecorder:
         marks = dataclasses.replace(marks, history_sha256=_digest(snapshot["device_traces"][marks.device_index]))
         unfinished = self._snapshot.with_name(f"unfinished-{self._snapshot.name}")
         with unfinished.open("wb") as file:
-            pickle.dump(snapshot, file)
-        self._marks.write_bytes(encode(marks))
+            pickle.dump({"comment": MARK, **snapshot}, file)
+        self._marks.write_bytes(f'{{"comment":"{MARK}",'.encode() + encode(marks)[1:])
         unfinished.replace(self._snapshot)
 
 

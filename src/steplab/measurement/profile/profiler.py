@@ -19,6 +19,7 @@ from steplab.measurement.step.graphed import Step
 from steplab.measurement.step.loop import OnStep, Phase
 from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
 from steplab.ops.attention.plain import Span, no_span
+from steplab.printing import MARK
 from steplab.specs.step import StepSpec
 
 
@@ -85,6 +86,7 @@ class StepProfiler:
         self._device.synchronize()
         # Without a schedule: after the last cycle of one, torch has nothing left to export.
         with profile(activities=activities_on(self._device.torch_device), record_shapes=True) as profiler:
+            profiler.add_metadata("comment", MARK)
             self._step(phases, "warmup step")
             self._steps(phases, on_step)
         on_export()

@@ -2,12 +2,9 @@
 
 from collections.abc import Callable, Iterator, Sequence
 
-from steplab.printing import plain
+from steplab.printing import MARK, plain
 from steplab.report.kit.document import Block, Document, Equations, Facts, Pairs, Section, Sentences, Table
 from steplab.report.kit.table import sheet
-
-MARK = "<!-- written by steplab -->"
-"""Invisible line under the title of a Markdown document. A file with it is an earlier output and may be replaced."""
 
 
 def escape_markdown(text: str) -> str:
@@ -45,7 +42,7 @@ def escape_latex(text: str) -> str:
 
 def to_markdown(document: Document) -> str:
     """The document in Markdown, without a newline at the end; its title is a heading of the first level."""
-    head = [_markdown_heading(document.title, 1), MARK] if document.title else []
+    head = [_markdown_heading(document.title, 1), f"<!-- {MARK} -->"] if document.title else []
     return _document(document, [*head, escape_markdown(document.subtitle)], _markdown_heading, _markdown)
 
 
