@@ -1,6 +1,6 @@
-"""Memory of published steps' ranks beside what their sources state; their times are `steplab plan check --table`'s.
+"""Memory of published steps' ranks beside what their sources state; their times are published_check.py's.
 
-python -m benchmarks.layout_public benchmarks/public_training.json.xz > table.md     (from the root of the checkout)
+    python -m benchmarks.published_memory > table.md     (from the root of the checkout)
 
 Other programs keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of weights
 that are used in 16 bits alone), pad the vocabulary so that tp divides it, and before 2022 split no tokens between the
@@ -9,12 +9,11 @@ would run it.
 """
 
 import dataclasses
-import lzma
 import sys
 from collections.abc import Iterable
-from pathlib import Path
 
 import msgspec
+from benchmarks.published import PublicLayout, PublicRow, read_rows, step_of
 
 from steplab.errors import SteplabError
 from steplab.plan.cards import outside_bytes
@@ -23,7 +22,6 @@ from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.traffic import gathered_elements
 from steplab.plan.memory import workspace_of
-from steplab.plan.public import PublicLayout, PublicRow, read_rows, step_of
 from steplab.records.prediction import RankMemory
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import Layout
@@ -116,11 +114,5 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
     return size - ours + weights * (2 + gradients + 12 / ranks)
 
 
-def main(path: str) -> None:
-    content = Path(path).read_bytes()
-    rows = read_rows(lzma.decompress(content) if path.endswith(".xz") else content, path)
-    memory(rows)
-
-
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    memory(read_rows())
