@@ -1,28 +1,19 @@
-"""The tables of the fastest steps, from their records.
+"""The tables of the fastest steps, from their records and from walks of `steplab advise`.
 
-    python -m benchmarks.fast_table RECORDS... [--into benchmarks/results/fast_h200_202611.md]
-
-RECORDS are what `steplab export` writes of training steps, gzipped or not; those with a profile make a table of their
-own, and walks of `steplab advise` among them a column. With --into, the tables replace what stands between the marks in
-a page. Every figure is computed from the samples in the records; nothing is typed in but the ceilings below.
+Every figure is computed from the samples in the records; nothing is typed in but the ceilings below.
 """
 
-import argparse
-import gzip
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
-from pathlib import Path
 from statistics import median
 
-from benchmarks.attention_steps import waited
-from benchmarks.page_tables import table_of_texts, write_between_marks
+from benchmarks.page_tables import RESULTS, read, table_of_texts
+from benchmarks.tables_attention import waited
 
 from steplab.costs.flops import model_flops_per_token
 from steplab.records.advice import Advice
-from steplab.records.codec import decode
-from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
@@ -45,32 +36,16 @@ STEP = (
 )
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("records", nargs="+", type=Path)
-    parser.add_argument("--into", type=Path)
-    options = parser.parse_args()
-    found = [record for path in options.records for record in read(path)]
-    text = "\n\n".join(parts(*measured(found)))
-    if options.into:
-        write_between_marks(options.into, "fast_table.py", text)
-    else:
-        print(text)
-
-
-def read(path: Path) -> Iterator[Record]:
-    """The records of a file; of one with walks, these alone."""
-    content = path.read_bytes()
-    lines = (gzip.decompress(content) if path.suffix == ".gz" else content).splitlines()
-    found = [decode(line) for line in lines]
-    walks = [record for record in found if isinstance(record, Advice)]
-    yield from walks or found
-
-
-def measured(records: Sequence[Record]) -> tuple[list[Run], list[Advice]]:
+def measured() -> tuple[list[Run], list[Advice]]:
     """The measured training steps, each once, and the walks that ended with a step."""
-    runs = {r.id: r for r in records if isinstance(r, Run) and r.spec and r.samples_s and not r.failure}
-    return list(runs.values()), [r for r in records if isinstance(r, Advice) and r.spec and r.best_s]
+    runs = [run for run in read(RESULTS / "fast_h200_202611.jsonl.gz", Run) if run.spec and run.samples_s]
+    walks = read(RESULTS / "walk_h200_202611.jsonl.gz", Advice)
+    return [run for run in runs if not run.failure], [walk for walk in walks if walk.spec and walk.best_s]
+
+
+def written() -> str:
+    """The tables as they stand in the page."""
+    return "\n\n".join(parts(*measured()))
 
 
 def parts(runs: Sequence[Run], walks: Sequence[Advice] = ()) -> Iterator[str]:
@@ -331,7 +306,3 @@ def _step_s(run: Run) -> float:
 
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
-
-
-if __name__ == "__main__":
-    main()

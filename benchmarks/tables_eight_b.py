@@ -1,52 +1,28 @@
-"""The tables of the 8b step on two GPUs, from what `eight_b_study.py` recorded and from its traces.
+"""The tables of the 8b step on two GPUs, from what eight_b_study.py recorded, its traces and a walk.
 
-    python -m benchmarks.eight_b_table [--into docs/layout.md]
-
-The steps are those of benchmarks/results/eight_b_h200_202611.json. The walk and the profiles are in its .jsonl.gz; the
-latter are the traces, imported and exported:
-
-    steplab import-trace TRACE.json.gz --name ours --store eight.db
-    steplab export --store eight.db --output benchmarks/results/eight_b_h200_202611.jsonl
-
-With --into, the tables replace what stands between the marks in a page.
+The steps are in benchmarks/results/eight_b_h200_202611.json. The walk and the profiles are in its .jsonl.gz; the latter
+are the traces, imported by `steplab import-trace TRACE.json.gz --name ours`.
 """
 
-import argparse
-import gzip
 import json
 from collections import defaultdict
-from pathlib import Path
 from statistics import median
-from typing import Any, TypeVar
+from typing import Any
 
-from benchmarks.fast_table import MATMUL_FLOPS_PER_S
-from benchmarks.page_tables import table_of_texts, write_between_marks
+from benchmarks.page_tables import RESULTS, Kind, read, table_of_texts
+from benchmarks.tables_fast import MATMUL_FLOPS_PER_S
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.lab.attempts import step_s
 from steplab.records.advice import Advice
-from steplab.records.codec import decode
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.markup import markdown_table
 
-HERE = Path(__file__).parent
-RESULTS = HERE / "results"
-Kind = TypeVar("Kind", Advice, Run)
 COLLECTIVES = "communication"
 PARTS = ("matmul", "attention", COLLECTIVES)
 """Categories of kernels with a row of their own."""
 NAMES = {"ours": "examples/eight_b.py", "peer": "of torch's own parts"}
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--into", type=Path)
-    options = parser.parse_args()
-    if options.into:
-        write_between_marks(options.into, "eight_b_table.py", written())
-    else:
-        print(written())
 
 
 def written() -> str:
@@ -68,8 +44,7 @@ def profiles() -> dict[str, Run]:
 
 def stored(kind: type[Kind]) -> list[Kind]:
     """The records of a kind."""
-    lines = gzip.decompress((RESULTS / "eight_b_h200_202611.jsonl.gz").read_bytes()).splitlines()
-    return [record for record in map(decode, lines) if isinstance(record, kind)]
+    return read(RESULTS / "eight_b_h200_202611.jsonl.gz", kind)
 
 
 def walk(advice: Advice) -> Table:
@@ -166,7 +141,3 @@ def _busy_s(run: Run) -> float:
 def _idle_s(run: Run) -> float:
     assert run.profile is not None
     return sum(phase.idle_s + phase.host_bound_s for phase in run.profile.phases) / run.profile.num_steps
-
-
-if __name__ == "__main__":
-    main()
