@@ -2,7 +2,7 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import mean, median
 
 from steplab import units
 from steplab.records.time_check import TimeCheck
@@ -30,12 +30,12 @@ def check_document(checks: Sequence[TimeCheck]) -> Document:
             Section.of("Steps, the worst first", _worst_first(scored)),
             Section.of("Not predicted", Table.of("unsupported", missing, _MISSING)),
         ),
-        data=[row_of(check, *_FIELDS) | {"unsupported": _reason(check)} for check in checks],
+        data=[row_of(check, *_FIELDS) | {"unsupported": _marked(check.unsupported)} for check in checks],
     )
 
 
-def _reason(check: TimeCheck) -> str | None:
-    return f"unsupported: {check.unsupported}" if check.unsupported else None
+def _marked(reason: str | None) -> str | None:
+    return f"unsupported: {reason}" if reason else None
 
 
 def _answer(scored: Sequence[TimeCheck], number: int) -> str:
@@ -66,8 +66,12 @@ def _groups(scored: Sequence[TimeCheck]) -> Table:
         Column(key="median_error", quantity=PERCENT, value=lambda group: median(_errors(group[1]))),
         Column(key="p90", quantity=PERCENT, value=lambda group: percentile(_errors(group[1]), 90)),
         Column(key="worst", quantity=PERCENT, value=lambda group: max(_errors(group[1]))),
-        Column(key="bias", quantity=PERCENT, rank=2, value=lambda group: median(c.error or 0.0 for c in group[1])),
-        Column(key="inside", header="in interval", quantity=PERCENT, value=lambda group: _inside(group[1])),
+        Column(
+            key="inside",
+            header="in interval",
+            quantity=PERCENT,
+            value=lambda group: mean(check.inside is True for check in group[1]),
+        ),
         Column(key="width", quantity=PERCENT, rank=1, value=lambda group: median(map(_width, group[1]))),
     )
     caption = "Error: predicted over measured, less one. Width: half of the interval over its central value. Ahead: "
@@ -85,10 +89,6 @@ def _groups_of(check: TimeCheck) -> Iterator[str]:
         yield f"ahead, {check.precision} {'compiled' if check.compiled else 'eager'}"
 
 
-def _inside(checks: Sequence[TimeCheck]) -> float:
-    return sum(check.inside is True for check in checks) / len(checks)
-
-
 def _width(check: TimeCheck) -> float:
     return ((check.high_s or 0.0) - (check.low_s or 0.0)) / 2 / (check.predicted_step_time_s or 1.0)
 
@@ -100,11 +100,7 @@ def _worst_first(scored: Sequence[TimeCheck]) -> Table:
         Column(key="gpu", header="GPU", rank=2),
         Column(key="measured_step_time_s", header="measured"),
         Column(key="predicted_step_time_s", header="predicted"),
-        Column(key="low_s", header="from", rank=1),
-        Column(key="high_s", header="to", rank=1),
         Column(key="error", quantity=PERCENT),
-        Column(key="measured_peak_bytes", header="measured peak", rank=3),
-        Column(key="predicted_peak_bytes", header="predicted peak", rank=3),
     )
     return Table.of("cells", sorted(scored, key=lambda check: -abs(check.error or 0.0)), columns, first=_WORST)
 
