@@ -41,6 +41,7 @@ from benchmarks.rates_of_kernels import (
     relative_error,
     streaming_sums,
 )
+from benchmarks.search import STAY, Params, search
 
 from steplab.costs.kernel_time import USUAL_ATTENTION
 from steplab.costs.rates import (
@@ -58,7 +59,6 @@ from steplab.costs.rates import (
 from steplab.errors import UserError
 from steplab.plan.host_pace import PhaseCell, host_paces, phase_cells, runs_that_waited, waited
 from steplab.plan.kernel_time import on_tensor_cores
-from steplab.plan.search import STAY, Params, search
 from steplab.plan.seen import is_fitted_kind, is_held_out
 from steplab.plan.time import predict_step_time, throttling
 from steplab.records.attention import AttentionRun

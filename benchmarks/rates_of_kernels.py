@@ -15,13 +15,13 @@ from functools import partial
 from statistics import median
 
 import msgspec
+from benchmarks.search import STAY, Params, search
 
 from steplab.costs.kernel_time import Product, attention_s, product_s, rated_attention, streaming_s
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import streaming_name, widens
-from steplab.plan.search import STAY, Params, search
 from steplab.records.attention import AttentionRun
 from steplab.records.profile import OpStats
 from steplab.records.record import Record

@@ -4,7 +4,7 @@
     python docs/walk/make.py STORE [STORE ...]      # first add the walks of stores to those; commit both
 
 Of each model and context the newest walk counts, with the records that it names and the newest profiles of its first
-and its fastest step (`benchmarks/advise_study.py --profile` makes all of them). Every figure of the chapter is from a
+and its fastest step (by `steplab advise` and `steplab profile`). Every figure of the chapter is from a
 record.
 """
 
@@ -200,7 +200,7 @@ def _origin(walk: Advice, first: Run | None) -> str:
     plain = f", and of the plain step in [{PLAIN.name}](../tests/golden/{PLAIN.name})" if first else ""
     return (
         f"All figures are medians of records in [{RECORDS.name}](../benchmarks/results/{RECORDS.name}){plain}; torch "
-        f"{_software(walk)}. [benchmarks/advise_study.py](../benchmarks/advise_study.py) makes such records, and "
+        f"{_software(walk)}. `steplab advise` makes such records, and "
         "[docs/walk/make.py](walk/make.py) makes this page of them."
     )
 

@@ -1,8 +1,7 @@
-"""benchmarks/attention_dims.py: times beside what FLOPs in proportion say."""
+"""benchmarks/tables_attention.py: times of head dimensions beside what FLOPs in proportion say."""
 
-from pathlib import Path
-
-from benchmarks import attention_dims
+from benchmarks import tables_attention
+from benchmarks.page_tables import ROOT, between_marks
 from tests.attention_records import make_benchmark
 
 from steplab.records.attention import AttentionCell, AttentionRun
@@ -10,8 +9,6 @@ from steplab.records.timing import PhaseSamples
 from steplab.report.kit.markup import markdown_table
 from steplab.specs.attention import AttentionSpec
 from steplab.specs.attention_study import AttentionStudy, cells_of_grid
-
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 
 
 def cell(milliseconds: float, **sizes: int) -> AttentionCell:
@@ -21,7 +18,7 @@ def cell(milliseconds: float, **sizes: int) -> AttentionCell:
 
 
 def run_of(id: str, *cells: AttentionCell) -> AttentionRun:
-    study = AttentionStudy(name=attention_dims.GRID, cells=tuple(cell.spec for cell in cells))
+    study = AttentionStudy(name=tables_attention.GRID, cells=tuple(cell.spec for cell in cells))
     return make_benchmark(id=id, study=study, cells=cells)
 
 
@@ -34,7 +31,7 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -
         cell(1.35, dim=96),
         cell(0.95, dim=64, kv_heads=8),
     )
-    table = attention_dims.dims_table([run])
+    table = tables_attention.dims_table([run])
     assert table is not None
     lines = markdown_table(table).splitlines()
     forward = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if "flash" in line}
@@ -50,7 +47,7 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -
 def test_compared_cells_are_of_the_newest_record_that_has_them_all() -> None:
     earlier = [cell(1.0, dim=64), cell(2.0, dim=128), cell(1.0, dim=64, queries=64), cell(2.0, dim=128, queries=64)]
     later = [cell(1.5, dim=64), cell(2.5, dim=128), cell(1.5, dim=64, queries=64)]
-    table = attention_dims.dims_table([run_of("a" * 12, *earlier), run_of("b" * 12, *later)])
+    table = tables_attention.dims_table([run_of("a" * 12, *earlier), run_of("b" * 12, *later)])
     assert table is not None
     text = markdown_table(table)
     assert [line.split("|")[3].strip() for line in text.splitlines() if "flash" in line] == [
@@ -63,10 +60,14 @@ def test_compared_cells_are_of_the_newest_record_that_has_them_all() -> None:
 
 
 def test_the_grid_has_what_each_of_its_cells_is_set_beside() -> None:
-    name, _, specs = cells_of_grid(str(BENCHMARKS / "attention_dims.toml"), {})
-    assert name == attention_dims.GRID
+    name, _, specs = cells_of_grid(str(ROOT / "benchmarks" / "attention_dims.toml"), {})
+    assert name == tables_attention.GRID
     times = {spec: {"forward": 1.0} for spec in specs}
-    without = {(spec.dim, spec.heads) for spec in specs if attention_dims._expected(spec, "forward", times) is None}
+    without = {(spec.dim, spec.heads) for spec in specs if tables_attention._expected(spec, "forward", times) is None}
     assert without == {(64, 16), (128, 16), (64, 32), (128, 32), (256, 16)}, "those that others are set beside, and 256"
     assert {spec.dim for spec in specs} == {64, 80, 96, 112, 128, 256}
     assert {spec.num_kv_heads for spec in specs if spec.heads == 32} == {32, 8, 4}
+
+
+def test_the_committed_tables_are_made_of_the_records() -> None:
+    assert between_marks(ROOT / "docs/attention.md", "attention") == tables_attention.written()

@@ -1,27 +1,22 @@
 """The page of the fastest steps is what the committed records say."""
 
-import json
-from pathlib import Path
 from statistics import median
 
 import pytest
-from benchmarks import fast_table, products
-from benchmarks.page_tables import marks
+from benchmarks import tables_fast
+from benchmarks.page_tables import RESULTS, between_marks
 
 from steplab.costs.parameters import num_parameters
 from steplab.records.advice import Advice
 from steplab.records.run import Run
 from steplab.specs.model import MODEL_SIZES
 
-RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+PAGE = RESULTS / "fast_h200_202611.md"
 
 
 @pytest.fixture(scope="module")
 def found() -> tuple[list[Run], list[Advice]]:
-    names = ("fast_h200_202611.jsonl.gz", "walk_h200_202611.jsonl.gz")
-    parts: tuple[list[Run], list[Advice]] = fast_table.measured(
-        [record for name in names for record in fast_table.read(RESULTS / name)]
-    )
+    parts: tuple[list[Run], list[Advice]] = tables_fast.measured()
     return parts
 
 
@@ -31,17 +26,14 @@ def runs(found: tuple[list[Run], list[Advice]]) -> list[Run]:
 
 
 def test_the_committed_tables_are_made_of_the_records(found: tuple[list[Run], list[Advice]]) -> None:
-    page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
-    begin, end = marks("fast_table.py")
-    tables = page.partition(begin)[2].partition(end)[0]
-    assert tables.strip() == "\n\n".join(fast_table.parts(*found))
+    assert between_marks(PAGE, "fast") == "\n\n".join(tables_fast.parts(*found))
 
 
 def test_each_size_has_its_fastest_step_first(runs: list[Run]) -> None:
-    _, _, _, first, *_ = fast_table.parts(runs)
+    _, _, _, first, *_ = tables_fast.parts(runs)
     large = [row.split(" | ") for row in first.splitlines() if row.startswith("| large |")]
     times = [median(run.samples_s) for run in runs if run.spec and run.spec.model.name == "large"]
-    assert [row[len(fast_table.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
+    assert [row[len(tables_fast.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
 
 
 def test_the_floor_of_a_step_is_that_of_the_stated_figures(runs: list[Run]) -> None:
@@ -50,7 +42,7 @@ def test_the_floor_of_a_step_is_that_of_the_stated_figures(runs: list[Run]) -> N
     size, tokens = MODEL_SIZES["2.7b"], 4 * 2048
     num = num_parameters(size)
     floor = 6 * (num - 10_000 * 2560) * tokens / 990e12, 6 * 32 * 2560 * 2048 * tokens / 990e12, 28 * num / 4.8e12
-    [row] = fast_table.floors([run]).rows
+    [row] = tables_fast.floors([run]).rows
     told = [float(str(row[str(place)])) for place in (3, 4, 5, 6)]
     assert told == pytest.approx([1e3 * each for each in (*floor, sum(floor))], rel=0.005)
 
@@ -59,24 +51,9 @@ def test_the_parts_of_a_profiled_step_are_all_of_it(runs: list[Run]) -> None:
     profiled = [run for run in runs if run.profile]
     assert profiled
     signs = {"products": 1, "AdamW": 1, "attention": 1, "other kernels": 1, "at once": -1, "idle": 1}
-    table = fast_table.shares(profiled)
+    table = tables_fast.shares(profiled)
     for run, row in zip(profiled, table.rows, strict=True):
         assert run.profile is not None
         told = {column.heading: float(str(row[column.key])) for column in table.columns if column.heading in signs}
         found = sum(sign * told[title] for title, sign in signs.items())
         assert found == pytest.approx(run.profile.window_s / run.profile.num_steps * 1e3, rel=0.01)
-
-
-def test_the_sums_of_products_are_those_of_the_records() -> None:
-    rows = json.loads((RESULTS / "products_h200_202611.json").read_text(encoding="utf-8"))["rows"]
-    page = (RESULTS / "fast_h200_202611.md").read_text(encoding="utf-8")
-    begin, end = marks("products.py")
-    assert page.partition(begin)[2].partition(end)[0].strip() == products.sums(rows).strip()
-    of = [row for row in rows if row["model"] == "xl" and row["tokens"] == 2048]
-    flops = sum(
-        2 * row["tokens"] * row["inputs"] * row["outputs"] * row["counts"].get("merged", 0)
-        for row in of
-        if row["choice"] == "cublas" and row["kind"] in products.KINDS
-    )
-    shape = MODEL_SIZES["xl"]
-    assert flops == 6 * 2048 * (num_parameters(shape) - shape.vocab_size * shape.d_model - (2 * 48 + 1) * shape.d_model)

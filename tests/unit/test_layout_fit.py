@@ -5,7 +5,6 @@ from pathlib import Path
 
 import msgspec
 import pytest
-from benchmarks import layout_study
 
 from steplab.errors import Unsupported, UserError
 from steplab.lab.layout_planning import plan_layout
@@ -164,10 +163,3 @@ def test_the_tokens_of_a_step_are_those_of_all_micro_steps_and_ranks() -> None:
     assert [(cell.pass_name, cell.micro_steps) for cell in cells] == [("forward", 1), ("train", 1), ("train", 2)]
     with pytest.raises(UserError, match="accumulation must be at least 1"):
         resolve_step({"accumulation": 0})
-
-
-@pytest.mark.parametrize("gpus", layout_study.LAYOUTS)
-def test_the_layouts_of_the_study_can_be_and_take_all_gpus(gpus: int) -> None:
-    for layout in layout_study.LAYOUTS[gpus]:
-        spec = resolve_step(layout_study.DEFAULTS | {"device": "cuda"} | layout_study.fields_of(layout))
-        assert spec.layout.world_size == gpus

@@ -1,8 +1,7 @@
-"""Predictions beside measurements: published steps, stored runs, and whether the fits find figures that are known."""
+"""Predictions beside measurements of stored runs, and whether the fits find figures that are known."""
 
 import dataclasses
 import gzip
-import itertools
 import json
 import math
 from collections.abc import Iterable
@@ -11,10 +10,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-import msgspec
 import pytest
 from benchmarks.fit_rates import as_toml, borrowers, committed_records, fit_step, loaded, records_to_fit, source_of
 from benchmarks.rates_of_kernels import ProductTime, fit_products, product_times, relative_error
+from benchmarks.search import search
 from tests.documents import chapter_says
 
 from steplab.cli.app import main
@@ -27,46 +26,27 @@ from steplab.costs.rates import (
     gpu_named,
     with_rates,
 )
-from steplab.errors import Unsupported, UserError
-from steplab.lab.plan_checking import check_plan, read_table
+from steplab.errors import UserError
+from steplab.lab.plan_checking import check_plan
 from steplab.plan import check as checking
-from steplab.plan.check import check_rows, check_runs
+from steplab.plan.check import check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
-from steplab.plan.layout.time import layout_step_s
 from steplab.plan.memory import predict_memory
-from steplab.plan.public import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
-from steplab.plan.search import search
-from steplab.plan.stack_fit import counts, fitted_stack, loaded_rows
 from steplab.records.codec import decode
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
-from steplab.report.kit import html
-from steplab.report.kit.document import Row, Table
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
-from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
-from steplab.stats import percentile
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
-TABLE = ROOT / "benchmarks" / "public_training.json.xz"
 GOLDEN = ROOT / "tests" / "golden"
 H200 = gpu_named("H200 SXM")
-
-
-@cache
-def published() -> tuple[PublicRow, ...]:
-    return tuple(read_table(TABLE))
-
-
-@cache
-def checked() -> tuple[TimeCheck, ...]:
-    return tuple(check_rows(published()))
 
 
 @cache
@@ -78,152 +58,6 @@ def golden_runs() -> tuple[Run, ...]:
 
 def errors(checks: Iterable[TimeCheck]) -> list[float]:
     return [abs(check.error) for check in checks if check.error is not None]
-
-
-# --- published steps ----------------------------------------------------------------------------------------------
-
-
-def test_published_steps_are_predicted_better_than_by_any_constant_share_of_the_peak() -> None:
-    """Each row by a fit that has seen no model of its size; the constant is fitted to all rows."""
-    own = [check for check in checked() if check.source == "mosaicml"]
-    constant = [abs(check.constant_error) for check in own if check.constant_error is not None]
-    assert len(errors(own)) == len(constant) == 135
-    assert median(errors(own)) < 0.05 < median(constant)
-    assert percentile(errors(own), 90) < 0.10 < percentile(constant, 90)
-    assert sum(bool(check.inside) for check in own) >= 0.85 * len(own)
-
-
-SOURCES = {
-    "MosaicML, A100 SXM 40GB": "A100 SXM 40GB, mosaicml",
-    "MosaicML, A100 SXM 80GB": "A100 SXM 80GB, mosaicml",
-    "MosaicML, H100 SXM": "H100 SXM, mosaicml",
-    "MosaicML, all": "mosaicml",
-    "InternEvo, 8 to 1024 A100s": "internevo",
-    "NeuSight, fp32, one GPU": "neusight",
-    "torchtitan, 64 A100s": "torchtitan",
-    "vTrain, 64 A100s, 26 layouts (no fit)": "vtrain",
-    "Megatron-LM 2020, 1 to 8 A100s (no fit)": "megatron-lm",
-    "nanotron, 8 and 64 H100s (no fit)": "nanotron",
-    "Korthikanti et al. 2022 (no fit)": "korthikanti 2022",
-    "BigScience, 384 A100s (no fit)": "bigscience",
-    "KempnerForge, 1 and 4 H200s (no fit)": "kempnerforge",
-}
-"""Rows of the chapter's table, and the groups of a check that they are."""
-
-
-def tables_of(checks: Iterable[TimeCheck]) -> dict[str, tuple[Row, ...]]:
-    blocks = [block for section in check_document(list(checks)).sections for block in section.blocks]
-    return {block.name: block.rows for block in blocks if isinstance(block, Table)}
-
-
-def test_the_chapter_tells_the_errors_of_today() -> None:
-    tables = tables_of(checked())
-    groups = {row["value"]: row for row in tables["groups"]}
-    columns = ("median_error", "p90_error", "worst_error", "constant_median", "constant_p90")
-    for name, group in SOURCES.items():
-        row = groups[group]
-        middle, p90, worst, constant, constant_p90 = (f"{100 * float(row[key] or 0):.1f} %" for key in columns)
-        inside = f"{100 * float(row['inside'] or 0):.0f} %"
-        cells = (name, row["number"], middle, p90, worst, inside, constant, constant_p90)
-        chapter_says("plan_time", f"| {' | '.join(map(str, cells))} |")
-    lone = groups["torchao"]
-    chapter_says("plan_time", f"| torchao, 8 H100s (no fit) | 1 | {100 * float(lone['worst_error'] or 0):.1f} % | | |")
-    by_id = {check.id: check for check in checked()}
-    for size, row_id in {"8B": "torchtitan-0909", "70B": "torchtitan-0910"}.items():
-        check = by_id[row_id]
-        measured, predicted = check.measured_step_time_s or 0, check.predicted_step_time_s or 0
-        chapter_says("plan_time", f"{8192 / measured:,.0f} tokens/s of {size} for {8192 / predicted:,.0f} predicted")
-    pairs = {row["source"]: (int(row["number"] or 0), float(row["right"] or 0)) for row in tables["ranking"]}
-    (count, right), (of_vtrain, right_of_vtrain), (few, right_of_few) = (
-        pairs[source] for source in ("all", "vtrain", "bigscience")
-    )
-    chapter_says(
-        "plan_time",
-        f"has {len(published())} steps that others measured, with the file and line of each; {len(checked())} are",
-        f"Of {count} pairs of one job",
-        f"{100 * right:.0f} % are predicted in the measured order: "
-        f"{100 * right_of_vtrain:.0f} % of vTrain's {of_vtrain},",
-        f"and {right_of_few * few:.0f} of BigScience's {few},",
-    )
-    chapter_says(
-        "plan_layout",
-        f"ranks {100 * right:.0f} % of {count} pairs",
-        f"account for {of_vtrain} of them, and one job on 384 for {few}, of which {right_of_few * few:.0f} are right",
-    )
-
-
-def test_the_chapter_tells_how_far_off_published_sharded_steps_are_as_layouts() -> None:
-    own = [row for row in published() if row.group == "torchtitan" and row.card == "A100 SXM 80GB" and counts(row)]
-    specs = [dataclasses.replace(step_of(row), layout=Layout(fsdp=64)) for row in own]
-    times = [layout_step_s(spec, gpu_named("A100 SXM 80GB")) or math.nan for spec in specs]
-    off = [100 * (time / (row.measured_s or math.nan) - 1) for row, time in zip(own, times, strict=True)]
-    assert len(off) == 6
-    chapter_says("plan_layout", f"no factor, {min(off):.0f} to {max(off):.0f} % too long (median {median(off):.0f} %)")
-
-
-def test_more_gpus_of_one_job_take_longer_as_measured() -> None:
-    own = [check for check in checked() if check.source == "internevo"]
-    assert median(errors(own)) < 0.05
-    assert percentile(errors(own), 90) < percentile([abs(c.constant_error or 0.0) for c in own], 90)
-
-
-def test_layouts_of_one_job_are_ranked_as_measured() -> None:
-    """Pairs of one model, global batch and number of GPUs that differ by more than 5 %."""
-    right = []
-    for first, second in itertools.combinations([c for c in checked() if c.predicted_step_time_s], 2):
-        measured, other = first.measured_step_time_s, second.measured_step_time_s
-        if first.job == second.job and measured and other and abs(measured / other - 1) > 0.05:
-            predicted = (first.predicted_step_time_s or 0) < (second.predicted_step_time_s or 0)
-            right.append((measured < other) == predicted)
-    assert len(right) > 300
-    assert sum(right) >= 0.8 * len(right)
-
-
-def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
-    assert len(checked()) == sum(map(counts, published())) == 218
-    for check in checked():
-        assert (check.unsupported is None) == (check.predicted_step_time_s is not None)
-        assert check.measured_step_time_s
-        if check.low_s is not None and check.high_s is not None and check.predicted_step_time_s is not None:
-            assert check.low_s < check.predicted_step_time_s < check.high_s
-
-
-@pytest.mark.parametrize(
-    ("change", "why"),
-    [
-        ({"steplab_gpu": None}, "not in the catalogue"),
-        ({"layout": PublicLayout(cp=2)}, "split sequences"),
-        ({"scope": "mixture of experts"}, "not a dense decoder"),
-        ({"precision": {"compute": "fp8"}}, "number format"),
-        ({"seq": None}, "lacks sizes"),
-    ],
-)
-def test_a_row_that_is_not_known_says_why(change: dict[str, object], why: str) -> None:
-    row = next(row for row in published() if row.group == "mosaicml" and counts(row))
-    with pytest.raises(Unsupported, match=why):
-        step_of(msgspec.structs.replace(row, **change))
-
-
-def test_a_row_becomes_the_step_of_one_rank() -> None:
-    row = next(row for row in published() if row.id == "mosaicml-0037")
-    spec = step_of(row)
-    shape = spec.model.shape
-    assert shape is not None
-    assert (shape.num_layers, shape.d_model, shape.num_heads, shape.d_ff, shape.vocab_size) == (
-        (32, 4096, 32, 16384, 50368)
-    )  # fmt: skip
-    assert (shape.norm, shape.feed_forward, shape.head, shape.learned_positions) == ("layernorm", "gelu", "tied", 8192)
-    assert (spec.batch, spec.context, spec.accumulation, spec.checkpointing) == (8, 8192, 2, "full")
-
-
-def test_a_file_that_is_no_table_is_refused(tmp_path: Path) -> None:
-    for name, content in (("a.json", b"[1]"), ("b.json.xz", b"no"), ("c.json.gz", b"no")):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(UserError, match=name):
-            read_table(tmp_path / name)
-    with pytest.raises(UserError, match="cannot read"):
-        read_table(tmp_path / "missing.json")
-    assert read_rows(b'{"rows": []}', "none") == []
 
 
 # --- stored runs --------------------------------------------------------------------------------------------------
@@ -343,15 +177,9 @@ def test_a_store_without_runs_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [60, 100, 160])
 def test_the_text_fits_every_width(width: int) -> None:
-    told = render(check_document(checked()), width=width)
+    told = render(check_document(check_runs(chosen_runs())), width=width)
     assert max(map(len, told.splitlines())) <= width
     assert "median error" in told
-
-
-def test_the_page_has_a_mark_for_each_prediction() -> None:
-    page = html.to_html(check_document(checked()))
-    assert page.count("<title>mpt-") >= 135
-    assert "not in the catalogue" in page
 
 
 # --- fits of figures that are known -------------------------------------------------------------------------------
@@ -408,21 +236,6 @@ def test_a_phase_much_longer_than_its_kernels_tells_the_pace_of_its_host() -> No
     slow = [cell for cell in cells if cell.measured_s > 1.4 * cell.device_s]
     assert slow
     assert all(waited(cell, paces) for cell in slow)
-
-
-def test_the_factors_of_a_source_are_found_again() -> None:
-    rows = [row for row in published() if row.group == "mosaicml" and row.steplab_gpu == "H100 SXM" and counts(row)]
-    true = StackRates(product_factor=1.3, attention_factor=1.6, streaming_factor=1.1)
-    gpu = gpu_named("H100 SXM")
-    made = [
-        msgspec.structs.replace(row, derived={"step_time_s": load_of(row, gpu).seconds(true)})
-        for row in rows
-        if row.gpus == 8
-    ]
-    found = fitted_stack(list(loaded_rows(made)))
-    assert found.product_factor == pytest.approx(1.3, rel=0.02)
-    assert found.attention_factor == pytest.approx(1.6, rel=0.03)
-    assert found.streaming_factor == pytest.approx(1.1, rel=0.05)
 
 
 def test_the_table_was_fitted_to_the_committed_records() -> None:

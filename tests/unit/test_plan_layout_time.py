@@ -3,7 +3,6 @@
 import dataclasses
 import gzip
 import itertools
-import lzma
 import statistics
 from collections import Counter
 from functools import cache
@@ -11,6 +10,7 @@ from pathlib import Path
 
 import msgspec
 import pytest
+from benchmarks.published import PublicLayout, read_rows, step_of
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.documents import chapter_says
@@ -24,7 +24,6 @@ from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of
 from steplab.plan.layout.time import COMMUNICATION_SPREAD, CONTENTION, PEER_COPY_CONTENTION, LayoutClock
 from steplab.plan.layout.traffic import Traffic, traffic_of
-from steplab.plan.public import PublicLayout, read_rows, step_of
 from steplab.plan.time import predict_step_time
 from steplab.records.codec import decode
 from steplab.records.comm import CommFit, CommRun
@@ -346,7 +345,7 @@ def test_a_step_gathers_as_today() -> None:
 
 def test_published_layouts_of_one_job_are_ranked_as_measured() -> None:
     """Four of five pairs that differ by more than 5 %; nothing was fitted to them."""
-    rows = read_rows(lzma.decompress((RESULTS.parent / "public_training.json.xz").read_bytes()), "rows")
+    rows = read_rows()
     (job,) = {row.model.key for row in rows if row.group == "vtrain" and row.scored}
     clock = LayoutClock(gpu_named("A100 SXM 80GB"), machine_of(hardware_named("A100 SXM 80GB"), 8), head_start=True)
     timed = []

@@ -1,9 +1,6 @@
 """A predicted step time beside the measured one."""
 
-from dataclasses import dataclass, field
-
-RECORDS = "records"
-"""The source of a step that the store has a record of."""
+from dataclasses import dataclass
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -11,11 +8,9 @@ class TimeCheck:
     """A prediction beside a measurement of the same step."""
 
     id: str
-    """Id of the record, or of the row of a table."""
-    source: str
-    """Who measured it: RECORDS for the store, else the source that a table names."""
+    """Id of the record."""
     gpu: str
-    """GPU, by its name in the catalogue, or as the source calls it."""
+    """GPU, by its name in the catalogue, or as the record calls it."""
     cell: str
     """The step in words."""
     precision: str
@@ -37,15 +32,8 @@ class TimeCheck:
     fitted: bool = False
     """Whether rates were fitted to it, or to others of its like; otherwise it was held out, or came later."""
     device_waited: bool = False
-    """Whether the device waited for the host, by the pace of that machine's host in the same records."""
-    constant_s: float | None = None
-    """The time by one constant share of the peak, the best for the source on this GPU; None for the store's runs."""
-    job: str = ""
-    """What steps of one job on several layouts share; empty for the store's runs."""
-    predicted_kinds_s: dict[str, float] = field(default_factory=dict)
-    """Predicted seconds of the device by kind of kernel, where the step was profiled."""
-    measured_kinds_s: dict[str, float] = field(default_factory=dict)
-    """Measured seconds by the same kinds."""
+    """Whether the GPU may have waited for Python, by the pace of that machine's CPU in the same records; of a
+    model that is not steplab's, by its record and the prediction."""
     unsupported: str | None = None
     """Why there is no prediction; None: there is one."""
 
@@ -55,13 +43,6 @@ class TimeCheck:
         if self.predicted_step_time_s is None or not self.measured_step_time_s:
             return None
         return self.predicted_step_time_s / self.measured_step_time_s - 1
-
-    @property
-    def constant_error(self) -> float | None:
-        """The same of the constant share of the peak."""
-        if self.constant_s is None or not self.measured_step_time_s:
-            return None
-        return self.constant_s / self.measured_step_time_s - 1
 
     @property
     def inside(self) -> bool | None:

@@ -4,7 +4,6 @@ For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
 
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -268,24 +267,13 @@ def steps(
 
 
 @plan.command
-def check(
-    *,
-    table: Annotated[
-        Path | None,
-        Parameter(
-            help="Published steps in place of the store's runs: JSON as benchmarks/public_training.json.xz, plain or "
-            "compressed"
-        ),
-    ] = None,
-    out: PageOptions = PageOptions(),
-) -> None:
-    """Set predictions of time and memory beside what was measured.
+def check(*, out: PageOptions = PageOptions()) -> None:
+    """Set predictions of time and memory beside what was measured, for every run in the store.
 
-    Of every run in the store, or of every row of a table of published steps:
-    how far off, by source, GPU, precision and kind of kernel, how often the
-    measured time lies in the interval, and what cannot be predicted. Runs and
-    rows that the rates were fitted to are told from those held out. JSON and
-    CSV have one row for each cell; a page has a picture.
+    How far off, by precision, by whether rates were fitted to such a run and
+    whether the GPU may have waited for Python; how often the measured time
+    lies in the interval; and what cannot be predicted. JSON and CSV have one
+    row for each run.
 
     For example: steplab plan check --output check.html
     """
@@ -295,7 +283,7 @@ def check(
 
     chosen = _chosen(out)
     with ProgressLine() as line:
-        checked = check_plan(out.store, table, line.within)
+        checked = check_plan(out.store, line.within)
     _write(check_document(checked), chosen, out)
 
 

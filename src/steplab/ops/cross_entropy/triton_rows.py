@@ -12,7 +12,7 @@ from steplab.ops.triton_device import on_device_of
 
 BLOCK, NUM_WARPS = 16384, 32
 """Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. It was the fastest
-of eight on an H200, where a multiprocessor then has one row at a time (benchmarks/cross_entropy_study.py --kernel)."""
+of eight on an H200, where a multiprocessor then has one row at a time (benchmarks/kernels.py cross_entropy --tiles)."""
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 

@@ -1,0 +1,452 @@
+"""Kernels, each alone on a GPU, beside what others offer for the same work, in turns in one process.
+
+    python -m benchmarks.kernels adamw [--parameters 2.5e8] [--tensors 1]
+    python -m benchmarks.kernels cross_entropy [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
+    python -m benchmarks.kernels block_ops [--model xl]
+    python -m benchmarks.kernels products [--model xl] [--tokens 2048]
+    python -m benchmarks.kernels ... --tiles                     # our kernels alone, in other tiles
+    python -m benchmarks.kernels ... --repeats 24 --output FILE.json
+
+Attention has a command of its own, `steplab attention`. A sample is the time by CUDA events of some calls without a
+pause between them, on sets of tensors of which the L2 cache holds none, after Python has got ahead of the GPU. The
+order of turns is drawn anew each time: at the limit of power, a kernel's clock depends on who ran before it. Bytes are
+each input read once and each output written once. Memory is the allocator's peak beyond inputs and gradients. What is
+not installed is left out: liger-kernel, cut-cross-entropy, or torch 2.13's linear_cross_entropy.
+"""
+
+import argparse
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from inspect import signature
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from steplab.ops.adamw import block as adamw_block
+from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops.cross_entropy import linear_cross_entropy, triton_rows
+from steplab.ops.cross_entropy.chunks import Terms
+from steplab.ops.cross_entropy.implementations import chunk_tokens, padded_entries
+from steplab.ops.rms_norm import api as norm
+from steplab.ops.rotary_heads import api as heads
+from steplab.ops.swiglu import api as gated
+from steplab.specs.model import MODEL_SIZES
+
+BATCH, CONTEXT = 4, 512
+CACHE_BYTES, MOST_SETS = 150e6, 24
+"""Bytes of tensors beyond what an H200's L2 cache of 50 MB holds, and sets of them at most."""
+HEAD_START_CLOCKS = 4_000_000
+"""About 2 ms, in which Python gets ahead of the GPU."""
+ADAMW_BYTES = 28
+"""For each parameter: an update reads it, its gradient and both moments, and writes all but the gradient. With masters
+the gradient has 2 bytes for 4, and 2 are written for the weight."""
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+Call = Callable[[], object]
+Constants = Mapping[str, int]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """Something to time."""
+
+    name: str
+    make: Callable[[], Call]
+    """Makes a set of tensors, and gives the call on them."""
+    amount: float
+    """FLOPs or bytes of a call."""
+    unit: str = "B"
+    """FLOP or B, of the amount."""
+    set_bytes: float = CACHE_BYTES
+    """Bytes of a set."""
+    module: Any = None
+    """Whose constants are set before each sample."""
+    constants: Constants = field(default_factory=dict)
+
+
+def sample_s(calls: list[Call], flush: Tensor) -> float:
+    """Seconds of a call, by CUDA events around all of them."""
+    flush.zero_()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(HEAD_START_CLOCKS)
+    start.record()
+    for call in calls:
+        call()
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / 1e3 / len(calls)
+
+
+def measure(cases: list[Case], repeats: int) -> list[dict[str, Any]]:
+    """A row for each case, with its samples in turns."""
+    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
+    ready, rows = list[tuple[Case, list[Call], dict[str, Any]]](), list[dict[str, Any]]()
+    for case in cases:
+        row: dict[str, Any] = {"name": case.name, "amount": case.amount, "unit": case.unit, **case.constants}
+        rows.append(row)
+        try:
+            calls = [case.make() for _ in range(max(1, min(MOST_SETS, int(-(-CACHE_BYTES // case.set_bytes)))))]
+            put(case)
+            for call in [*calls, *calls[:2]]:
+                call()
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            torch.cuda.reset_peak_memory_stats()
+            calls[0]()
+            torch.cuda.synchronize()
+            row["beyond_bytes"] = torch.cuda.max_memory_allocated() - before
+            row["samples_s"] = list[float]()
+            ready.append((case, calls, row))
+        except Exception as error:
+            row["left_out"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
+        print(f"ready: {case.name} {row.get('left_out', '')}", file=sys.stderr)
+    shuffled = random.Random(0)
+    for _ in range(repeats):
+        shuffled.shuffle(ready)
+        for case, calls, row in ready:
+            put(case)
+            row["samples_s"].append(sample_s(calls, flush))
+    return rows
+
+
+def put(case: Case) -> None:
+    """Set the constants of a case's module."""
+    for name, value in case.constants.items():
+        setattr(case.module, name, value)
+
+
+def in_tiles(cases: list[Case], module: Any, tiles: list[Constants]) -> Iterator[Case]:
+    """Each case with each choice of constants."""
+    for case in cases:
+        for constants in tiles:
+            yield Case(**{**vars(case), "module": module, "constants": constants})
+
+
+# --- AdamW --------------------------------------------------------------------------------------------------------
+
+
+def adamw(options: argparse.Namespace) -> list[Case]:
+    """A step of the optimizer, and a copy of as many bytes, half of them read and half written."""
+    count, moved = int(options.parameters), ADAMW_BYTES * options.parameters
+    settings: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.01}
+
+    def parameters(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+        size = count // options.tensors
+        made = [torch.randn(size, device="cuda", dtype=dtype).requires_grad_() for _ in range(options.tensors)]
+        for parameter in made:
+            parameter.grad = torch.randn(size, device="cuda", dtype=dtype)
+        return made
+
+    def with_masters() -> Call:
+        weights = parameters(torch.bfloat16)
+        return OneKernelAdamW(weights, masters={weight: weight.detach().float() for weight in weights}, **settings).step
+
+    def copy() -> Call:
+        source = torch.empty(int(moved / 8), device="cuda")
+        target = torch.empty_like(source)
+        return lambda: target.copy_(source)
+
+    ours = [
+        Case(name="one kernel", make=lambda: OneKernelAdamW(parameters(), **settings).step, amount=moved),
+        Case(name="one kernel, bf16 weights with fp32 masters", make=with_masters, amount=moved),
+    ]
+    if options.tiles:
+        tiles: list[Constants] = [
+            {"ADAMW_BLOCK": block, "NUM_WARPS": warps}
+            for block, warps in [(512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16)]
+        ]
+        return list(in_tiles(ours, adamw_block, tiles))
+    peers = [
+        Case(
+            name=f"torch {name}",
+            make=lambda name=name: torch.optim.AdamW(parameters(), **{**settings, name: True}).step,  # type: ignore[misc]
+            amount=moved,
+        )
+        for name in ("fused", "foreach")
+    ]
+    return [*ours, *peers, Case(name="copy of as many bytes", make=copy, amount=moved)]
+
+
+# --- the output head with its loss --------------------------------------------------------------------------------
+
+Loss = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""(hidden, weight, targets) -> the mean loss"""
+
+
+def plain(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+    return functional.cross_entropy(functional.linear(hidden, weight), targets)
+
+
+def own(name: str) -> Loss:
+    return lambda hidden, weight, targets: linear_cross_entropy(hidden, weight, targets, implementation=name)
+
+
+def liger(**options: Any) -> Loss:
+    from liger_kernel.ops.fused_linear_cross_entropy import LigerFusedLinearCrossEntropyFunction as Function
+
+    parameters = list(signature(Function.forward).parameters.values())[4:]  # after ctx, input, weight and target
+    others = [options.get(each.name, each.default) for each in parameters]
+
+    def loss(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        output = Function.apply(hidden, weight, targets, *others)
+        return output[0] if isinstance(output, tuple) else output
+
+    return loss
+
+
+def cut(filter_eps: Any) -> Loss:
+    from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
+
+    return lambda hidden, weight, targets: cut_cross_entropy(hidden, weight, targets, filter_eps=filter_eps)
+
+
+def torchs() -> Loss:
+    in_torch, options = functional.linear_cross_entropy, torch.nn.LinearCrossEntropyOptions()  # from torch 2.13 on
+    return lambda hidden, weight, targets: in_torch(hidden, weight, targets, options=options)
+
+
+LOSSES: dict[str, Callable[[], Loss]] = {
+    "fused": lambda: own("fused"),
+    "chunked": lambda: own("chunked"),
+    "torch eager": lambda: plain,
+    "torch compiled": lambda: torch.compile(plain, dynamic=False),
+    "torch linear_cross_entropy": torchs,
+    "liger": liger,
+    "liger fp32 sums": lambda: liger(accum_dtype=torch.float32),
+    "cut_cross_entropy exact": lambda: cut(None),
+    "cut_cross_entropy": lambda: cut("auto"),
+}
+"""Liger's own chunks are as it chooses them; cut cross-entropy's default leaves out small gradients, exact has all."""
+
+
+def cross_entropy(options: argparse.Namespace) -> list[Case]:
+    """Forward and backward of the last linear layer with the loss, three products; with --tiles, the kernel of softmax,
+    loss and gradient on the logits of a chunk, each read once and written once."""
+    tokens, width, entries, dtype = options.tokens, options.width, options.entries, DTYPES[options.dtype]
+    if options.tiles:
+        rows = chunk_tokens(tokens, entries, dtype.itemsize)
+
+        def kernel() -> Call:
+            logits = torch.randn(rows, padded_entries(entries), device="cuda").to(dtype)[:, :entries]
+            targets = torch.randint(entries, (rows,), device="cuda")
+            losses, scale = torch.empty(rows, device="cuda"), torch.ones(rows, device="cuda")
+            return lambda: triton_rows.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
+
+        sizes = [(2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16), (16384, 32)]
+        case = Case(name="softmax, loss and gradient", make=kernel, amount=2 * rows * entries * dtype.itemsize)
+        tiles: list[Constants] = [{"BLOCK": block, "NUM_WARPS": warps} for block, warps in sizes]
+        return list(in_tiles([case], triton_rows, tiles))
+    hidden = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
+    weight = torch.randn(entries, width, device="cuda", dtype=dtype).mul_(width**-0.5).requires_grad_()
+    targets = torch.randint(entries, (tokens,), device="cuda")
+
+    def made(name: str) -> Callable[[], Call]:
+        def make() -> Call:
+            loss = LOSSES[name]()
+
+            def run() -> None:
+                hidden.grad = weight.grad = None
+                loss(hidden, weight, targets).backward()
+
+            return run
+
+        return make
+
+    return [Case(name=name, make=made(name), amount=6 * tokens * width * entries, unit="FLOP") for name in LOSSES]
+
+
+# --- between the products of a block ------------------------------------------------------------------------------
+
+
+def block_ops(options: argparse.Namespace) -> list[Case]:
+    """RMSNorm with the sum before it, rotary embedding and SwiGLU: batch 4, context 512, bf16 products, and a residual
+    stream in float32."""
+    shape, tokens, ops = MODEL_SIZES[options.model], BATCH * CONTEXT, torch.ops.steplab
+    width, inner, num_heads = shape.d_model, shape.d_ff, shape.num_heads
+    table = torch.randn(2, CONTEXT, shape.head_dim // 2, device="cuda")
+
+    def made(*sizes: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+        return torch.randn(*sizes, dtype=dtype, device="cuda")
+
+    def wide(*sizes: int) -> Tensor:
+        return made(*sizes, dtype=torch.float32)
+
+    def on(call: Callable[..., object], *tensors: Callable[[], object]) -> Callable[[], Call]:
+        def make() -> Call:
+            given = [tensor() for tensor in tensors]
+            return lambda: call(*given)
+
+        return make
+
+    def branch() -> Tensor:
+        return made(tokens, width)
+
+    def stream() -> Tensor:
+        return wide(tokens, width)
+
+    def joined() -> Tensor:
+        return made(tokens, 2 * inner)
+
+    def grad() -> Tensor:
+        return made(BATCH, CONTEXT, num_heads, shape.head_dim)
+
+    offered: list[tuple[str, int, Callable[[], Call], Any, list[Constants]]] = [
+        (
+            "add_rms_norm backward",
+            16 * tokens * width,
+            on(
+                lambda g, of_sum, total, weight, rstd: ops.add_rms_norm_backward(
+                    g, of_sum, total, weight, rstd, torch.float32, torch.bfloat16
+                ),
+                *(branch, stream, stream, lambda: wide(width), lambda: wide(tokens)),
+            ),
+            norm,
+            [
+                {"NUM_PROGRAMS": 132 * programs, "BACKWARD_WARPS": warps}
+                for programs, warps in [(4, 8), (4, 4), (8, 4), (8, 8), (2, 16), (2, 8), (3, 8), (4, 16)]
+            ],
+        ),
+        (
+            "add_rms_norm",
+            12 * tokens * width,
+            on(
+                lambda x, added, weight: ops.add_rms_norm(x, added, weight, 1e-5, torch.bfloat16),
+                *(stream, branch, lambda: wide(width)),
+            ),
+            norm,
+            [{"FORWARD_WARPS": warps} for warps in (8, 4, 2)],
+        ),
+        (
+            "rotary_heads backward",
+            12 * tokens * width,
+            on(lambda *grads: ops.rotary_heads_backward(*grads, table), grad, grad, grad),
+            heads,
+            [{"ELEMENTS": size, "NUM_WARPS": warps} for size, warps in [(1024, 4), (512, 2), (2048, 8), (2048, 4)]],
+        ),
+        (
+            "rotary_heads",
+            12 * tokens * width,
+            on(lambda merged: ops.rotary_heads(merged, table, num_heads), lambda: made(BATCH, CONTEXT, 3 * width)),
+            heads,
+            [{"ELEMENTS": size, "NUM_WARPS": warps} for size, warps in [(1024, 4), (512, 2), (2048, 8), (2048, 4)]],
+        ),
+        (
+            "swiglu backward",
+            10 * tokens * inner,
+            on(ops.swiglu_backward, lambda: made(tokens, inner), joined),
+            gated,
+            _SWIGLU,
+        ),
+        ("swiglu", 6 * tokens * inner, on(ops.swiglu, joined), gated, _SWIGLU),
+    ]
+    return [
+        case
+        for name, num_bytes, make, module, tiles in offered
+        for case in in_tiles(
+            [Case(name=name, make=make, amount=num_bytes, set_bytes=num_bytes)],
+            module,
+            tiles if options.tiles else tiles[:1],
+        )
+    ]
+
+
+_SWIGLU: list[Constants] = [
+    {"ROWS": rows, "COLUMNS": columns, "NUM_WARPS": warps}
+    for rows, columns, warps in [(2, 512, 4), (4, 256, 4), (1, 1024, 4), (2, 1024, 4), (4, 512, 4)]
+]
+"""The first are those in use, as in the other lists."""
+
+
+# --- matrix products ----------------------------------------------------------------------------------------------
+
+
+def products(options: argparse.Namespace) -> list[Case]:
+    """The three products of each linear layer of a model: forward, the input's gradient and the weight's."""
+    shape, tokens = MODEL_SIZES[options.model], options.tokens
+    width, inner = shape.d_model, shape.d_ff
+    layers = {
+        "query, key, value or output": (width, width),
+        "query, key and value": (width, 3 * width),
+        "gate or up": (width, inner),
+        "gate and up": (width, 2 * inner),
+        "down": (inner, width),
+        "head": (width, shape.vocab_size),
+    }
+    kinds: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+        "forward": lambda x, weight, gradient: x @ weight.t(),
+        "gradient of the input": lambda x, weight, gradient: gradient @ weight,
+        "gradient of the weight": lambda x, weight, gradient: gradient.t() @ x,
+    }
+
+    def made(inputs: int, outputs: int, kind: str) -> Callable[[], Call]:
+        def make() -> Call:
+            sizes = (tokens, inputs), (outputs, inputs), (tokens, outputs)
+            operands = [torch.randn(*size, device="cuda", dtype=torch.bfloat16) for size in sizes]
+            return lambda: kinds[kind](*operands)
+
+        return make
+
+    return [
+        Case(
+            name=f"{layer} ({inputs} x {outputs}), {kind}",
+            make=made(inputs, outputs, kind),
+            amount=2 * tokens * inputs * outputs,
+            unit="FLOP",
+            set_bytes=2 * (tokens * inputs + inputs * outputs + tokens * outputs),
+        )
+        for layer, (inputs, outputs) in layers.items()
+        for kind in kinds
+    ]
+
+
+KERNELS: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
+    "adamw": adamw,
+    "cross_entropy": cross_entropy,
+    "block_ops": block_ops,
+    "products": products,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("kernels", choices=KERNELS)
+    parser.add_argument("--parameters", type=float, default=2.5e8)
+    parser.add_argument("--tensors", type=int, default=1)
+    parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--width", type=int, default=4096)
+    parser.add_argument("--entries", type=int, default=131_072)
+    parser.add_argument("--dtype", default="bf16", choices=DTYPES)
+    parser.add_argument("--model", default="xl", choices=MODEL_SIZES)
+    parser.add_argument("--tiles", action="store_true")
+    parser.add_argument("--repeats", type=int, default=12)
+    parser.add_argument("--output", type=Path)
+    options = parser.parse_args()
+    torch.manual_seed(0)
+    rows = measure(KERNELS[options.kernels](options), options.repeats)
+    about = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "options": vars(options)}
+    if options.output:
+        options.output.write_text(json.dumps(about | {"rows": rows}, indent=1, default=str), encoding="utf-8")
+    print(f"{about['device']}, torch {about['torch']}, medians of {options.repeats} turns\n")
+    print("| kernel | µs | smallest to largest | rate | beyond, MiB |\n|---|--:|--:|--:|--:|")
+    for row in sorted((row for row in rows if row.get("samples_s")), key=lambda row: median(row["samples_s"])):
+        samples = row["samples_s"]
+        constants = " ".join(f"{name.lower()} {value}" for name, value in row.items() if name.isupper())
+        print(
+            f"| {row['name']} {constants} | {median(samples) * 1e6:.1f} | {min(samples) * 1e6:.1f} to "
+            f"{max(samples) * 1e6:.1f} | {row['amount'] / median(samples) / 1e12:.2f} T{row['unit']}/s "
+            f"| {row['beyond_bytes'] / 2**20:.0f} |"
+        )
+    for row in rows:
+        if "left_out" in row:
+            print(f"left out: {row['name']}: {row['left_out']}")
+
+
+if __name__ == "__main__":
+    main()

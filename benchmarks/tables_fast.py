@@ -1,0 +1,308 @@
+"""The tables of the fastest steps, from their records and from walks of `steplab advise`.
+
+Every figure is computed from the samples in the records; nothing is typed in but the ceilings below.
+"""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timedelta
+from statistics import median
+
+from benchmarks.page_tables import RESULTS, read, table_of_texts
+from benchmarks.tables_attention import waited
+
+from steplab.costs.flops import model_flops_per_token
+from steplab.records.advice import Advice
+from steplab.records.run import Run
+from steplab.report.kit.document import Table
+from steplab.report.kit.markup import markdown_table
+from steplab.specs.hardware import find_hardware
+
+MATMUL_FLOPS_PER_S = 790e12
+"""What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
+COPY_BYTES_PER_S = 4.28e12
+"""What a copy on the device reaches, read and written (adamw_h200_202611.json)."""
+ADAMW_BYTES = 28
+"""That an update reads and writes for each parameter (docs/cross_entropy.md)."""
+OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
+"""Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
+PHASES = ("forward", "backward", "optimizer")
+SAME_RUN = timedelta(minutes=10)
+"""Two records of one GPU that are no further apart are of one run."""
+STEP = (
+    *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
+    "optimizer",
+)
+
+
+def measured() -> tuple[list[Run], list[Advice]]:
+    """The measured training steps, each once, and the walks that ended with a step."""
+    runs = [run for run in read(RESULTS / "fast_h200_202611.jsonl.gz", Run) if run.spec and run.samples_s]
+    walks = read(RESULTS / "walk_h200_202611.jsonl.gz", Advice)
+    return [run for run in runs if not run.failure], [walk for walk in walks if walk.spec and walk.best_s]
+
+
+def written() -> str:
+    """The tables as they stand in the page."""
+    return "\n\n".join(parts(*measured()))
+
+
+def parts(runs: Sequence[Run], walks: Sequence[Advice] = ()) -> Iterator[str]:
+    """The page, piece by piece: each size beside others and by `advise`, its fastest step and the distance of that to
+    the roofline, all steps, and where the time of profiled ones goes."""
+    order = sorted(runs, key=lambda run: (_parameters(run), run.spec.context if run.spec else 0, run.median_s))
+    fastest = dict[tuple[str, int], Run]()
+    for run in order:
+        assert run.spec is not None
+        if run.spec.model.kind == "transformer":
+            fastest.setdefault((run.spec.model.name, run.spec.context), run)
+    yield "## Beside transformers, and by `advise`"
+    yield markdown_table(beside(runs, walks))
+    yield "## The fastest step of each size"
+    yield markdown_table(steps(list(fastest.values())))
+    yield "## Their distance to the roofline"
+    yield markdown_table(floors(list(fastest.values())))
+    yield "## All steps"
+    yield markdown_table(steps(order))
+    if profiled := [run for run in order if run.profile and run.spec and run.spec.pass_name == "train"]:
+        yield "## Where the time goes"
+        yield markdown_table(shares(profiled))
+
+
+def _parameters(run: Run) -> int:
+    return run.model.num_parameters if run.model else 0
+
+
+def steps(runs: Sequence[Run]) -> Table:
+    """Step and phase times, MFU and memory of each run."""
+    rows = []
+    for run in runs:
+        assert run.spec is not None
+        assert run.timing is not None
+        spec, peak = run.spec, run.memory.peak("step") if run.memory else None
+        projections = spec.model.shape.projections if spec.model.shape else ""
+        rows.append(
+            (
+                *(spec.model.name, str(spec.context), spec.precision, spec.attention, spec.loss, projections),
+                *(
+                    spec.block_ops,
+                    spec.compile,
+                    spec.cuda_graph,
+                    spec.optimizer,
+                    _ms(run.median_s),
+                    _ms(min(run.samples_s)),
+                ),
+                *(_phase_ms(run, name) for name in PHASES),
+                f"{run.mfu:.1%}" if run.mfu else "–",
+                *(f"{size / 2**30:.1f}" if size else "–" for size in _sizes(peak)),
+                run.id,
+            )
+        )
+    headers = (
+        *STEP,
+        "step",
+        "shortest",
+        "forward",
+        "backward",
+        "update",
+        "MFU (causal)",
+        "allocated",
+        "reserved",
+        "record",
+    )
+    caption = (
+        "Milliseconds, medians of the measured steps; GiB at the peak. What the CUDA graphs of `reduce-overhead` keep "
+        "is reserved, and not counted as allocated."
+    )
+    return table_of_texts(
+        "steps", headers, rows, numeric=[h not in (*STEP, "record") for h in headers], caption=caption
+    )
+
+
+def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
+    """The recipe's step of each size beside transformers' of the same run, and what a walk ended with."""
+    rows = []
+    sizes = {(r.spec.model.name, r.spec.context): _parameters(r) for r in runs if r.spec and not _peer(r)}
+    for size in sorted(sizes, key=lambda size: (sizes[size], size[1])):
+        cast = [run for run in runs if _size(run) == size and _is_the_recipe(run, "bf16")]
+        walked = max((w for w in walks if _size(w) == size), key=lambda walk: walk.created_utc, default=None)
+        ours = [run for run in runs if _size(run) == size and _is_the_recipe(run)]
+        pairs = [(run, peer) for run in ours for peer in runs if _peer(peer) == size and _in_one_run(run, peer)]
+        last = max((run.created_utc for run, _ in pairs), default=None)
+        pair = min((two for two in pairs if two[0].created_utc == last), key=lambda two: _step_s(two[1]), default=None)
+        recipe, peer = pair or (min(ours, key=_step_s, default=None), None)
+        if recipe is None:
+            continue
+        autocast = max(cast, key=lambda run: run.created_utc, default=None)
+        rows.append(
+            (
+                *(size[0], str(size[1]), _ms(_step_s(recipe)), _ms(walked.best_s if walked else None)),
+                _ms(peer.median_s if peer else None) + "†" * (peer is not None and waited(peer)),
+                f"{_step_s(recipe) / _step_s(peer):.3f}" if peer else "–",
+                _ms(autocast.median_s if autocast else None),
+                ", ".join(record.id for record in (recipe, walked, peer, autocast) if record),
+            )
+        )
+    own = ("model", "context")
+    headers = (*own, "recipe", "by advise", "transformers", "times as long", "with fp32 weights", "records")
+    caption = (
+        "Milliseconds, medians of the measured steps. Recipe: `--recipe fast --attention flash_triton`, whose weights "
+        "are bf16 with fp32 masters (`--precision bf16_master`). By advise: the walk from the plain step. "
+        "Transformers: its Llama of the same sizes, bf16 autocast, compiled, cuDNN's attention or torch's choice, "
+        "torch's fused AdamW, on the GPU of the recipe's step and within ten minutes of it; the fastest where it was "
+        "compiled in several ways, as layer by layer and as a whole in CUDA graphs; †: the device waited for Python. "
+        "With fp32 weights: the recipe with `--precision bf16`, which is autocast "
+        "over fp32 weights."
+    )
+    return table_of_texts(
+        "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
+    )
+
+
+def _size(record: Run | Advice) -> tuple[str, int] | None:
+    return (record.spec.model.name, record.spec.context) if record.spec else None
+
+
+def _is_the_recipe(run: Run, precision: str = "bf16_master") -> bool:
+    spec, asked = run.spec, (precision, "triton", "overlapped", "flash_triton")
+    return spec is not None and (spec.precision, spec.block_ops, spec.update, spec.attention) == asked
+
+
+def _peer(run: Run) -> tuple[str, int] | None:
+    """The size that transformers' model has; None: it is another model."""
+    assert run.spec is not None
+    found = re.fullmatch(r"hf:.*llama-(.+)\.json", run.spec.model.name)
+    return (found[1], run.spec.context) if found else None
+
+
+def _in_one_run(a: Run, b: Run) -> bool:
+    gpus = {run.environment.device.uuid for run in (a, b) if run.environment}
+    apart = datetime.fromisoformat(a.created_utc) - datetime.fromisoformat(b.created_utc)
+    return len(gpus) == 1 and abs(apart) <= SAME_RUN
+
+
+def _phase_ms(run: Run, name: str) -> str:
+    assert run.spec is not None
+    assert run.timing is not None
+    if name == "optimizer" and run.spec.updates_in_backward:
+        return "in backward"
+    phase = run.timing.phase(name)
+    return _ms(median(phase.best_s)) if phase else "–"
+
+
+def _sizes(peak: object) -> tuple[int | None, int | None]:
+    return getattr(peak, "peak_allocated_bytes", None), getattr(peak, "peak_reserved_bytes", None)
+
+
+def shares(runs: Sequence[Run]) -> Table:
+    """Milliseconds of a profiled step by what binds them, and beside two of them the rate that they reach."""
+    rows = []
+    for run in runs:
+        assert run.spec is not None
+        assert run.profile is not None
+        assert run.model is not None
+        spec, profile, model = run.spec, run.profile, run.model
+        count = profile.num_steps
+        idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / count
+        lasted_s = defaultdict[str, float](float)
+        for kernel in profile.kernels:
+            lasted_s["attention" if kernel.name in OWN_ATTENTION else kernel.category] += kernel.total_s / count
+        products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
+        all_s = sum(lasted_s.values())
+        rest_s = all_s - products_s - attention_s - adamw_s
+        flops = spec.tokens_of_all * _linear_flops_per_token(run)
+        moved = ADAMW_BYTES * model.num_parameters
+        rows.append(
+            (
+                *(spec.model.name, str(spec.context), spec.precision, spec.block_ops, spec.compile, spec.cuda_graph),
+                *(
+                    _ms(run.median_s),
+                    _ms(products_s),
+                    _tera(flops, products_s, digits=0),
+                    _ms(flops / MATMUL_FLOPS_PER_S),
+                ),
+                *(_ms(adamw_s), _tera(moved, adamw_s, digits=2), _ms(moved / COPY_BYTES_PER_S)),
+                *(_ms(attention_s), _ms(rest_s), _ms(all_s - profile.busy_s / count), _ms(idle_s), run.id),
+            )
+        )
+    own = ("model", "context", "precision", "block ops", "compile", "graph")
+    products = ("products", "TFLOP/s", f"at {MATMUL_FLOPS_PER_S / 1e12:.0f}")
+    adamw = ("AdamW", "TB/s", f"at {COPY_BYTES_PER_S / 1e12:.2f}")
+    headers = (*own, "step", *products, *adamw, "attention", "other kernels", "at once", "idle", "record")
+    caption = (
+        "Milliseconds of a profiled step; beside it (step) those of the same step without the profiler. Products: "
+        "matrix products outside of attention, 6 FLOPs for each token and parameter that they use; beside them their "
+        f"time at the rate of a matmul of 8192³. AdamW: {ADAMW_BYTES} bytes for each parameter; beside it the time of "
+        "a copy of as many bytes. Other kernels (casts, norms, activations, residual sums, embedding, loss) are bound "
+        "by memory. Durations are those of the kernels: where an overlapped update runs beside others, both take "
+        "longer, and both columns have that time, which the step has once (at once). Idle: no kernel ran."
+    )
+    return table_of_texts(
+        "shares", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
+    )
+
+
+def floors(runs: Sequence[Run]) -> Table:
+    """What the GPU's stated figures take for what a step cannot leave out, beside the step."""
+    rows = []
+    for run in runs:
+        assert run.spec is not None
+        assert run.model is not None
+        known = find_hardware(run.device_name or "")
+        assert known is not None
+        peak = known.peaks["bf16"].flops_per_s
+        tokens, linear, all_flops = run.spec.tokens_of_all, *(_flops_per_token(run, n) for n in (0, run.spec.context))
+        update_s = ADAMW_BYTES * run.model.num_parameters / known.memory_bandwidth_bytes_per_s
+        parts_s = tokens * linear / peak, tokens * (all_flops - linear) / peak, update_s
+        step_s = _step_s(run)
+        rows.append(
+            (
+                *(run.spec.model.name, str(run.spec.context), _ms(step_s), *map(_ms, parts_s), _ms(sum(parts_s))),
+                *(f"{sum(parts_s) / step_s:.0%}", run.id),
+            )
+        )
+    own = ("model", "context")
+    headers = (*own, "step", "products", "attention", "AdamW", "together", "of the step", "record")
+    caption = (
+        "Milliseconds. Products and attention: the FLOPs that are needed, by the causal convention, at the stated "
+        f"dense peak; AdamW: {ADAMW_BYTES} bytes for each parameter at the stated bandwidth. Together, if nothing "
+        "overlapped."
+    )
+    return table_of_texts(
+        "floors", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
+    )
+
+
+def _linear_flops_per_token(run: Run) -> float:
+    """FLOPs that the linear layers need for a token, forward and backward."""
+    return _flops_per_token(run, 0)
+
+
+def _flops_per_token(run: Run, context: int) -> float:
+    """FLOPs that a token needs in a context, forward and backward."""
+    assert run.model is not None
+    flops = model_flops_per_token(
+        "causal",
+        num_parameters=run.model.num_parameters,
+        num_embedding_parameters=run.model.num_embedding_parameters,
+        num_layers=run.model.num_layers,
+        attention_width=run.model.attention_width,
+        context=context,
+        backward=True,
+    )
+    assert flops is not None
+    return flops
+
+
+def _tera(amount: float, seconds: float, *, digits: int) -> str:
+    return f"{amount / seconds / 1e12:.{digits}f}" if seconds else "–"
+
+
+def _step_s(run: Run) -> float:
+    assert run.median_s is not None
+    return run.median_s
+
+
+def _ms(seconds: float | None) -> str:
+    return "–" if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
