@@ -23,7 +23,7 @@ from steplab.measurement.machine.world import join_world, meeting_place
 from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.parallel import DataParallel, peer_parts
+from steplab.parallel import DataParallel, sizes
 from steplab.specs.resolve import resolve_step
 
 MIB = 2**20
@@ -45,11 +45,11 @@ def designs_of(step: ModelStep, buckets: Sequence[float], parts: Sequence[int]) 
     found = [Design(label="nothing")]
     for bucket_mb in buckets:
         for part in parts:
-            with patch.object(peer_parts, "PART_BYTES", part * MIB):
+            with patch.object(sizes, "PART_BYTES", part * MIB):
                 model = DataParallel(step.module, bucket_size_mb=bucket_mb, transport="peer_copy")
             found.append(Design(label=f"{bucket_mb:g} MB, parts of {part} MiB", model=model))
     for label, without in (("copies, no means", ["mean"]), ("signals alone", ["copy", "mean"])):
-        with patch.object(peer_parts, "PART_BYTES", parts[0] * MIB):
+        with patch.object(sizes, "PART_BYTES", parts[0] * MIB):
             model = DataParallel(step.module, bucket_size_mb=buckets[0], transport="peer_copy")
         memory: Any = model._reducer._buckets[0]._copies.memory  # type: ignore[attr-defined]
         for name in without:

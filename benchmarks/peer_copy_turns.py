@@ -25,9 +25,9 @@ from torch import Tensor, nn
 
 from steplab.parallel import peer_copies
 from steplab.parallel.collectives import GroupCollectives
-from steplab.parallel.grouping import grouped
 from steplab.parallel.peer_copies import PeerBucket, PeerCopies, peer_buckets
-from steplab.parallel.symmetric_memory import SymmetricMemory
+from steplab.parallel.peer_memory import SymmetricMemory
+from steplab.parallel.sizes import grouped
 
 PIECE_BYTES, ROUNDS, REPEATS = 20_000_000, 60, 6
 HELD_CYCLES, APART_CYCLES = 80_000_000, 50_000

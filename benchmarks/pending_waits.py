@@ -13,7 +13,7 @@ import sys
 
 import torch
 
-from steplab.parallel.cuda_driver import CudaDriver
+from steplab.parallel.peer_memory import CudaDriver
 
 KERNELS, TRIALS = 400, 5
 HELD_CYCLES = 20_000_000

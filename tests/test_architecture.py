@@ -33,7 +33,7 @@ ARROWS = {
     "records": {"specs", "stats", "printing", "units", "errors"},
     "costs": {"specs", "units", "errors"},
     "ops": {"errors"},
-    "parallel": {"errors"},
+    "parallel": set(),
     "traces": {"costs", "records", "stats", "limits", "unpacking", "units", "errors"},
     "snapshots": {"records", "limits", "unpacking", "units", "errors"},
     "plan": {"costs", "records", "specs", "stats", "units", "errors"},
@@ -66,10 +66,9 @@ FACTS = (
     "steplab.ops.adamw.block",
     "steplab.ops.rms_norm.programs",
     "steplab.ops.triton_places",
-    "steplab.parallel.grouping",
-    "steplab.parallel.owner_slots",
-    "steplab.parallel.ownership",
-    "steplab.parallel.peer_parts",
+    "steplab.parallel.sizes",
+    "steplab.parallel.errors",
+    "steplab.ops.errors",
 )
 """Tables and arithmetic that import nothing but each other, so that they can be lifted with the code they are about,
 and read by whoever asks for facts of it. All may import them, as they may `errors`."""
