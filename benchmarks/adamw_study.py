@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.ops.adamw import block as sharing
-from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops import triton_places as sharing
+from steplab.ops.adamw import OneKernelAdamW
 
 BYTES_A_PARAMETER = 28
 BLOCKS = [(512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16)]
@@ -53,7 +53,7 @@ def with_masters(count: int, num_tensors: int) -> OneKernelAdamW:
 
 def with_block(made: OneKernelAdamW, block: int, warps: int) -> Callable[[], None]:
     def run() -> None:
-        sharing.ADAMW_BLOCK, sharing.NUM_WARPS = block, warps
+        sharing.ADAMW_BLOCK, sharing.ADAMW_WARPS = block, warps
         made.step()
 
     return run

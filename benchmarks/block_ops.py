@@ -18,9 +18,9 @@ from typing import Any
 
 import torch
 
-from steplab.ops.rms_norm import api as norm
-from steplab.ops.rotary_heads import api as heads
-from steplab.ops.swiglu import api as gated
+from steplab.ops import rms_norm as norm
+from steplab.ops import rotary_heads as heads
+from steplab.ops import swiglu as gated
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 
 BATCH, CONTEXT = 4, 512

@@ -215,9 +215,9 @@ def table(result: dict[str, Any]) -> str:
 
 def measure_kernel(options: argparse.Namespace) -> dict[str, Any]:
     """The kernel on the logits of a chunk, which it reads twice and writes once, in several sizes of blocks."""
-    from steplab.ops.cross_entropy import triton_rows
-    from steplab.ops.cross_entropy.chunks import Terms
-    from steplab.ops.cross_entropy.implementations import chunk_tokens, padded_entries
+    from steplab.ops import cross_entropy_chunks as chunks
+    from steplab.ops.cross_entropy_chunks import Terms
+    from steplab.ops.cross_entropy_table import chunk_tokens, padded_entries
 
     dtype, entries = DTYPES[options.dtype], options.entries
     tokens = chunk_tokens(options.tokens, entries, dtype.itemsize)
@@ -227,10 +227,10 @@ def measure_kernel(options: argparse.Namespace) -> dict[str, Any]:
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=DEVICE)
     rows = []
     for block, warps in [(2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16), (16384, 32)]:
-        triton_rows.BLOCK, triton_rows.NUM_WARPS = block, warps
+        chunks.BLOCK, chunks.NUM_WARPS = block, warps
 
         def run() -> None:
-            triton_rows.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
+            chunks.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
 
         for _ in range(3):
             run()

@@ -62,9 +62,7 @@ ARROWS = {
 FACTS = (
     "steplab.ops.attention.implementations",
     "steplab.ops.attention.choice_table",
-    "steplab.ops.cross_entropy.implementations",
-    "steplab.ops.adamw.block",
-    "steplab.ops.rms_norm.programs",
+    "steplab.ops.cross_entropy_table",
     "steplab.ops.triton_places",
     "steplab.parallel.sizes",
     "steplab.parallel.errors",

@@ -4,8 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
 from steplab.ops.errors import Unsupported
 
 pytestmark = [

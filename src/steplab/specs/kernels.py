@@ -1,7 +1,7 @@
 """Which kernels a step asks for that its device does not have, before anything is built."""
 
 from steplab.errors import Unsupported
-from steplab.ops.cross_entropy.implementations import implementation
+from steplab.ops.cross_entropy_table import implementation
 from steplab.ops.triton_places import runs_on
 from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.step import StepSpec

@@ -5,8 +5,8 @@ from typing import Annotated, Literal
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES, TABLE
-from steplab.ops.cross_entropy.implementations import NAMES as LOSS_NAMES
-from steplab.ops.cross_entropy.implementations import TABLE as LOSS_TABLE
+from steplab.ops.cross_entropy_table import NAMES as LOSS_NAMES
+from steplab.ops.cross_entropy_table import TABLE as LOSS_TABLE
 from steplab.specs import layout_options
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.cuda_graph import RECORD_THEIR_OWN
