@@ -16,8 +16,8 @@ from statistics import median
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
 from steplab.ops.attention.api import attention
+from steplab.ops.errors import Unsupported
 
 NAMES = ("flash_triton", "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "sdpa")
 TURNS = 15

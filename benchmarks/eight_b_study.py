@@ -33,8 +33,8 @@ from torch import Tensor, nn
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.model.checkpointing import wrap_block
 from steplab.ops.attention import attention
-from steplab.ops.rotary_heads.reference import plain_rotary_heads
-from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.ops.rotary_heads import plain_rotary_heads
+from steplab.ops.swiglu import plain_swiglu
 
 SEED = 0
 

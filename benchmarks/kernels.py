@@ -29,14 +29,14 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from steplab.ops.adamw import block as adamw_block
-from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.cross_entropy import linear_cross_entropy, triton_rows
-from steplab.ops.cross_entropy.chunks import Terms
-from steplab.ops.cross_entropy.implementations import chunk_tokens, padded_entries
-from steplab.ops.rms_norm import api as norm
-from steplab.ops.rotary_heads import api as heads
-from steplab.ops.swiglu import api as gated
+from steplab.ops import cross_entropy_chunks, triton_places
+from steplab.ops import rms_norm as norm
+from steplab.ops import rotary_heads as heads
+from steplab.ops import swiglu as gated
+from steplab.ops.adamw import OneKernelAdamW
+from steplab.ops.cross_entropy import linear_cross_entropy
+from steplab.ops.cross_entropy_chunks import Terms
+from steplab.ops.cross_entropy_table import chunk_tokens, padded_entries
 from steplab.specs.model import MODEL_SIZES
 
 BATCH, CONTEXT = 4, 512
@@ -159,10 +159,10 @@ def adamw(options: argparse.Namespace) -> list[Case]:
     ]
     if options.tiles:
         tiles: list[Constants] = [
-            {"ADAMW_BLOCK": block, "NUM_WARPS": warps}
+            {"ADAMW_BLOCK": block, "ADAMW_WARPS": warps}
             for block, warps in [(512, 4), (1024, 4), (1024, 8), (2048, 4), (2048, 8), (4096, 8), (4096, 16)]
         ]
-        return list(in_tiles(ours, adamw_block, tiles))
+        return list(in_tiles(ours, triton_places, tiles))
     peers = [
         Case(
             name=f"torch {name}",
@@ -237,12 +237,12 @@ def cross_entropy(options: argparse.Namespace) -> list[Case]:
             logits = torch.randn(rows, padded_entries(entries), device="cuda").to(dtype)[:, :entries]
             targets = torch.randint(entries, (rows,), device="cuda")
             losses, scale = torch.empty(rows, device="cuda"), torch.ones(rows, device="cuda")
-            return lambda: triton_rows.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
+            return lambda: cross_entropy_chunks.triton_rows(logits, targets, losses, scale, Terms(-100, 0.0, 0.0))
 
         sizes = [(2048, 8), (4096, 8), (4096, 16), (8192, 8), (8192, 16), (8192, 32), (16384, 16), (16384, 32)]
         case = Case(name="softmax, loss and gradient", make=kernel, amount=2 * rows * entries * dtype.itemsize)
         tiles: list[Constants] = [{"BLOCK": block, "NUM_WARPS": warps} for block, warps in sizes]
-        return list(in_tiles([case], triton_rows, tiles))
+        return list(in_tiles([case], cross_entropy_chunks, tiles))
     hidden = torch.randn(tokens, width, device="cuda").to(dtype).requires_grad_()
     weight = torch.randn(entries, width, device="cuda", dtype=dtype).mul_(width**-0.5).requires_grad_()
     targets = torch.randint(entries, (tokens,), device="cuda")

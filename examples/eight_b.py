@@ -13,9 +13,9 @@ from steplab.model.checkpointing import wrap_block
 from steplab.model.transformer import rotary_table
 from steplab.ops.attention import attention
 from steplab.ops.cross_entropy import linear_cross_entropy
-from steplab.ops.rms_norm.api import add_rms_norm
-from steplab.ops.rotary_heads.api import rotary_heads
-from steplab.ops.swiglu.api import swiglu
+from steplab.ops.rms_norm import add_rms_norm
+from steplab.ops.rotary_heads import rotary_heads
+from steplab.ops.swiglu import swiglu
 
 LAYERS, WIDTH, FF, HEADS, VOCABULARY, CONTEXT = 34, 4096, 11008, 32, 151_936, 32_768
 ATTENTION, LOSS, EPS, WARM_UP, STEPS = "flash_triton", "fused", 1e-5, 3, 10

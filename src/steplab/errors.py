@@ -7,6 +7,11 @@ Every error that a user can cause is a `SteplabError`: one line that says what i
 import sys
 import warnings
 
+from steplab.ops.errors import Unsupported as UnsupportedByOps
+from steplab.ops.errors import UserError as OpsError
+from steplab.parallel.errors import Unsupported as UnsupportedByParallel
+from steplab.parallel.errors import UserError as ParallelError
+
 
 class SteplabError(Exception):
     """Steplab could not do what was asked; the message is one line for the user."""
@@ -62,3 +67,16 @@ class Unsupported(UserError):
         super().__init__(f"{what} is not supported: {why}; {instead}")
         self.why = why
         """The reason, without the request and the alternative."""
+
+
+UNSUPPORTED = (Unsupported, UnsupportedByOps, UnsupportedByParallel)
+ERRORS = (SteplabError, OpsError, ParallelError)
+"""Errors whose message is for the user: steplab's, and those of the two folders that know nothing of it, so that they
+can be copied into another project."""
+
+
+def own_error(error: Exception) -> SteplabError:
+    """One of `ERRORS` as steplab's, which has an exit code."""
+    if isinstance(error, SteplabError):
+        return error
+    return Unsupported(*error.args) if isinstance(error, UNSUPPORTED) else UserError(*error.args)

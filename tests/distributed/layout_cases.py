@@ -18,14 +18,14 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
 
-from steplab.errors import UserError
 from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
 from steplab.parallel.collectives import GroupCollectives
-from steplab.parallel.mesh import open_mesh
+from steplab.parallel.errors import UserError
+from steplab.parallel.layout import open_mesh
 from steplab.specs.layout import parse_layout
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec

@@ -2,7 +2,7 @@
 
 import random
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -154,3 +154,13 @@ def assert_same_state(state: Any, expected: Any, at: str = "state") -> None:
             assert_same_state(state[index], value, f"{at}[{index}]")
     else:
         assert state == expected, at
+
+
+def largest_share_bound(elements: Sequence[int], size: int) -> float:
+    """No rank owns more elements than this: total / size + (1 − 1 / size) · largest (Graham 1966, list scheduling).
+
+    It holds in whatever order parameters come, so for groups added later too: the rank that received the last of its
+    parameters had at most the average of all the others by then.
+    """
+    largest = max(elements, default=0)
+    return (sum(elements) + (size - 1) * largest) / size

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from steplab.parallel import peer_parts
+from steplab.parallel import sizes
 from steplab.parallel.buckets import aligned, views_of
-from steplab.parallel.grouping import ALIGNMENT_BYTES, aligned_bytes, grouped
+from steplab.parallel.sizes import ALIGNMENT_BYTES, aligned_bytes, grouped
 
 shapes = st.lists(st.integers(0, 5), max_size=3)
 dtypes = st.sampled_from([torch.float32, torch.float64, torch.bfloat16])
@@ -74,14 +74,14 @@ def test_the_parts_of_chunks_cover_a_bucket_and_are_equal_but_for_pages(
     shapes: list[list[int]], size: int, part_pages: int
 ) -> None:
     members = [4 * prod(10 * n for n in shape) for shape in shapes]
-    with patch.object(peer_parts, "PART_BYTES", part_pages * peer_parts.PAGE):
-        division = peer_parts.divided(members, size, None)
+    with patch.object(sizes, "PART_BYTES", part_pages * sizes.PAGE):
+        division = sizes.divided(members, size, None)
     borders = [border for chunk in division.chunks for border in chunk]
     assert (borders[0], borders[-1]) == (0, sum(map(aligned_bytes, members)))
     assert all(a[-1] == b[0] for a, b in pairwise(division.chunks))
     parts = [end - begin for chunk in division.chunks for begin, end in pairwise(chunk)]
-    assert 0 <= min(parts) <= max(parts) <= part_pages * peer_parts.PAGE
-    assert division.landing_bytes == peer_parts.pages(-(-borders[-1] // size))
+    assert 0 <= min(parts) <= max(parts) <= part_pages * sizes.PAGE
+    assert division.landing_bytes == sizes.pages(-(-borders[-1] // size))
     covered = [0] * len(members)
     for number in range(len(division.chunks)):
         for rank in range(size):

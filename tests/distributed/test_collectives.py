@@ -7,9 +7,9 @@ from tests.distributed.parity import assert_gradients_are_equal_over_ranks
 from tests.distributed.ranks import Cases
 from torch import nn
 
-from steplab.errors import UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives, collectives_of
+from steplab.parallel.errors import UserError
 
 cases = Cases()
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16)

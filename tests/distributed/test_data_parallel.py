@@ -21,9 +21,9 @@ from tests.distributed.ranks import Cases
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.errors import Unsupported, UserError
 
 cases = Cases()
 

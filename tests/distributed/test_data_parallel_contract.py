@@ -15,10 +15,10 @@ from tests.distributed.ranks import Cases
 from tests.distributed.transports import Recorder
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel
 from steplab.parallel.buckets import is_shared
 from steplab.parallel.collectives import GroupCollectives
+from steplab.parallel.errors import Unsupported, UserError
 
 cases = Cases()
 

@@ -11,8 +11,8 @@ from tests.distributed.parity import STRATEGIES, TINY_MB, assert_gradients_are_e
 from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 
-from steplab.errors import UserError
-from steplab.parallel import DataParallel, ShardedOptimizer, launch_order
+from steplab.parallel import DataParallel, ShardedOptimizer, reduction
+from steplab.parallel.errors import UserError
 
 cases = Cases()
 
@@ -91,7 +91,7 @@ def modules_whose_backward_passes_have_another_order_on_a_rank_are_refused_on_al
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", RuntimeWarning)  # they are dropped with gradients under way
             del models, model, order
-        launch_order._orders.clear()  # other cases run on these ranks, whose orders differ for good now
+        reduction._orders.clear()  # other cases run on these ranks, whose orders differ for good now
 
 
 @cases
@@ -106,4 +106,4 @@ def modules_that_are_synchronised_in_another_order_on_a_rank_are_refused_on_all(
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", RuntimeWarning)
         del models, model, first
-    launch_order._orders.clear()
+    reduction._orders.clear()

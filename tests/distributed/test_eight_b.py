@@ -5,9 +5,9 @@ import torch
 from benchmarks import eight_b_study
 from tests.distributed.ranks import on_ranks
 
-from steplab.ops.rms_norm.reference import plain_add_rms_norm
-from steplab.ops.rotary_heads.reference import plain_rotary_heads
-from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.ops.rms_norm import plain_add_rms_norm
+from steplab.ops.rotary_heads import plain_rotary_heads
+from steplab.ops.swiglu import plain_swiglu
 
 SMALL = {"LAYERS": 2, "WIDTH": 64, "FF": 96, "HEADS": 2, "VOCABULARY": 100, "CONTEXT": 32}
 OF_A_CPU = {"rotary_heads": plain_rotary_heads, "add_rms_norm": plain_add_rms_norm, "swiglu": plain_swiglu}

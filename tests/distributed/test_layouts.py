@@ -10,11 +10,10 @@ from tests.distributed.ranks import on_ranks
 from tests.shapes import GPT_2
 from torch import nn
 
-from steplab.errors import Unsupported, UserError
-from steplab.parallel.layout import Sharding, Unit, refuse_shared, shard_parameters
-from steplab.parallel.mesh import open_mesh
+from steplab.parallel.buckets import refuse_sparse
+from steplab.parallel.errors import Unsupported, UserError
+from steplab.parallel.layout import Sharding, Unit, open_mesh, refuse_shared, shard_parameters
 from steplab.parallel.pipeline import SCHEDULES
-from steplab.parallel.sparse import refuse_sparse
 from steplab.specs.layout import blocks_of_stage
 from steplab.specs.step import CHOICES, STAGES_A_RANK
 

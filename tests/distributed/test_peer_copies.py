@@ -24,10 +24,10 @@ from tests.distributed.ranks import Cases
 from tests.distributed.shared_memory import SharedMemory
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
-from steplab.parallel import DataParallel, peer_parts
+from steplab.parallel import DataParallel, sizes
 from steplab.parallel.collectives import GroupCollectives
-from steplab.parallel.transports import bucket_maker
+from steplab.parallel.data_parallel import buckets_of
+from steplab.parallel.errors import Unsupported, UserError
 
 cases = Cases()
 
@@ -76,7 +76,7 @@ def parameters_and_gradients_that_are_not_contiguous() -> None:
 
 def short_chunks() -> Any:
     """Buckets of many chunks: a rank's part of one is a page."""
-    return patch.object(peer_parts, "PART_BYTES", peer_parts.PAGE)
+    return patch.object(sizes, "PART_BYTES", sizes.PAGE)
 
 
 @cases.in_a_small_world
@@ -93,8 +93,8 @@ def gradients_are_those_of_torch_ddp() -> None:
     reference = nn.parallel.DistributedDataParallel(copy.deepcopy(inner))
     reference(x).square().mean().backward()
     expected = [parameter.grad for parameter in reference.parameters()]
-    for part_bytes in (peer_parts.PART_BYTES, peer_parts.PAGE):
-        with patch.object(peer_parts, "PART_BYTES", part_bytes):
+    for part_bytes in (sizes.PART_BYTES, sizes.PAGE):
+        with patch.object(sizes, "PART_BYTES", part_bytes):
             model = DataParallel(copy.deepcopy(inner), bucket_size_mb=TINY_MB, transport=SharedMemory())
         assert len(model.buckets) > 2
         model(x).square().mean().backward()
@@ -107,7 +107,7 @@ def gradients_are_those_of_torch_ddp() -> None:
 @cases
 def landing_places_are_used_again() -> None:
     """Room for the largest bucket and little more, for some ten buckets a step."""
-    with patch.object(peer_parts, "WINDOW_BYTES", 1), short_chunks():
+    with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
         model = assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, strategy="overlap", steps=4,
             transport=SharedMemory(delay_s=0.002),
@@ -118,7 +118,7 @@ def landing_places_are_used_again() -> None:
 @cases
 def several_late_passes_of_an_awkward_module() -> None:
     """Gradients that come after their bucket was sent, while what was sent is late, in rings without room to spare."""
-    with patch.object(peer_parts, "WINDOW_BYTES", 1), short_chunks():
+    with patch.object(sizes, "WINDOW_BYTES", 1), short_chunks():
         assert_trains_alike(
             modules.Awkward(), loss=awkward_loss, tolerance=1e-5, steps=2, silent_passes=(False, True, False),
             bucket_size_mb=TINY_MB, transport=SharedMemory(delay_s=0.001),
@@ -195,7 +195,7 @@ def the_memory_that_is_shared_is_counted() -> None:
     memory = SharedMemory()
     model = DataParallel(modules.plain(), "flat", transport=memory)
     num_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
-    whole_pages = peer_parts.PAGE * (1 + memory.size)
+    whole_pages = sizes.PAGE * (1 + memory.size)
     assert model.shared_bytes == memory.everyone[memory.rank].nbytes
     assert 0 <= model.shared_bytes - num_bytes * (2 - 1 / memory.size) <= whole_pages
     assert DataParallel(modules.plain()).shared_bytes == 0
@@ -252,7 +252,7 @@ def ranks_send_in_turns_and_the_next_chunk_before_the_means_of_the_last() -> Non
     rank, size = memory.rank, memory.size
     layers = [nn.Linear(8, 64, bias=False), nn.Linear(64, 8, bias=False)] * 2
     part_bytes = 4096 // size // 2
-    with patch.object(peer_parts, "PART_BYTES", part_bytes):
+    with patch.object(sizes, "PART_BYTES", part_bytes):
         model = DataParallel(nn.Sequential(*map(copy.deepcopy, layers)).double(), "overlap", transport=memory)
     memory.averages_bytes = sum(p.numel() * p.element_size() for p in model.parameters())
     steps, count = 3, memory.averages_bytes // (size * part_bytes)
@@ -320,7 +320,7 @@ def what_it_does_not_serve_is_refused() -> None:
         DataParallel(nn.Linear(2, 2, dtype=torch.complex64), transport=SharedMemory())
     pair = [nn.Parameter(torch.zeros(2, device=device)) for device in ("cpu", "meta")]
     with pytest.raises(Unsupported, match="on cpu and meta"):
-        bucket_maker(SharedMemory(), None, GroupCollectives(), None)([pair])
+        buckets_of([pair], SharedMemory(), None, GroupCollectives(), None)
 
 
 @cases

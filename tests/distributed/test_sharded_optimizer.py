@@ -14,10 +14,10 @@ from tests.distributed import sharded_kit
 from tests.distributed.ranks import on_ranks
 from torch import nn
 
-from steplab.errors import UserError
 from steplab.parallel import ShardedOptimizer, merge_shards
+from steplab.parallel.errors import UserError
 from steplab.parallel.flat_parameters import Exchange, _gathers
-from steplab.parallel.ownership import largest_share_bound, owners_of, runs_of
+from steplab.parallel.sizes import owners_of, runs_of
 
 WORLDS = pytest.mark.parametrize("size", [2, 4])
 EXCHANGES = pytest.mark.parametrize("exchange", ["all_gather", "broadcast"])
@@ -133,7 +133,7 @@ def test_shares_are_bounded_however_many_groups_come(groups: list[list[int]], ra
         assert len(owners) == len(group)
     everything = [elements for group in groups for elements in group]
     assert sum(loads) == sum(everything)
-    assert max(loads) <= largest_share_bound(everything, ranks)
+    assert max(loads) <= sharded_kit.largest_share_bound(everything, ranks)
 
 
 def test_the_largest_go_first_and_ties_go_to_the_lowest_rank() -> None:

@@ -12,15 +12,15 @@ import torch.distributed as dist
 from tests.distributed import modules
 from tests.distributed.parity import TINY_MB, Loss, assert_equal_over_ranks, batches, mean_square
 from tests.distributed.ranks import Cases
+from tests.distributed.sharded_kit import largest_share_bound
 from tests.distributed.shared_memory import SharedMemory
 from tests.distributed.transports import Delays
 from torch import Tensor, nn
 from torch.distributed.fsdp.sharded_grad_scaler import ShardedGradScaler
 
-from steplab.errors import Unsupported, UserError
 from steplab.parallel import DataParallel, ShardedOptimizer
 from steplab.parallel.collectives import GroupCollectives
-from steplab.parallel.ownership import largest_share_bound
+from steplab.parallel.errors import Unsupported, UserError
 
 cases = Cases()
 STEPS = 4

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from steplab.ops.update import UpdateByParts
-from steplab.parallel import DataParallel, ShardedOptimizer, peer_parts
+from steplab.parallel import DataParallel, ShardedOptimizer, sizes
 from steplab.parallel.flat_parameters import Exchange
 
 STEPS = 3
@@ -148,7 +148,7 @@ def gradients_are_those_of_torch_ddp(rank: int, size: int, device: torch.device)
     reference(x).square().mean().backward()
     right = [p.grad for p in reference.parameters()]
     for strategy, transport in WAYS:
-        with patch.object(peer_parts, "PART_BYTES", 2**16):
+        with patch.object(sizes, "PART_BYTES", 2**16):
             model = DataParallel(copy.deepcopy(inner), strategy, bucket_size_mb=1.0, transport=transport)
         for _ in range(3):
             model.zero_grad()
@@ -190,8 +190,8 @@ def many_steps_of_many_buckets_race_for_nothing(rank: int, size: int, device: to
     By peer copies in buckets of one chunk and of many."""
     inner = nn.Sequential(*(nn.Linear(1024, 1024, bias=False) for _ in range(12))).to(device)
     waste = torch.randn(2048, 2048, device=device)
-    for transport, part_bytes in (("collectives", 0), ("peer_copy", peer_parts.PART_BYTES), ("peer_copy", 2**17)):
-        with patch.object(peer_parts, "PART_BYTES", part_bytes):
+    for transport, part_bytes in (("collectives", 0), ("peer_copy", sizes.PART_BYTES), ("peer_copy", 2**17)):
+        with patch.object(sizes, "PART_BYTES", part_bytes):
             model = DataParallel(inner, "overlap", transport=transport)
         for step in range(30):
             for _ in range((step * (rank + 1)) % 4 * 5):

@@ -4,9 +4,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
+from steplab.ops.errors import Unsupported
 
 pytestmark = [
     pytest.mark.gpu,

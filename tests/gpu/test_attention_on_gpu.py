@@ -26,10 +26,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.errors import Unsupported
 from steplab.ops.attention import triton_backward, triton_forward, triton_repeats, triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionTriton
+from steplab.ops.errors import Unsupported
 
 pytestmark = [
     pytest.mark.gpu,

@@ -12,12 +12,9 @@ from steplab.lab.memory import memory
 from steplab.model.build import build_workload
 from steplab.model.compiling import compile_blocks
 from steplab.model.workload import call, loss_of
-from steplab.ops.rms_norm.api import add_rms_norm
-from steplab.ops.rms_norm.reference import plain_add_rms_norm
-from steplab.ops.rotary_heads.api import rotary_heads
-from steplab.ops.rotary_heads.reference import plain_rotary_heads
-from steplab.ops.swiglu.api import swiglu
-from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.ops.rms_norm import add_rms_norm, plain_add_rms_norm
+from steplab.ops.rotary_heads import plain_rotary_heads, rotary_heads
+from steplab.ops.swiglu import plain_swiglu, swiglu
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 

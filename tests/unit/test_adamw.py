@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 from torch.testing._internal.two_tensor import TwoTensor
 
-from steplab.errors import Unsupported, UserError
-from steplab.ops.adamw import block
-from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.adamw.reference import Rates, adamw_step
+import steplab
+from steplab.ops import triton_places
+from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step
+from steplab.ops.errors import Unsupported, UserError
 from steplab.ops.update import UpdateByParts
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
@@ -25,7 +25,7 @@ OPTIONS: dict[str, Any] = {"lr": 1e-2, "betas": (0.9, 0.95), "eps": 1e-8, "weigh
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(block, "ADAMW_BLOCK", 256)
+    monkeypatch.setattr(triton_places, "ADAMW_BLOCK", 256)
 
 
 def parameters() -> list[Tensor]:
@@ -200,14 +200,14 @@ def test_a_capture_of_other_tensors_than_the_step_before_is_refused(monkeypatch:
     first.grad, small.grad = torch.ones(8), torch.ones(8)
     made.step()
     with monkeypatch.context() as patched:
-        patched.setattr("steplab.ops.adamw.optimizer._is_captured", lambda tensor: True)
+        patched.setattr("steplab.ops.adamw._is_captured", lambda tensor: True)
         large.grad = torch.ones(600)
         with pytest.raises(Unsupported, match="a parameter has no moments yet"):
             made.step()
         assert large not in made.state or not made.state[large]
     small.grad = None
     made.step()
-    monkeypatch.setattr("steplab.ops.adamw.optimizer._is_captured", lambda tensor: True)
+    monkeypatch.setattr("steplab.ops.adamw._is_captured", lambda tensor: True)
     large.grad, small.grad = None, torch.ones(8)
     with pytest.raises(Unsupported, match="the step before it was of other parameters"):
         made.step()
@@ -258,11 +258,11 @@ def test_what_it_keeps_on_the_device_is_what_a_plan_says() -> None:
 
 @pytest.mark.parametrize("fields", [{"precision": "bf16_pure"}, {"layout": "fsdp=2"}, {"layout": "tp=2"}])
 def test_a_step_that_it_does_not_serve_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(Unsupported, match=r"optimizer adamw_triton with .* use adamw_fused"):
+    with pytest.raises(steplab.Unsupported, match=r"optimizer adamw_triton with .* use adamw_fused"):
         resolve_step({"optimizer": "adamw_triton"} | fields)
     assert resolve_step({"pass": "forward", "optimizer": "adamw_triton", "precision": "bf16_pure"})
 
 
 def test_memory_on_a_layout_is_refused_by_name() -> None:
-    with pytest.raises(Unsupported, match="on layout dp=2 with optimizer adamw_triton is not supported"):
+    with pytest.raises(steplab.Unsupported, match="on layout dp=2 with optimizer adamw_triton is not supported"):
         predict_memory(resolve_step({"optimizer": "adamw_triton", "layout": "dp=2"}))

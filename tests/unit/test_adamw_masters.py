@@ -10,13 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
+import steplab
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
-from steplab.ops.adamw import block
-from steplab.ops.adamw.masters import bf16_with_masters
-from steplab.ops.adamw.optimizer import OneKernelAdamW
-from steplab.ops.adamw.reference import Rates, adamw_step
+from steplab.ops import triton_places
+from steplab.ops.adamw import OneKernelAdamW, Rates, adamw_step, bf16_with_masters
+from steplab.ops.errors import Unsupported, UserError
 from steplab.specs.resolve import resolve_step
 
 pytestmark = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
@@ -28,7 +27,7 @@ BF16 = torch.bfloat16
 @pytest.fixture(autouse=True)
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    monkeypatch.setattr(block, "ADAMW_BLOCK", 256)
+    monkeypatch.setattr(triton_places, "ADAMW_BLOCK", 256)
 
 
 def masters_of() -> list[Tensor]:
@@ -290,6 +289,6 @@ def test_a_step_trains_to_the_bit_what_autocast_over_float32_weights_trains(
     ],
 )
 def test_a_step_that_would_train_otherwise_is_refused(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(Unsupported, match=f"precision bf16_master {said}"):
+    with pytest.raises(steplab.Unsupported, match=f"precision bf16_master {said}"):
         resolve_step({"precision": "bf16_master", "optimizer": "adamw_triton"} | fields)
     assert resolve_step({"precision": "bf16_master", "pass": "forward_backward"})

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 import steplab.ops.attention as public
-from steplab.errors import Unsupported
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
+from steplab.ops.errors import Unsupported
 
 ON_CPU = ["plain", "sdpa", "sdpa_flash", "sdpa_math", "flash_reference", "auto"]
 GPU_ONLY = ["sdpa_cudnn", "sdpa_efficient", "flash_attn_4"]

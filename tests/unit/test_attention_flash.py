@@ -12,12 +12,12 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.errors import Unsupported
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.flash_reference import TILE
 from steplab.ops.attention.flops import num_pairs
 from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
 from steplab.ops.attention.operators import REFERENCE
+from steplab.ops.errors import Unsupported
 
 HALVES = [torch.bfloat16, torch.float16]
 TYPES = [torch.float32, *HALVES]

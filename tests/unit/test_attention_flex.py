@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
-from steplab.errors import Unsupported
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.flex import _compiled, causal_mask
+from steplab.ops.errors import Unsupported
 
 LISTS = ["kv", "full_kv", "q", "full_q"]
 

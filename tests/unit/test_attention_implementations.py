@@ -8,9 +8,9 @@ import pytest
 import torch
 from tests.test_architecture import BLOCKED, in_a_fresh_process
 
-from steplab.errors import Unsupported
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
 from steplab.ops.attention.implementations import DTYPES, NAMES, TABLE, Implementation, implementation, why_not
+from steplab.ops.errors import Unsupported
 from steplab.specs.step import CHOICES
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "attention.md"

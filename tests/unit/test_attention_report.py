@@ -19,10 +19,11 @@ from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
 from tests.stored_lines import import_lines
 
-from steplab.errors import Unsupported, UserError
+from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
 from steplab.lab.reporting import records_to_report
 from steplab.ops.attention import flash_attn_4
+from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
 from steplab.records.codec import decode, encode
@@ -433,7 +434,7 @@ def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
             flash_attn_4.flash_attn_4_attention(q, q, q)
         failed = make_cell(peers.cells[0].spec, passes=(), failure=Failure(kind="error", message=str(raised.value)))
         whole = dataclasses.replace(peers, cells=(failed, *peers.cells[1:]))
-        return raised.value.why, attention_verdict(whole, "sdpa_flash").sentences[1]
+        return raised.value.args[1], attention_verdict(whole, "sdpa_flash").sentences[1]
 
     why, said = told(ModuleNotFoundError("No module named 'flash_attn'"))
     assert why == "flash-attn-4 cannot be imported (No module named 'flash_attn')"

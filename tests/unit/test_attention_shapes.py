@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from steplab.errors import UserError
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.shapes import as_four_dims, check_inputs, fixed
+from steplab.ops.errors import UserError
 
 GROUPED = ["plain", "sdpa", "sdpa_flash", "sdpa_math", "flash_reference", "auto"]
 

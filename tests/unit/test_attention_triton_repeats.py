@@ -15,7 +15,6 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from steplab.errors import Unsupported
 from steplab.ops.attention import triton_repeats
 from steplab.ops.attention.triton_launcher import Address, hooked, launcher_of
 from steplab.ops.attention.triton_repeats import (
@@ -27,6 +26,7 @@ from steplab.ops.attention.triton_repeats import (
     laid_out_as,
     refuse_while_capturing,
 )
+from steplab.ops.errors import Unsupported
 
 
 @pytest.fixture(autouse=True)

@@ -10,11 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from steplab.errors import Unsupported
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_launch import base_two, positive_scale
 from steplab.ops.attention.triton_tensors import columns, copy_back, readable, strides_of, writable
 from steplab.ops.attention.triton_tuning import WIDEST_TILE, Kernel, Tiles, tiles_for, tiles_if_any
+from steplab.ops.errors import Unsupported
 
 BOXES = [16, 32, 64, 128, 256]
 

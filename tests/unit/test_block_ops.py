@@ -11,20 +11,18 @@ import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
+import steplab
 from steplab.costs.rates import gpu_named
-from steplab.errors import Unsupported, UserError
 from steplab.model.build import build_workload
 from steplab.model.workload import call
-from steplab.ops.rms_norm import api as norm_api
-from steplab.ops.rms_norm import kernels as norm_kernels
-from steplab.ops.rms_norm.api import add_rms_norm
-from steplab.ops.rms_norm.reference import plain_add_rms_norm
-from steplab.ops.rotary_heads import kernels as heads_kernels
-from steplab.ops.rotary_heads.api import rotary_heads
-from steplab.ops.rotary_heads.reference import plain_rotary_heads
-from steplab.ops.swiglu import kernels as swiglu_kernels
-from steplab.ops.swiglu.api import swiglu
-from steplab.ops.swiglu.reference import plain_swiglu
+from steplab.ops import rms_norm as norm_api
+from steplab.ops import rms_norm_kernels as norm_kernels
+from steplab.ops import rotary_heads_kernels as heads_kernels
+from steplab.ops import swiglu_kernels as swiglu_kernels
+from steplab.ops.errors import Unsupported, UserError
+from steplab.ops.rms_norm import add_rms_norm, plain_add_rms_norm
+from steplab.ops.rotary_heads import plain_rotary_heads, rotary_heads
+from steplab.ops.swiglu import plain_swiglu, swiglu
 from steplab.plan.dry_run.events import Allocated, Began, Event, Freed
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import dry_step, operators_of
@@ -211,7 +209,7 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
     monkeypatch.delenv("TRITON_INTERPRET")
     with pytest.raises(Unsupported, match="swiglu on cpu"):
         swiglu(torch.zeros(2, 4))
-    with pytest.raises(Unsupported, match=r"block_ops triton on cpu .*use --block-ops plain"):
+    with pytest.raises(steplab.Unsupported, match=r"block_ops triton on cpu .*use --block-ops plain"):
         build_workload(step(), CPU)
 
 
@@ -329,7 +327,7 @@ def test_recomputed_and_compiled_blocks_give_the_same_bits() -> None:
     ],
 )
 def test_steps_that_it_does_not_serve_are_refused(fields: dict[str, object], said: str) -> None:
-    with pytest.raises(Unsupported, match=f"(?s)block_ops triton with .*{said}"):
+    with pytest.raises(steplab.Unsupported, match=f"(?s)block_ops triton with .*{said}"):
         step(**fields)
 
 

@@ -12,12 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.errors import Unsupported, UserError
-from steplab.ops.cross_entropy import implementations, linear_cross_entropy
-from steplab.ops.cross_entropy.chunks import Terms, losses_in_chunks
-from steplab.ops.cross_entropy.implementations import CHUNK_BYTES, chunk_tokens, padded_entries, whole_entries
-from steplab.ops.cross_entropy.operators import OPERATORS
-from steplab.ops.cross_entropy.plain_rows import plain_rows
+from steplab.ops import cross_entropy_chunks, cross_entropy_table
+from steplab.ops.cross_entropy import linear_cross_entropy
+from steplab.ops.cross_entropy_chunks import OPERATORS, Terms, losses_in_chunks, plain_rows
+from steplab.ops.cross_entropy_table import CHUNK_BYTES, chunk_tokens, padded_entries, whole_entries
+from steplab.ops.errors import Unsupported, UserError
 
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 IN_CHUNKS = ["chunked", pytest.param("fused", marks=INTERPRETED)]
@@ -36,7 +35,7 @@ def tokens_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how many tokens a chunk has, for a vocabulary and a format."""
 
     def set_it(count: int, num_entries: int, dtype: torch.dtype) -> None:
-        monkeypatch.setattr(implementations, "CHUNK_BYTES", count * padded_entries(num_entries) * dtype.itemsize)
+        monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", count * padded_entries(num_entries) * dtype.itemsize)
 
     return set_it
 
@@ -45,9 +44,7 @@ def tokens_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Any:
 def short_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel's blocks have 512 columns, so that rows of some blocks are quick in the interpreter."""
     pytest.importorskip("triton")
-    from steplab.ops.cross_entropy import triton_rows
-
-    monkeypatch.setattr(triton_rows, "BLOCK", 512)
+    monkeypatch.setattr(cross_entropy_chunks, "BLOCK", 512)
 
 
 def results_of(case: Case, implementation: str) -> Results:

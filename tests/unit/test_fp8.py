@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from steplab.errors import Unsupported
+from steplab.ops.errors import Unsupported
 from steplab.ops.fp8 import casts, kernels
 from steplab.ops.fp8.casts import E4M3, E5M2, Operand, amax, cast, cast_both
 from steplab.ops.fp8.linear import fp8_linear, product

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steplab.parallel.peer_means import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments
+from steplab.parallel import peer_means
+from steplab.parallel.peer_means import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments, mean_kernel
 from steplab.parallel.peer_memory import Piece
 
 pytestmark = [
@@ -21,9 +22,6 @@ SIZES = [BLOCK + 904, BLOCK, 1, 2 * BLOCK, 17, BLOCK + 1, 3 * BLOCK, 3]
 def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
     num_pieces: int, dtype: torch.dtype
 ) -> None:
-    pytest.importorskip("triton")
-    from steplab.parallel.mean_kernel import mean_kernel
-
     torch.manual_seed(0)
     unit = UNIT_BYTES // dtype.itemsize
     pieces, own, place = [], [], 0
@@ -47,9 +45,6 @@ def test_each_piece_is_averaged_where_it_belongs_and_nothing_else_is_written(
 
 def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from_its_first() -> None:
     """Its first two, so that no more memory than theirs is needed."""
-    pytest.importorskip("triton")
-    from steplab.parallel.mean_kernel import mean_kernel
-
     torch.manual_seed(0)
     own, others, target = torch.randn(2 * BLOCK), torch.randn(2 * BLOCK), torch.full((2 * BLOCK,), 7.0)
     (_, starts, counts), programs = mean_arguments([Piece(own.data_ptr(), 0, 4 * (2**31 - 1))], own.dtype)
@@ -60,16 +55,13 @@ def test_a_piece_that_exceeds_32_bits_when_rounded_up_to_blocks_is_averaged_from
 
 def test_the_kernel_is_compiled_for_pieces_that_32_bits_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     """Triton takes the width of a number from the one that it is launched with first."""
-    pytest.importorskip("triton")
-    from steplab.parallel import mean_kernel
-
     launched: list[tuple[Any, ...]] = []
 
     class Kernel:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *given, **constants: launched.append(given)
 
-    monkeypatch.setattr(mean_kernel, "mean_kernel", Kernel())
+    monkeypatch.setattr(peer_means, "mean_kernel", Kernel())
     Means(torch.device("cpu"), 1)._compile(torch.float32, aligned=True)
     ((_, _, distance, _, starts, counts),) = launched
     assert min(map(abs, (distance, *starts, *counts))) >= 2**31

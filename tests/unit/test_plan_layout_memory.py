@@ -19,13 +19,10 @@ from tests.documents import chapter_says
 from steplab.errors import Unsupported, UserError
 from steplab.lab.planning import plan_memory
 from steplab.model.transformer import Transformer
-from steplab.parallel.collective_buckets import CollectiveBucket
-from steplab.parallel.flat_parameters import Exchange, FlatParameters
-from steplab.parallel.grouping import grouped
-from steplab.parallel.owned_buckets import OwnedBucket
-from steplab.parallel.ownership import owners_in, runs_of
-from steplab.parallel.parameter_copies import ParameterCopies
+from steplab.parallel.buckets import CollectiveBucket, OwnedBucket
+from steplab.parallel.flat_parameters import Exchange, FlatParameters, ParameterCopies
 from steplab.parallel.peer_copies import peer_buckets
+from steplab.parallel.sizes import grouped, owners_in, runs_of
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
@@ -217,7 +214,7 @@ class RankZero:
         self.size, self.shared_bytes = size, 0
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[torch.Tensor, list[int]]:
-        self.shared_bytes += num_bytes + 64 * num_counters  # as parallel.symmetric_memory has counters
+        self.shared_bytes += num_bytes + 64 * num_counters  # as SymmetricMemory has counters
         return torch.empty(num_bytes, dtype=torch.uint8, device="meta"), [0] * self.size
 
 

@@ -17,10 +17,11 @@ from tests.runs import make_run
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import steplab
 from steplab.costs.rates import gpu_named, with_rates
-from steplab.errors import Unsupported, UserError
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
+from steplab.ops.errors import Unsupported, UserError
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time
@@ -285,7 +286,7 @@ def test_what_needs_all_gradients_first_is_refused_by_name() -> None:
         ({"layout": "dp=2", "data_parallel": "flat"}, "with data_parallel flat .* use --data-parallel bucketed"),
         ({"compile": "default"}, "with compile default is not supported: .* use --compile block"),
     ):
-        with pytest.raises(Unsupported, match=said):
+        with pytest.raises(steplab.Unsupported, match=said):
             resolve_step({"update": "overlapped"} | fields)
     assert resolve_step({"update": "overlapped", "pass": "forward", "precision": "fp16"})
     assert not resolve_step({"update": "overlapped", "layout": "dp=2"}).updates_in_backward

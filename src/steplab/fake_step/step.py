@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import (
     UnsupportedFakeTensorException,
 )
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import ERRORS, Unsupported, own_error
 from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.storages import Storages
@@ -71,8 +71,8 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
         ):
             watcher.begin("build")
             yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
-    except SteplabError:
-        raise
+    except ERRORS as error:
+        raise own_error(error) from error.__cause__
     except Exception as error:
         place = place_of(error)
         where = f"at {place} " if place else ""

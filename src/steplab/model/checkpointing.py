@@ -15,8 +15,8 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 
 from steplab.model.compiling import compiled_forward
 from steplab.model.transformer import BlockCaller, call_plainly
+from steplab.ops import rotary_heads
 from steplab.ops.attention.operators import REFERENCE, TRITON
-from steplab.ops.rotary_heads import api as rotary_heads
 from steplab.specs.checkpointing import is_recomputed
 
 _aten = torch.ops.aten

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from steplab.model.transformer import NORM_EPS, Block, MergedSwiGLU, SelfAttention
 from steplab.ops.attention.api import AttentionFn
 from steplab.ops.attention.autocast import autocast_dtype
-from steplab.ops.rms_norm.api import add_rms_norm
-from steplab.ops.rotary_heads.api import rotary_heads
-from steplab.ops.swiglu.api import swiglu
+from steplab.ops.rms_norm import add_rms_norm
+from steplab.ops.rotary_heads import rotary_heads
+from steplab.ops.swiglu import swiglu
 from steplab.specs.model import TransformerShape
 
 Stream = tuple[Tensor, Tensor]

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.ops.torch_library import define
+from .torch_library import define
 
 
 def _join(groups: list[Tensor]) -> Tensor:

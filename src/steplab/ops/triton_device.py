@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from steplab.errors import Unsupported
-from steplab.ops.triton_places import runs_on
+from .errors import Unsupported
+from .triton_places import runs_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 """Formats of tensors that a kernel computing in float32 serves."""

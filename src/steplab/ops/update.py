@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
+from .errors import Unsupported, UserError
 
 
 class UpdateByParts:

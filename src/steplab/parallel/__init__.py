@@ -1,15 +1,16 @@
 """Training on many GPUs: gradients averaged over ranks, optimizer state spread over them.
 
-It imports nothing of steplab but its errors. Its arithmetic of sizes (grouping, ownership, owner_slots, peer_parts)
-needs no torch, so that memory can be predicted by it where there is none.
+It imports nothing from outside this folder but torch, and Triton for one kernel, so that the folder can be copied into
+another project. Its arithmetic of sizes (sizes.py) needs no torch, so that memory can be predicted by it where there is
+none.
 """
 
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steplab.parallel.data_parallel import DataParallel
-    from steplab.parallel.sharded_optimizer import ShardedOptimizer
-    from steplab.parallel.sharded_state import merge_shards
+    from .data_parallel import DataParallel
+    from .sharded_optimizer import ShardedOptimizer
+    from .sharded_state import merge_shards
 
 __all__ = ["DataParallel", "ShardedOptimizer", "merge_shards"]
 

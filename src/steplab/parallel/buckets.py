@@ -1,4 +1,22 @@
-"""The gradients that are sent together, and how they lie in a bucket's memory."""
+"""The gradients that are sent together, how they lie in a bucket's memory, and the buckets that collectives average.
+
+A `CollectiveBucket` is averaged everywhere, by one all-reduce of its memory. One of several gradients is one flat
+buffer, of which they are views: the collective reduces what the optimizer reads, and nothing is copied out. A gradient
+that autograd made elsewhere is copied in once, all of a bucket in one call; one that already lies there, because it was
+zeroed and not dropped, is not copied.
+
+A bucket of one gradient needs no buffer: the tensor that autograd made is reduced in place. So a gradient larger than
+the bucket size, which in a Transformer is most of the bytes, is never copied, unless autograd uses its memory for
+something else as well.
+
+With compression a bucket has a second buffer, of the smaller dtype, which is sent instead: gradients are cast on their
+way in, and the averages on their way back into the first.
+
+An `OwnedBucket` is averaged on the ranks that own the parameters, and nowhere else. It is one flat buffer with a slot
+for each owner. Where the slots can be made equally long without much padding, one reduce-scatter serves them all; else
+there is a reduce for each owner (sizes.py). Either way a rank sends (N - 1) / N of the bytes at the least, half of what
+an all-reduce does.
+"""
 
 from collections.abc import Mapping, Sequence
 from functools import cache
@@ -7,7 +25,9 @@ from typing import Protocol
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.grouping import aligned_bytes
+from .collectives import Collectives, Pending
+from .errors import Unsupported
+from .sizes import aligned_bytes, owner_slots, shares_of, worth_padding
 
 Owners = Mapping[Tensor, int]
 """The rank that owns each parameter."""
@@ -67,17 +87,16 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """The averages plus gradients that came too late, where each average is on its owner alone: what to launch next.
+    """The averages plus gradients that came too late: what to launch next.
 
-    Only the owner has the average, so it is multiplied by the number of ranks, `size`.
+    `size` is the number of ranks where each average is on its owner alone, which multiplies it by that; else 1.
     """
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
-        if average is None:
-            found.append(gradient)
-        else:
+        if average is not None:
             average.mul_(size)
-            found.append(average if gradient is None else average.add_(gradient))
+            gradient = average if gradient is None else average.add_(gradient)
+        found.append(gradient)
     return found
 
 
@@ -147,3 +166,127 @@ def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) 
 def flat(tensor: Tensor) -> Tensor:
     """All elements of a tensor that fills its memory, in the order in which they lie there."""
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+COMPRESSED_DTYPES = (torch.float32, torch.float64)
+
+
+class CollectiveBucket:
+    """Gradients that are reduced by one collective; see Bucket."""
+
+    shared_bytes = 0
+
+    def __init__(
+        self, parameters: Sequence[nn.Parameter], wire_dtype: torch.dtype | None, collectives: Collectives
+    ) -> None:
+        self._collectives, self._first = collectives, parameters[0]
+        alone, compressed = len(parameters) == 1, wire_dtype is not None and self._first.dtype in COMPRESSED_DTYPES
+        size = self._first.numel() if alone else sum(map(aligned, parameters))
+        if alone:
+            references_of_its_own()
+        self._strides = layout_of(self._first)
+        self._buffer = None if alone else self._first.new_zeros(size, requires_grad=False)
+        self._averages = [] if self._buffer is None else views_of(self._buffer, parameters)
+        self._wire = torch.zeros(size, dtype=wire_dtype, device=self._first.device) if compressed else None
+        self._wire_views = [] if self._wire is None else views_of(self._wire, parameters)
+        self._pending: Pending | None = None
+
+    def launch(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
+        buffer = self._buffer
+        if buffer is None:
+            (gradient,) = gradients
+            if gradient is not None and is_shared(gradient):
+                gradient = gradient.clone()
+            self._averages = [dense(gradient, self._first, self._strides).detach()]
+            buffer = flat(self._averages[0])
+            gradients = self._averages
+        if self._wire is None:
+            fill(self._averages, gradients)
+            self._pending = self._collectives.all_reduce(buffer, average=True)
+        else:
+            fill(self._wire_views, gradients)
+            self._pending = self._collectives.all_reduce(self._wire, average=True, into=buffer)
+
+    def wait(self) -> list[Tensor]:
+        """The averages of the last launch, each shaped as its parameter."""
+        if self._pending is not None:
+            self._pending.wait()
+            self._pending = None
+        return self._averages
+
+    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """The averages plus gradients that came too late for the launch: what to launch next."""
+        return with_late(self.wait(), gradients, 1)
+
+    def release(self) -> None:
+        """Drop references to gradients that are not in the bucket's own memory."""
+        if self._buffer is None:
+            self._averages = []
+
+
+class OwnedBucket:
+    """Gradients that travel together to their owners; see Bucket."""
+
+    shared_bytes = 0
+
+    def __init__(self, parameters: Sequence[nn.Parameter], owners: Sequence[int], collectives: Collectives) -> None:
+        self._collectives = collectives
+        first, size = parameters[0], collectives.size
+        elements, width = [parameter.numel() for parameter in parameters], first.element_size()
+        self._scatters = worth_padding(shares_of(elements, width, owners, size), first.device.type)
+        slots = owner_slots(elements, width, owners, size, even=self._scatters)
+        self._buffer = torch.zeros(slots.size, dtype=first.dtype, device=first.device)
+        self._bounds = slots.bounds
+        self._places = [
+            self._buffer.as_strided(parameter.size(), layout_of(parameter), start)
+            for parameter, start in zip(parameters, slots.starts, strict=True)
+        ]
+        mine = [owner == collectives.rank for owner in owners]
+        self._averages = [place if own else None for place, own in zip(self._places, mine, strict=True)]
+        self._pending: list[Pending] = []
+
+    def launch(self, gradients: Sequence[Tensor | None]) -> None:
+        """Start to average these on their owners; None counts as zero."""
+        fill(self._places, gradients)
+        if self._scatters:
+            begin, end = self._bounds[self._collectives.rank]
+            self._pending = [self._collectives.reduce_scatter(self._buffer[begin:end], self._buffer, average=True)]
+        else:
+            self._pending = [
+                self._collectives.reduce(self._buffer[begin:end], destination=owner, average=True)
+                for owner, (begin, end) in enumerate(self._bounds)
+                if begin < end
+            ]
+
+    def wait(self) -> list[Tensor | None]:
+        """The averages of what this rank owns, each shaped as its parameter; of what was launched last."""
+        for pending in self._pending:
+            pending.wait()
+        self._pending = []
+        return self._averages
+
+    def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
+        """What to launch next so that gradients count as well that came too late for the launch."""
+        return with_late(self.wait(), gradients, self._collectives.size)
+
+    def release(self) -> None:
+        """All lie in the bucket's own memory."""
+
+
+_ALL = "gradients with all their elements"
+
+
+def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
+    """Raise Unsupported for an embedding with sparse gradients; `holders` are what would hold them: 'buckets'."""
+    for name, inner in module.named_modules():
+        if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
+            what, why = f"{doing} of {name or 'a module'} with sparse gradients", f"{holders} hold {_ALL}"
+            raise Unsupported(what, why, "build the embedding with sparse=False")
+
+
+def refuse_sparse_gradient(name: str, gradient: Tensor) -> None:
+    """Raise Unsupported for a gradient that is sparse all the same, as that of torch.nn.functional.embedding may be."""
+    if gradient.layout is not torch.strided:
+        what = f"data parallelism with a sparse gradient of {name}"
+        raise Unsupported(what, f"buckets hold {_ALL}", "use sparse=False")

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from steplab.errors import UserError
+from .errors import UserError
 
 
 class Pending(Protocol):

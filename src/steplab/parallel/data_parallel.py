@@ -16,7 +16,7 @@ Four strategies give the same gradients and differ in when and how they travel:
 | `overlap`  | one a parameter                                | as its gradient is ready                       |
 | `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
 
-Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (grouping.py).
+Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (sizes.py).
 
 Where the loss is the mean over a rank's batch and all ranks have batches of one size, the averages are the gradients of
 the mean over the whole batch.
@@ -31,18 +31,17 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steplab.errors import UserError
-from steplab.parallel.agreement import check_alike
-from steplab.parallel.buckets import Bucket
-from steplab.parallel.collectives import Collectives, collectives_of
-from steplab.parallel.launch_order import launch_order_of
-from steplab.parallel.ownership import owners_in
-from steplab.parallel.peer_memory import PeerMemory
-from steplab.parallel.reduction import GradientReducer
-from steplab.parallel.sparse import refuse_sparse
-from steplab.parallel.strategies import strategy_of
-from steplab.parallel.transports import bucket_maker, check_transport
+from .buckets import Bucket, CollectiveBucket, OwnedBucket, Owners, refuse_sparse
+from .collectives import Collectives, collectives_of
+from .errors import Unsupported, UserError
+from .peer_copies import peer_buckets
+from .peer_memory import PeerMemory, open_peer_memory
+from .reduction import GradientReducer, launch_order_of, strategy_of
+from .sizes import owners_in
 
+TRANSPORTS = ("collectives", "peer_copy")
+WIRE_DTYPES = {None: None, "bf16": torch.bfloat16}
+Groups = list[list[nn.Parameter]]
 _PREFIX = "module."
 
 
@@ -123,7 +122,7 @@ class DataParallel(nn.Module):
             if self._owners is not None:
                 found = owners_in([[p.numel() for p in members] for members in groups], collectives.size)
                 self._owners.update(zip(chain(*groups), chain(*found), strict=True))
-            return bucket_maker(transport, compress, collectives, group, self._owners)(groups)
+            return buckets_of(groups, transport, compress, collectives, group, self._owners)
 
         with torch.cuda.device(self._gpu):
             self._reducer = GradientReducer(
@@ -293,3 +292,65 @@ def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> 
     for key in list(state):
         if key.startswith(prefix):
             state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)
+
+
+def check_transport(transport: str | PeerMemory, compress: str | None, to_owners: bool = False) -> None:
+    """Raise UserError for an unknown name, and Unsupported for a combination that does not work."""
+    if isinstance(transport, str) and transport not in TRANSPORTS:
+        raise UserError(f"there is no transport {transport!r}: choose {', '.join(TRANSPORTS)}")
+    if compress not in WIRE_DTYPES:
+        raise UserError(f"there is no compression {compress!r}: choose bf16, or None to send gradients as they are")
+    if compress is not None and transport != "collectives":
+        what = f"compression to {compress} with the transport peer_copy"
+        raise Unsupported(what, "it copies gradients as they are", "use transport='collectives', or no compression")
+    if compress is not None and to_owners:
+        what = f"compression to {compress} of gradients that go to owners"
+        raise Unsupported(what, "they are reduced as they are", "leave compress or to_owners out")
+
+
+def buckets_of(
+    groups: Groups,
+    transport: str | PeerMemory,
+    compress: str | None,
+    collectives: Collectives,
+    group: dist.ProcessGroup | Collectives | None,
+    owners: Owners | None = None,
+) -> Sequence[Bucket]:
+    """The buckets of groups of parameters; a collective call if the transport is peer_copy.
+
+    With a PeerMemory as the transport, gradients are copied through that. With `owners`, of all parameters, each
+    gradient is averaged on its parameter's owner alone.
+    """
+    if transport != "collectives" and groups and collectives.size > 1:
+        memory = open_peer_memory(transport, collectives, group, list(chain(*groups)))
+        return peer_buckets(groups, memory, owners)
+    if owners is not None:
+        return [OwnedBucket(members, [owners[p] for p in members], collectives) for members in groups]
+    return [CollectiveBucket(members, WIRE_DTYPES[compress], collectives) for members in groups]
+
+
+def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
+    """Raise UserError, on all ranks, if they differ in a setting, in their tensors, or in the form of a tensor.
+
+    `settings` are the user's, by name; `tensors` has the form of each parameter and buffer in words, by name.
+    """
+    everyone = collectives.host_gather((dict(settings), dict(tensors)))
+    first_settings, first_tensors = everyone[0]
+    for rank, (others_settings, others_tensors) in enumerate(everyone):
+        for name, value in first_settings.items():
+            if others_settings[name] != value:
+                raise UserError(
+                    f"{name} is {value!r} on rank 0 and {others_settings[name]!r} on rank {rank}: "
+                    "give every rank the same"
+                )
+        for name in [*first_tensors, *others_tensors]:
+            here, there = first_tensors.get(name, "absent"), others_tensors.get(name, "absent")
+            if here != there:
+                raise UserError(
+                    f"{name} is {here} on rank 0 and {there} on rank {rank}: every rank has to build the same module"
+                )
+        if list(first_tensors) != list(others_tensors):
+            raise UserError(
+                f"rank 0 and rank {rank} have their parameters and buffers in another order: "
+                "every rank has to build the same module in the same way"
+            )

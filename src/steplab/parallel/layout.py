@@ -1,25 +1,68 @@
-"""A module laid out over a mesh by torch's own engine: tensor parallelism, then sharded data parallelism (FSDP2).
+"""A module laid out over a mesh of ranks by torch's own engine.
 
-The order matters, and is kept here: products are split first, since that changes parameters; then each unit is given
-what its owner wants around its forward pass (recomputation, and compilation around that); then parameters are sharded,
-unit by unit, so that FSDP2's hooks stay outside of what is compiled.
+A mesh is the ranks of a world along four named axes, the outermost first, so that ranks that talk most are neighbours:
 
-Nothing here knows what the module is. Its owner says which submodules are units, and how each is split.
+    pp      pipeline: a rank has some of the blocks
+    dp      data, replicated: a rank has a part of the batch, and all that the axes below give it
+    fsdp    data, sharded: a rank has a part of the batch, and keeps a part of each parameter
+    tp      tensor: a rank computes a part of each matrix product
+
+Torch's process groups come with the mesh, one for each axis; nothing is kept in this process besides it.
+
+`lay_out` applies tensor parallelism, then sharded data parallelism (FSDP2). The order matters, and is kept here:
+products are split first, since that changes parameters; then each unit is given what its owner wants around its forward
+pass (recomputation, and compilation around that); then parameters are sharded, unit by unit, so that FSDP2's hooks stay
+outside of what is compiled. Nothing here knows what the module is. Its owner says which submodules are units, and how
+each is split.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from math import prod
 
 import torch
+import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ParallelStyle, parallelize_module
 
-from steplab.errors import Unsupported
-from steplab.parallel.sparse import refuse_sparse
+from .buckets import refuse_sparse
+from .errors import Unsupported, UserError
+
+AXES = ("pp", "dp", "fsdp", "tp")
+"""The names of the axes, from the outermost to the innermost."""
+
+
+def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
+    """The mesh of all ranks; a collective call. An axis that is left out has the size 1.
+
+    Raises UserError where an axis is not known, a size is below 1, or the sizes ask for other than the ranks there are.
+    """
+    for axis, size in sizes.items():
+        if axis not in AXES:
+            raise UserError(f"axis '{axis}' is not known; choose among {', '.join(AXES)}")
+        if size < 1:
+            raise UserError(f"{axis} must be at least 1, not {size}")
+    if not dist.is_initialized():
+        raise UserError("there are no other processes to lay a model out on: start them by torchrun")
+    shape = tuple(sizes.get(axis, 1) for axis in AXES)
+    asked, present = prod(shape), dist.get_world_size()
+    if asked != present:
+        shown = ",".join(f"{axis}={size}" for axis, size in sizes.items())
+        raise UserError(
+            f"layout {shown} is for {asked} processes, and there are {present}: start {asked}, "
+            f"or choose sizes whose product is {present}"
+        )
+    return init_device_mesh(device_type, shape, mesh_dim_names=AXES)
+
+
+def data_share(mesh: DeviceMesh) -> tuple[int, int]:
+    """This rank's part of the batch, from 0, and the number of parts: along dp and fsdp together."""
+    place, parts = mesh.get_local_rank("dp"), mesh["dp"].size()
+    return place * mesh["fsdp"].size() + mesh.get_local_rank("fsdp"), parts * mesh["fsdp"].size()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -58,7 +101,7 @@ def lay_out(
 
     Args:
         module: equal on all ranks that differ in dp, fsdp and tp alone.
-        mesh: as `mesh.open_mesh` makes it.
+        mesh: as `open_mesh` makes it.
         tensor_plan: style by name of submodule, `*` for any one name; a name that the module lacks is passed over.
         units: in the order of their forward passes.
         wrap_units: called between the two, to change how the units compute but not which parameters they have.

@@ -1,6 +1,6 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
 
-A bucket travels in chunks, and each rank owns a part of every chunk (peer_parts.py). For a chunk, on two lines
+A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). For a chunk, on two lines
 of work beside the backward pass:
 
 1. *out*, on the line of copies: from the tensors that autograd made, each rank copies what belongs to another's part
@@ -44,9 +44,9 @@ from itertools import accumulate, chain
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.buckets import Owners, dense, layout_of, views_of, with_late
-from steplab.parallel.peer_memory import PeerMemory, Piece
-from steplab.parallel.peer_parts import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
+from .buckets import Owners, dense, layout_of, views_of, with_late
+from .peer_memory import PeerMemory, Piece
+from .sizes import NUM_COUNTERS, Division, Places, divided, largest_part_bytes, placed
 
 COPIES, MEANS = range(2)
 """The two lines."""
@@ -319,13 +319,7 @@ class PeerBucket:
 
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
         """The averages plus gradients that came too late for the launch: what to launch next."""
-        averages = self.wait()
-        if not self._copies.go_home:
-            return with_late(averages, gradients, self._copies.memory.size)
-        for average, gradient in zip(averages, gradients, strict=True):
-            if average is not None and gradient is not None:
-                average.add_(gradient)
-        return averages
+        return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
 
     def release(self) -> None:
         """Drop references to gradients that are not in the bucket's own memory; to be called after `wait`."""

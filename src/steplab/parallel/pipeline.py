@@ -48,7 +48,7 @@ class Pipeline:
 
         Args:
             stages: laid out already, on the device they stay on.
-            mesh: as `mesh.open_mesh` makes it.
+            mesh: as `layout.open_mesh` makes it.
             device: this rank's.
             schedule: a key of SCHEDULES.
             microbatches: into how many parts a batch is cut along its first dimension.

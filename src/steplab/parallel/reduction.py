@@ -18,30 +18,157 @@ hold back every bucket behind it. If it gets a gradient after all, that comes la
 Ranks that update their parameters by gradients that were not averaged diverge without an error. So a reducer with
 gradients that are not averaged refuses the step of any torch optimizer that has their parameters: torch calls it before
 each step. An update by other means is not noticed.
+
+Collectives are matched by their order alone: if ranks run the backward passes of two modules in different orders,
+gradients of different modules are averaged and nothing fails. So each group numbers its modules and keeps a checksum of
+whose buckets were launched when (`LaunchOrder`), and the exchange compares both. It goes from CPU to CPU.
 """
 
 import sys
 import threading
 import warnings
+import zlib
+from array import array
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
-from typing import Any
-from weakref import ReferenceType, finalize, ref
+from typing import Any, NamedTuple
+from weakref import ReferenceType, WeakKeyDictionary, finalize, ref
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from steplab.errors import UserError
-from steplab.parallel.agreement import StepAgreement
-from steplab.parallel.buckets import Bucket, Owners
-from steplab.parallel.collectives import Collectives
-from steplab.parallel.grouping import grouped
-from steplab.parallel.launch_order import LaunchOrder
-from steplab.parallel.ownership import runs_of
-from steplab.parallel.sharded_optimizer import ShardedOptimizer
-from steplab.parallel.sparse import refuse_sparse_gradient
-from steplab.parallel.strategies import Strategy
+from .buckets import Bucket, Owners, refuse_sparse_gradient
+from .collectives import Collectives
+from .errors import UserError
+from .sharded_optimizer import ShardedOptimizer
+from .sizes import grouped, runs_of
+
+
+class Strategy(NamedTuple):
+    """The difference between the ways of synchronising gradients; all other code is shared."""
+
+    bucket_bytes: float
+    """The size that a bucket must not exceed by another gradient; 0 puts each gradient into its own bucket."""
+    during_backward: bool
+    """Whether a bucket is launched as soon as its gradients are ready, or after backward."""
+    one_at_a_time: bool
+    """Whether each collective is waited for before the next is launched."""
+
+
+def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
+    """The strategy of that name; the size, in MB of 1e6 bytes, affects `bucketed` only.
+
+    Raises UserError for an unknown name, and for a size that is not positive.
+    """
+    if not bucket_size_mb > 0:
+        raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
+    strategies = {
+        "naive": Strategy(0, during_backward=False, one_at_a_time=True),
+        "flat": Strategy(float("inf"), during_backward=False, one_at_a_time=False),
+        "overlap": Strategy(0, during_backward=True, one_at_a_time=False),
+        "bucketed": Strategy(bucket_size_mb * 1e6, during_backward=True, one_at_a_time=False),
+    }
+    if name not in strategies:
+        raise UserError(f"there is no strategy {name!r}: choose {', '.join(strategies)}")
+    return strategies[name]
+
+
+class LaunchOrder:
+    """What the modules of one group have launched on this rank."""
+
+    def __init__(self) -> None:
+        self._num_modules = 0
+        self.checksum = 0
+        """A checksum of the modules' numbers, one for each launch in order."""
+
+    def join(self) -> int:
+        """The number of a new module; the same on all ranks, as they build their modules together."""
+        self._num_modules += 1
+        return self._num_modules
+
+    def note(self, module: int) -> None:
+        """Count a launch of this module."""
+        self.checksum = zlib.crc32(module.to_bytes(8, "little"), self.checksum)
+
+
+_orders: WeakKeyDictionary[Any, LaunchOrder] = WeakKeyDictionary()
+
+
+def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrder:
+    """The order of launches in a group, which all modules of this process that were given the group share."""
+    key = dist.group.WORLD if group is None else group
+    return _orders.setdefault(key, LaunchOrder())
+
+
+_PADDED = 4096
+"""Numbers in an exchange are padded to a multiple of it, so that modules of different sizes are told apart as well."""
+
+
+class StepAgreement:
+    """One exchange per step, which also compares the order in which gradients became ready.
+
+    Orders are compared by a checksum in that exchange; the ranks send each other the orders only if it differs. The
+    first difference is kept and warned of; after that orders are no longer compared. Whether the ranks synchronise the
+    same module, and have launched the buckets of all modules in one order, is compared every time.
+    """
+
+    def __init__(self, collectives: Collectives, names: Sequence[str], launches: LaunchOrder) -> None:
+        self._collectives = collectives
+        self._names = names
+        self._launches = launches
+        self.module = launches.join()
+        """The module's number in its group."""
+        self.difference: str | None = None
+
+    def note_launch(self) -> None:
+        """Count a launch of the module."""
+        self._launches.note(self.module)
+
+    def exchange(
+        self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]
+    ) -> tuple[list[bool], list[bool]]:
+        """Give two flags of each parameter and the order of readiness on this rank; get the flags that hold on any.
+
+        A gradient is present, and it is late if it came after its bucket was launched.
+        Raises UserError, on all ranks, if they synchronise different modules or have launched in different orders.
+        """
+        checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
+        compared = self.module, self._launches.checksum, checksum
+        values = [*compared, *(-value for value in compared), *present, *late]
+        values += [0] * (-len(values) % _PADDED)
+        largest = self._collectives.host_maximum(torch.tensor(values, dtype=torch.int64)).tolist()
+        count, num_compared = len(present), len(compared)
+        same_module, same_launches, same_order = (
+            largest[place] == -largest[place + num_compared] for place in range(num_compared)
+        )
+        if not same_module or not same_launches:
+            different = "sent gradients of several DataParallel in different orders"
+            raise UserError(
+                f"the ranks {different if same_module else 'synchronise different DataParallel'}: run their backward "
+                "passes and finish_gradient_synchronization() in one order on all ranks, one module after the other"
+            )
+        if not same_order:
+            self._compare(self._collectives.host_gather(list(order)))
+        flags = [bool(flag) for flag in largest[2 * num_compared :]]
+        return flags[:count], flags[count : 2 * count]
+
+    def _compare(self, orders: list[list[int]]) -> None:
+        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient has no place in the order
+        alike = [[index for index in order if index in common] for order in orders]
+        for rank, order in enumerate(alike):
+            for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):
+                if expected != found:
+                    self.difference = (
+                        f"gradients become ready in another order on rank {rank} than on rank 0: as number {place} "
+                        f"came {self._names[found]} there and {self._names[expected]} on rank 0"
+                    )
+                    _warn_caller(
+                        f"{self.difference}; buckets are still launched in one fixed order, so the result is correct, "
+                        "but a rank that is early waits for the others"
+                    )
+                    return
 
 
 class GradientReducer:
@@ -67,13 +194,13 @@ class GradientReducer:
         self._buckets = make_buckets([[self._parameters[index] for index in group] for group in self._members])
         self._bucket_of = {index: place for place, group in enumerate(self._members) for index in group}
         self.agreement = StepAgreement(collectives, names, launches)
-        self._launches = launches
         self._expected = [True] * len(self._parameters)
         self._lock = threading.Lock()  # autograd has a thread a device, and each calls hooks
         self._begin()
         for index, parameter in enumerate(self._parameters):
-            parameter.register_post_accumulate_grad_hook(_hook(ref(self), index))
-        finalize(self, register_optimizer_step_pre_hook(_step_hook(ref(self))).remove)
+            parameter.register_post_accumulate_grad_hook(_hook(ref(self), GradientReducer.ready, index))
+        checks = _hook(ref(self), GradientReducer.check_step)
+        finalize(self, register_optimizer_step_pre_hook(checks).remove)
 
     def __del__(self) -> None:
         if getattr(self, "_next", 0) and not sys.is_finalizing():  # without it, it was never built
@@ -94,7 +221,7 @@ class GradientReducer:
         """Memory outside of torch's allocator that the buckets hold on this rank."""
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
-    def ready(self, index: int) -> None:
+    def ready(self, index: int, _: Tensor) -> None:
         """Launch the buckets that are complete, now that a backward pass has accumulated a parameter's gradient."""
         with self._lock:
             if not self.active or index in self._ready:
@@ -108,7 +235,7 @@ class GradientReducer:
             while self._next < len(self._buckets) and self._missing[self._next] == 0:
                 self._launch_next()
 
-    def check_step(self, optimizer: Optimizer) -> None:
+    def check_step(self, optimizer: Optimizer, *_: Any) -> None:
         """Raise UserError if the optimizer is about to update parameters by gradients that have not been averaged."""
         if not self._ready and self._owners is None:
             return
@@ -146,16 +273,16 @@ class GradientReducer:
                 self._buckets[self._next - 1].wait()
         late = [parameter.grad is not None for parameter in self._parameters]
         present = [sent or came_late for sent, came_late in zip(self._sent, late, strict=True)]
-        agreed = self.agreement.exchange(present, late, self._order)
-        self._launch_again(agreed.late)
+        on_any, late_on_any = self.agreement.exchange(present, late, self._order)
+        self._launch_again(late_on_any)
         sizes = [sum(self._parameters[index].nbytes for index in group) for group in self._members]
         arriving = deque(runs_of(sizes, sum(sizes) / parts))
         try:
             while arriving:
-                yield self._arrived(arriving.popleft(), agreed.present)
+                yield self._arrived(arriving.popleft(), on_any)
         finally:  # the rest as well, if the caller takes no more
             for places in arriving:
-                self._arrived(places, agreed.present)
+                self._arrived(places, on_any)
             self._expected = present
             self._begin()
 
@@ -184,7 +311,7 @@ class GradientReducer:
         gradients = self._take(self._members[self._next])
         for index, gradient in zip(self._members[self._next], gradients, strict=True):
             self._sent[index] = gradient is not None
-        self._launches.note(self.agreement.module)
+        self.agreement.note_launch()
         self._buckets[self._next].launch(gradients)
         self._next += 1
 
@@ -192,7 +319,7 @@ class GradientReducer:
     def _launch_again(self, late: Sequence[bool]) -> None:
         for bucket, members in zip(self._buckets, self._members, strict=True):
             if any(late[index] for index in members):
-                self._launches.note(self.agreement.module)
+                self.agreement.note_launch()
                 bucket.launch(bucket.add(self._take(members)))
 
     def _take(self, indices: Sequence[int]) -> list[Tensor | None]:
@@ -206,23 +333,20 @@ class GradientReducer:
         return gradients
 
 
-def _hook(reducer: "ReferenceType[GradientReducer]", index: int) -> Callable[[Tensor], None]:
-    """A hook that calls the reducer while it exists: a parameter may outlive it and get another one."""
+def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None], *given: Any) -> Callable[..., None]:
+    """A hook that calls a method while the reducer exists: a parameter may outlive it and get another one."""
 
-    def gradient_is_ready(_: Tensor) -> None:
+    def called(*arguments: Any) -> None:
         living = reducer()
         if living is not None:
-            living.ready(index)
+            method(living, *given, *arguments)
 
-    return gradient_is_ready
+    return called
 
 
-def _step_hook(reducer: "ReferenceType[GradientReducer]") -> Callable[[Optimizer, Any, Any], None]:
-    """Have the reducer check every step of an optimizer, while the reducer exists."""
-
-    def step_begins(optimizer: Optimizer, _: Any, __: Any) -> None:
-        living = reducer()
-        if living is not None:
-            living.check_step(optimizer)
-
-    return step_begins
+def _warn_caller(message: str) -> None:
+    """A RuntimeWarning, as of the line outside this folder from which it was called."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, RuntimeWarning, stacklevel=level)

@@ -16,15 +16,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from steplab.errors import Unsupported, UserError
-from steplab.parallel import sharded_state
-from steplab.parallel.collectives import Collectives, collectives_of
-from steplab.parallel.flat_parameters import Exchange, FlatParameters, check_movable
-from steplab.parallel.ownership import owners_of, runs_of
-from steplab.parallel.parameter_copies import ParameterCopies
-from steplab.parallel.peer_memory import PeerMemory
-from steplab.parallel.sharded_state import StateDict, options
-from steplab.parallel.transports import open_peer_memory
+from . import sharded_state
+from .collectives import Collectives, collectives_of
+from .errors import Unsupported, UserError
+from .flat_parameters import Exchange, FlatParameters, ParameterCopies, check_movable
+from .peer_memory import PeerMemory, open_peer_memory
+from .sharded_state import StateDict, options
+from .sizes import owners_of, runs_of
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
@@ -104,7 +102,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The elements of trained parameters each rank owns; none exceeds `ownership.largest_share_bound`."""
+        """The elements of trained parameters each rank owns; none exceeds (total + (size - 1) · largest) / size."""
         return tuple(self._loads)
 
     @property

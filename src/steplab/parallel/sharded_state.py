@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.errors import UserError
-from steplab.parallel.collectives import Collectives
+from .collectives import Collectives
+from .errors import UserError
 
 StateDict = dict[str, Any]
 

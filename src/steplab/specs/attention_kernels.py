@@ -7,7 +7,7 @@ from dataclasses import replace
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_table import FALLBACK, Choice, choose
 from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
-from steplab.ops.cross_entropy.implementations import implementation as loss_implementation
+from steplab.ops.cross_entropy_table import implementation as loss_implementation
 from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec

@@ -43,8 +43,8 @@ def _model(spec: StepSpec) -> Iterator[str]:
     if merged and swiglu:
         yield "gate_up = torch.nn.Linear(d_model, 2 * d_ff, bias=False)"
     if fused:
-        yield """from steplab.ops.rms_norm.api import add_rms_norm
-from steplab.ops.rotary_heads.api import rotary_heads
+        yield """from steplab.ops.rms_norm import add_rms_norm
+from steplab.ops.rotary_heads import rotary_heads
 normed, x = add_rms_norm(x, branch, attention_norm.weight, eps)  # the branch before the first block is zeros
 q, k, v = rotary_heads(qkv(normed), table, num_heads)"""
     elif merged:
@@ -55,7 +55,7 @@ q, k, v = rotary_heads(qkv(normed), table, num_heads)"""
         yield f"""from steplab.ops.attention import attention
 out = attention(q, k, v, causal=True, implementation="{spec.attention}")"""
     if fused:
-        yield """from steplab.ops.swiglu.api import swiglu
+        yield """from steplab.ops.swiglu import swiglu
 branch = output(out.transpose(1, 2).flatten(2))
 normed, x = add_rms_norm(x, branch, feed_forward_norm.weight, eps)
 branch = down(swiglu(gate_up(normed)))"""
@@ -74,7 +74,7 @@ def _formats(spec: StepSpec) -> Iterator[str]:
     elif spec.precision == "bf16_master":
         # The gradient of a loss in chunks is added up, which bf16 would round.
         stay = "" if spec.loss == "plain" else ", stay=[model.head.weight]"
-        yield f"""from steplab.ops.adamw.masters import bf16_with_masters
+        yield f"""from steplab.ops.adamw import bf16_with_masters
 masters = bf16_with_masters(model{stay})"""
 
 
@@ -129,7 +129,7 @@ def _optimizer(spec: StepSpec) -> Iterator[str]:
         return
     if spec.optimizer == "adamw_triton":
         masters = ", masters=masters" if spec.precision == "bf16_master" else ""
-        yield f"""from steplab.ops.adamw.optimizer import OneKernelAdamW
+        yield f"""from steplab.ops.adamw import OneKernelAdamW
 optimizer = OneKernelAdamW(model.parameters(), lr=lr{masters})"""
     elif spec.optimizer == "sgd":
         yield "optimizer = torch.optim.SGD(model.parameters(), lr=lr)"

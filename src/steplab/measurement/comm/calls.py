@@ -12,8 +12,7 @@ from torch import nn
 from steplab.measurement.comm.data import Buffers
 from steplab.parallel.collectives import GroupCollectives, all_gather_single, reduce_scatter_single
 from steplab.parallel.peer_copies import peer_buckets
-from steplab.parallel.peer_memory import PeerMemory
-from steplab.parallel.symmetric_memory import SymmetricMemory
+from steplab.parallel.peer_memory import PeerMemory, SymmetricMemory
 
 Call = Callable[[], Any]
 MakeCall = Callable[[Buffers, dist.ProcessGroup | None], Call]

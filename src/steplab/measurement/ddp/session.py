@@ -12,7 +12,7 @@ from pathlib import Path
 
 import torch
 
-from steplab.errors import SteplabError
+from steplab.errors import ERRORS, SteplabError
 from steplab.measurement.ddp.measured import MeasuredVariant
 from steplab.measurement.ddp.memory import TOLERATED_BYTES, free
 from steplab.measurement.ddp.turns import Samples
@@ -100,7 +100,7 @@ class _Session:
         measured, refusal = None, None
         try:
             measured = self._built(variant)
-        except SteplabError as error:
+        except ERRORS as error:
             refusal = error
         refused = self._world.collectives.host_gather(refusal is not None)
         if measured is not None and not any(refused):

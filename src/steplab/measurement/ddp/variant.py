@@ -16,7 +16,7 @@ from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel import DataParallel, ShardedOptimizer
-from steplab.parallel.sparse import refuse_sparse
+from steplab.parallel.buckets import refuse_sparse
 from steplab.records.ddp import Messages
 from steplab.specs.ddp import COLLECTIVES, OWN, Variant
 from steplab.specs.step import StepSpec

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from steplab.errors import SteplabError
+from steplab.errors import ERRORS, own_error
 from steplab.measurement.entry.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
 from steplab.measurement.jobs import JOBS
 from steplab.measurement.machine.torchrun import LOOPBACK, ProcessPlace, place_in, torchrun_around
@@ -193,8 +193,8 @@ def _work(
         if world is not None and not failed:
             hub.send("ended")
             world.leave()
-    except SteplabError as error:
-        hub.send("refused", [error.exit_code, str(error)])
+    except ERRORS as error:
+        hub.send("refused", [own_error(error).exit_code, str(error)])
         failed = True
     except (Exception, SystemExit) as error:
         hub.send("failed", failure_from(error, stage, None, world.device if world else None))
@@ -212,7 +212,7 @@ def answer(
 
     `next_turn` gives a job that takes turns its next one.
 
-    Raises SteplabError for a request that cannot be served.
+    Raises one of `errors.ERRORS` for a request that cannot be served.
     """
     from steplab.measurement import compat
 

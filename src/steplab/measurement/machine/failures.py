@@ -8,7 +8,7 @@ from pathlib import Path
 import psutil  # type: ignore[import-untyped]
 import torch
 
-from steplab.errors import SteplabError
+from steplab.errors import ERRORS
 from steplab.measurement import compat
 from steplab.measurement.machine.causes import cause_of
 from steplab.measurement.machine.device import Device
@@ -92,7 +92,7 @@ def failure_of(error: BaseException, stage: str | None) -> Failure:
     """Any other error as a Failure: its cause where that is known, its first line, and its last lines."""
     lines = tuple(str(error).splitlines()[-_LAST_LINES:])
     cause, first_line = cause_of(str(error)), _first_line(error)
-    if not isinstance(error, SteplabError) and (place := place_of(error)):
+    if not isinstance(error, ERRORS) and (place := place_of(error)):
         first_line += f" ({place})"
     return Failure(
         kind=cause.kind if cause else "error",
@@ -116,6 +116,6 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
 
 def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    if isinstance(error, SteplabError):  # an error of steplab's own is shown as it is
+    if isinstance(error, ERRORS):  # an error of steplab's own is shown as it is
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.machine.device import Device, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
@@ -59,7 +59,7 @@ def audit_step(task: AuditTask, observer: Observer, world: World | None = None) 
     audited = _AuditedStep(spec, device, observer)
     try:
         audit = audited.run()
-    except SteplabError:
+    except ERRORS:
         raise
     except Exception as error:  # a failure of the model or of its memory
         failure = failure_from(error, audited.stage, spec, device)
@@ -142,7 +142,7 @@ class _AuditedStep:
         try:
             step = self._step(workload, dataclasses.replace(self.spec, precision="fp32"))
             return self._pass(step, 1.0, None)
-        except SteplabError:
+        except ERRORS:
             raise
         except Exception as error:  # a kernel without fp32, or too little memory: the types can still be reported
             self.notes.append(f"overflow, underflow: no fp32 run to compare with: {failure_of(error, None).message}")

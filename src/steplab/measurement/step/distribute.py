@@ -26,8 +26,7 @@ from steplab.measurement.step.laying_out import (
 from steplab.model.compiling import compile_blocks, compiled
 from steplab.model.transformer import Transformer
 from steplab.parallel import DataParallel, ShardedOptimizer
-from steplab.parallel.layout import lay_out, no_gradient_sync
-from steplab.parallel.mesh import data_share, open_mesh
+from steplab.parallel.layout import data_share, lay_out, no_gradient_sync, open_mesh
 from steplab.specs.ddp import BYTES_PER_MB, Variant
 from steplab.specs.layout import Layout
 from steplab.specs.step import StepSpec

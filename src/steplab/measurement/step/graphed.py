@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import ERRORS, Unsupported
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
 from steplab.measurement.step.loop import Phase
@@ -147,7 +147,7 @@ class GraphedStep:
         self._device.reset_peak()
         try:
             replay = self._recorder.record(phase.run)
-        except (SteplabError, torch.OutOfMemoryError):
+        except (*ERRORS, torch.OutOfMemoryError):
             raise
         except Exception as error:  # it ran before, so it is the capture that it does not bear
             said = (str(error).splitlines() or [type(error).__name__])[0]

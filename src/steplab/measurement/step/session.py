@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.errors import SteplabError, Unsupported
+from steplab.errors import ERRORS, UNSUPPORTED
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
@@ -66,8 +66,8 @@ def measure_here(
         return cell.record(failure=lack)
     try:
         return cell.take_turns(turns) if turns else cell.measure(watcher)
-    except SteplabError as error:
-        if not isinstance(error, Unsupported) or cell.stage == "build":
+    except ERRORS as error:
+        if not isinstance(error, UNSUPPORTED) or cell.stage == "build":
             raise
         # An operator that refuses its inputs only when the step runs is a result, like any other failure.
         return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))

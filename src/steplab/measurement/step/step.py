@@ -32,8 +32,7 @@ from steplab.measurement.step.loop import Phase
 from steplab.measurement.tensors import TORCH_DTYPES, with_tensors
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
-from steplab.ops.adamw.masters import bf16_with_masters
-from steplab.ops.adamw.optimizer import OneKernelAdamW
+from steplab.ops.adamw import OneKernelAdamW, bf16_with_masters
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from steplab.ops.attention.api import IMPLEMENTATIONS, attention
-    from steplab.ops.attention.choice_table import Choice, choose
-    from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
+    from .api import IMPLEMENTATIONS, attention
+    from .choice_table import Choice, choose
+    from .functions import FlashAttentionReference, FlashAttentionTriton
 
 __all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttentionTriton", "attention", "choose"]
 

@@ -9,14 +9,14 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.choice import name_for
-from steplab.ops.attention.flash_attn_4 import flash_attn_4_attention
-from steplab.ops.attention.flex import flex_attention_compiled
-from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
-from steplab.ops.attention.plain import Span, no_span, plain_attention
-from steplab.ops.attention.sdpa import SDPA_BACKENDS, sdpa_attention
-from steplab.ops.attention.shapes import as_four_dims, check_inputs
+from ..errors import Unsupported
+from .choice import name_for
+from .flash_attn_4 import flash_attn_4_attention
+from .flex import flex_attention_compiled
+from .functions import FlashAttentionReference, FlashAttentionTriton
+from .plain import Span, no_span, plain_attention
+from .sdpa import SDPA_BACKENDS, sdpa_attention
+from .shapes import as_four_dims, check_inputs
 
 AttentionFn = Callable[..., Tensor]
 """(q_BHSD, k_BHKD, v_BHKD, *, causal, scale=None) -> o_BHSD"""

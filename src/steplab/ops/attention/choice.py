@@ -5,10 +5,10 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.autocast import autocast_dtype
-from steplab.ops.attention.choice_table import Choice, choose
-from steplab.ops.attention.shapes import fixed, num_key_heads
-from steplab.ops.attention.triton_tuning import hopper_kernels_on
+from .autocast import autocast_dtype
+from .choice_table import Choice, choose
+from .shapes import fixed, num_key_heads
+from .triton_tuning import hopper_kernels_on
 
 
 def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 
-from steplab.ops.attention.hopper_kernels import planned_on
-from steplab.ops.attention.implementations import DTYPES, TABLE, why_not
+from .hopper_kernels import planned_on
+from .implementations import DTYPES, TABLE, why_not
 
 FALLBACK = "sdpa"
 """Where nothing was measured."""
@@ -155,7 +155,7 @@ def choose_from(
 @cache
 def table() -> tuple[Measured, ...]:
     """The committed measurements."""
-    text = files("steplab.ops.attention").joinpath("attention_choice.toml").read_text(encoding="utf-8")
+    text = files(__package__).joinpath("attention_choice.toml").read_text(encoding="utf-8")
     return tuple(
         Measured(
             **{

@@ -5,9 +5,9 @@ from typing import Any
 
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.autocast import as_autocast_would
-from steplab.ops.attention.shapes import refuse_unserved
+from ..errors import Unsupported
+from .autocast import as_autocast_would
+from .shapes import refuse_unserved
 
 
 def flash_attn_4_attention(

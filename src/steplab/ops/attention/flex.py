@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.autocast import as_autocast_would
-from steplab.ops.attention.shapes import fixed
+from ..errors import Unsupported
+from .autocast import as_autocast_would
+from .shapes import fixed
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

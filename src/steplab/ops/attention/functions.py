@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.autocast import as_autocast_would
-from steplab.ops.attention.operators import REFERENCE, TRITON, Operators
-from steplab.ops.attention.shapes import as_four_dims, check_inputs, default_scale
+from ..errors import Unsupported
+from .autocast import as_autocast_would
+from .operators import REFERENCE, TRITON, Operators
+from .shapes import as_four_dims, check_inputs, default_scale
 
 Gradients = tuple[Tensor, Tensor, Tensor, None, None]
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.flash_reference import reference_backward, reference_forward
-from steplab.ops.attention.flops import register_formulas
-from steplab.ops.attention.shapes import refuse_unserved
-from steplab.ops.attention.triton_backward import triton_backward
-from steplab.ops.attention.triton_forward import triton_forward
-from steplab.ops.torch_library import define
-from steplab.ops.triton_places import runs_on
+from ..errors import Unsupported
+from ..torch_library import define
+from ..triton_places import runs_on
+from .flash_reference import reference_backward, reference_forward
+from .flops import register_formulas
+from .shapes import refuse_unserved
+from .triton_backward import triton_backward
+from .triton_forward import triton_forward
 
 _num_modes = torch._C._len_torch_dispatch_stack
 _FORWARD = "(Tensor q, Tensor k, Tensor v, bool causal, float scale) -> (Tensor, Tensor)"

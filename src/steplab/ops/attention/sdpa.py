@@ -4,8 +4,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.shapes import refuse_unserved
+from ..errors import Unsupported
+from .shapes import refuse_unserved
 
 SDPA_BACKENDS: dict[str, SDPBackend] = {
     "flash": SDPBackend.FLASH_ATTENTION,

@@ -6,10 +6,10 @@ Shape suffixes: B batch, H query heads, N key heads, S query positions, K key po
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported, UserError
-from steplab.ops.attention.autocast import autocast_dtype
-from steplab.ops.attention.implementations import DTYPES as NAMES_OF_DTYPES
-from steplab.ops.attention.implementations import why_not
+from ..errors import Unsupported, UserError
+from .autocast import autocast_dtype
+from .implementations import DTYPES as NAMES_OF_DTYPES
+from .implementations import why_not
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What attention is computed in."""

@@ -7,7 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.triton_launch import (
+from ..triton_device import on_device_of
+from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     SUMS_PANEL,
     SUMS_WIDTH,
@@ -24,10 +25,10 @@ from steplab.ops.attention.triton_launch import (
     sums_form,
     tile_form,
 )
-from steplab.ops.attention.triton_launcher import Launch
-from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_out_as
-from steplab.ops.attention.triton_schedule import heads_a_group, heads_in_a_row
-from steplab.ops.attention.triton_tensors import (
+from .triton_launcher import Launch
+from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
+from .triton_schedule import heads_a_group, heads_in_a_row
+from .triton_tensors import (
     Columns,
     Shape,
     aligned,
@@ -37,8 +38,7 @@ from steplab.ops.attention.triton_tensors import (
     strides_of,
     writable,
 )
-from steplab.ops.attention.triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_if_any
-from steplab.ops.triton_device import on_device_of
+from .triton_tuning import WIDEST_TILE, Tiles, tiles_for, tiles_if_any
 
 PREPARED = 64
 """Queries that a program of the first kernel prepares, and one of the last finishes."""
@@ -196,7 +196,7 @@ def _start_of_prepare(
     do_strides: Shape,
 ) -> Start:
     """The kernel for (o, do, lse, minus_lse, minus_d, turns)."""
-    from steplab.ops.attention.triton_portable_backward import attention_prepare
+    from .triton_portable_backward import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
@@ -240,8 +240,8 @@ def _starts_of_one_sweep(
 ) -> tuple[Start, Start]:
     """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared), where a head has a rest of columns with q
     and do once more, for tiles of the rest, and for (sums, dq)."""
-    from steplab.ops.attention.triton_hopper_backward import attention_backward
-    from steplab.ops.attention.triton_portable_backward import attention_finish
+    from .triton_hopper_backward import attention_backward
+    from .triton_portable_backward import attention_finish
 
     (batch, num_heads, num_queries, head_dim), num_keys = q_shape, k_shape[2]
     numbers = _numbers(q_shape, k_shape, call.scale)
@@ -296,7 +296,7 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
 @lru_cache(maxsize=256)
 def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
-    from steplab.ops.attention.triton_portable_backward import attention_backward_kv
+    from .triton_portable_backward import attention_backward_kv
 
     numbers = _numbers(q_shape, k_shape, call.scale)
     shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
@@ -319,7 +319,7 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
 @lru_cache(maxsize=256)
 def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
-    from steplab.ops.attention.triton_portable_backward import attention_backward_q
+    from .triton_portable_backward import attention_backward_q
 
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape
     all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.queries

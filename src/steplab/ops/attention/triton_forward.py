@@ -5,8 +5,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.shapes import refuse_unserved
-from steplab.ops.attention.triton_launch import (
+from ..triton_device import on_device_of
+from .shapes import refuse_unserved
+from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     Call,
     Start,
@@ -18,11 +19,10 @@ from steplab.ops.attention.triton_launch import (
     precision,
     tile_form,
 )
-from steplab.ops.attention.triton_repeats import Made, in_a_row, kind_of, laid_out_as
-from steplab.ops.attention.triton_schedule import heads_a_group, task_table
-from steplab.ops.attention.triton_tensors import Shape, columns, copy_back, readable, writable
-from steplab.ops.attention.triton_tuning import Tiles, tiles_for
-from steplab.ops.triton_device import on_device_of
+from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
+from .triton_schedule import heads_a_group, task_table
+from .triton_tensors import Shape, columns, copy_back, readable, writable
+from .triton_tuning import Tiles, tiles_for
 
 
 def triton_forward(
@@ -78,7 +78,7 @@ def _start(
     numbers: list[float | None] = [num_heads, num_heads // num_kv_heads, num_queries, num_keys, base_two(call.scale)]
     more: tuple[Tensor, ...] = ()
     if tiles.variant == "hopper":
-        from steplab.ops.attention.triton_hopper_forward import attention_forward
+        from .triton_hopper_forward import attention_forward
 
         sharing = num_heads // num_kv_heads
         together = heads_a_group(2 * num_keys * head_dim * call.dtype.itemsize // sharing, batch * num_heads)
@@ -101,7 +101,7 @@ def _start(
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
-        from steplab.ops.attention.triton_portable_forward import attention_forward
+        from .triton_portable_forward import attention_forward
 
         num_programs, rows, main, rest = num_tasks, tiles.queries, tiles.box, 0
         options = portable_options(tiles, call.products)

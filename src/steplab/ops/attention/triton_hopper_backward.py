@@ -21,8 +21,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from steplab.ops.attention.triton_gluon import add_tile, load_tile, store_tile
-from steplab.ops.attention.triton_hopper_gradients import (
+from .triton_gluon import add_tile, load_tile, store_tile
+from .triton_hopper_gradients import (
     BOTH_ARE_DONE,
     KEYS,
     PART,
@@ -30,8 +30,8 @@ from steplab.ops.attention.triton_hopper_gradients import (
     Room,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_one_turn import rounds_of_a_turn
-from steplab.ops.attention.triton_hopper_tiles import (
+from .triton_hopper_one_turn import rounds_of_a_turn
+from .triton_hopper_tiles import (
     NUM_CONSUMERS,
     ROWS,
     allocate_parts,
@@ -41,8 +41,8 @@ from steplab.ops.attention.triton_hopper_tiles import (
     meet,
     put,
 )
-from steplab.ops.attention.triton_hopper_turns import hand_on, wait_for, written
-from steplab.ops.attention.triton_hopper_two_turns import rounds_of_two_turns
+from .triton_hopper_turns import hand_on, wait_for, written
+from .triton_hopper_two_turns import rounds_of_two_turns
 
 ZERO = gl.constexpr(0)
 ONE = gl.constexpr(1)

@@ -31,8 +31,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from steplab.ops.attention.triton_gluon import load_tile, store_tile
-from steplab.ops.attention.triton_hopper_tiles import (
+from .triton_gluon import load_tile, store_tile
+from .triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
     bring,

@@ -21,8 +21,8 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from steplab.ops.attention.triton_gluon import reinterpret
-from steplab.ops.attention.triton_hopper_tiles import (
+from .triton_gluon import reinterpret
+from .triton_hopper_tiles import (
     ROWS,
     pack,
     times,

@@ -18,7 +18,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from steplab.ops.attention.triton_hopper_gradients import (
+from .triton_hopper_gradients import (
     KEYS,
     TURN,
     own,
@@ -31,7 +31,7 @@ from steplab.ops.attention.triton_hopper_gradients import (
     weigh,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, scores
+from .triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, scores
 
 # --- S and dP ------------------------------------------------------------------------------------------------------
 

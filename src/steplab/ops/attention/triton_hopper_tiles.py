@@ -17,7 +17,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from steplab.ops.attention.triton_gluon import load_tile
+from .triton_gluon import load_tile
 
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""

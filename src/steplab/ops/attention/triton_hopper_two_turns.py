@@ -11,7 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma_wait
 
-from steplab.ops.attention.triton_hopper_gradients import (
+from .triton_hopper_gradients import (
     DS,
     KEYS,
     TURN,
@@ -25,7 +25,7 @@ from steplab.ops.attention.triton_hopper_gradients import (
     weigh,
     zero_at_run_time,
 )
-from steplab.ops.attention.triton_hopper_tiles import ROWS, in_parts, let_pass, meet, scores
+from .triton_hopper_tiles import ROWS, in_parts, let_pass, meet, scores
 
 
 @gluon.jit

@@ -8,10 +8,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from steplab.ops.attention.triton_launcher import Address, Launch, Launcher, launcher_of
-from steplab.ops.attention.triton_repeats import refuse_while_capturing
-from steplab.ops.attention.triton_tensors import Columns, Shape, strides_of
-from steplab.ops.attention.triton_tuning import Tiles
+from .triton_launcher import Address, Launch, Launcher, launcher_of
+from .triton_repeats import refuse_while_capturing
+from .triton_tensors import Columns, Shape, strides_of
+from .triton_tuning import Tiles
 
 Given = TypeVar("Given")
 ROWS_OF_A_CONSUMER = 64
@@ -183,7 +183,7 @@ class Start:
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:
     """Keyword arguments that all Hopper kernels take."""
-    from steplab.ops.attention.triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
+    from .triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
 
     return {
         "MAIN": parts.main,

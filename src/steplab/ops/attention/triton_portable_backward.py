@@ -12,7 +12,7 @@ Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dim
 import triton
 import triton.language as tl
 
-from steplab.ops.attention.triton_portable_tiles import operand, plus_product
+from .triton_portable_tiles import operand, plus_product
 
 
 # Of the head dimension the compiler is told whether it is a multiple of 16: else it takes masked columns one by one.

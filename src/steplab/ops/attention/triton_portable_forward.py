@@ -11,7 +11,7 @@ Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dim
 import triton
 import triton.language as tl
 
-from steplab.ops.attention.triton_portable_tiles import operand, plus_product
+from .triton_portable_tiles import operand, plus_product
 
 
 @triton.jit

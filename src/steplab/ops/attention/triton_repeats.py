@@ -12,9 +12,9 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.triton_launcher import Launch, hooked
-from steplab.ops.attention.triton_tensors import Shape
+from ..errors import Unsupported
+from .triton_launcher import Launch, hooked
+from .triton_tensors import Shape
 
 MOST_KEPT = 1024
 """Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. And kinds of

@@ -6,9 +6,9 @@ from threading import Thread, local
 
 import torch
 
-from steplab.ops.attention.hopper_kernels import is_tried, remedy, too_old
-from steplab.ops.attention.plain import plain_attention
-from steplab.ops.attention.triton_repeats import forget, refuse_while_capturing
+from .hopper_kernels import is_tried, remedy, too_old
+from .plain import plain_attention
+from .triton_repeats import forget, refuse_while_capturing
 
 CLOSE = 0.02
 """Largest relative error, by norm, that passes: bf16 makes 0.002 to 0.01, a wrong kernel about 1."""
@@ -71,8 +71,8 @@ def _trial(version: str, head_dim: int) -> str | None:
 
 def _fault(device: int, head_dim: int) -> str | None:
     """The fault of both passes on a small input, beside plain attention in float64; None: they are right."""
-    from steplab.ops.attention.triton_backward import triton_backward
-    from steplab.ops.attention.triton_forward import triton_forward
+    from .triton_backward import triton_backward
+    from .triton_forward import triton_forward
 
     _thread.trying = True
     try:

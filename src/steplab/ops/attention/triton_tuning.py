@@ -14,9 +14,9 @@ from typing import Literal
 
 import torch
 
-from steplab.errors import Unsupported
-from steplab.ops.attention.triton_tensors import columns
-from steplab.ops.attention.triton_trial import hopper_kernels_run, known_to_run
+from ..errors import Unsupported
+from .triton_tensors import columns
+from .triton_trial import hopper_kernels_run, known_to_run
 
 Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
@@ -111,7 +111,7 @@ def _most(stated: int | None) -> float:
 @cache
 def table() -> tuple[Tiles, ...]:
     """The committed rows."""
-    return read_table(files("steplab.ops.attention").joinpath(TABLE).read_text(encoding="utf-8"))
+    return read_table(files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
 
 
 def read_table(text: str) -> tuple[Tiles, ...]:

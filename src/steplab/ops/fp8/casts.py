@@ -11,10 +11,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from steplab.ops.fp8.reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
-from steplab.ops.torch_library import define
-from steplab.ops.triton_device import on_device_of
-from steplab.ops.triton_places import runs_on
+from ..torch_library import define
+from ..triton_device import on_device_of
+from ..triton_places import runs_on
+from .reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 8, 8
@@ -51,28 +51,29 @@ def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Op
 def _amax(x: Tensor) -> Tensor:
     if not runs_on(x.device.type):
         return plain_amax(x)
-    from steplab.ops.fp8.kernels import amax_kernel
+    from .kernels import amax_kernel
 
     x = x.contiguous()
     found = x.new_zeros((), dtype=torch.float32)
     if x.numel():
         programs = min(AMAX_PROGRAMS, -(-x.numel() // AMAX_BLOCK))
         with on_device_of(x):
-            amax_kernel[programs,](x, found, x.numel(), BLOCK=AMAX_BLOCK, num_warps=AMAX_WARPS)
+            amax_kernel[programs,](x, found, x.numel(), BLOCK=AMAX_BLOCK, enable_fp_fusion=True, num_warps=AMAX_WARPS)
     return found
 
 
 def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     if not runs_on(x.device.type):
         return plain_cast(x, amax, dtype)
-    from steplab.ops.fp8.kernels import cast_kernel
+    from .kernels import cast_kernel
 
     x = x.contiguous()
     out, inverse_scale = _fake_cast(x, amax, dtype)
     with on_device_of(x):
         cast_kernel[-(-x.numel() // CAST_BLOCK),](
             x, amax, out, inverse_scale, x.numel(),
-            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, BLOCK=CAST_BLOCK, num_warps=CAST_WARPS,
+            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, BLOCK=CAST_BLOCK,
+            enable_fp_fusion=True, num_warps=CAST_WARPS,
         )  # fmt: skip
     return out, inverse_scale
 
@@ -80,7 +81,7 @@ def _cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
 def _cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     if not runs_on(x_RC.device.type):
         return plain_cast_both(x_RC, amax, dtype)
-    from steplab.ops.fp8.kernels import cast_both_kernel
+    from .kernels import cast_both_kernel
 
     x_RC = x_RC.contiguous()
     rows_RC, columns_CR, inverse_scale = _fake_cast_both(x_RC, amax, dtype)
@@ -88,7 +89,8 @@ def _cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, 
     with on_device_of(x_RC):
         cast_both_kernel[-(-width // COLUMNS), -(-num_rows // ROWS)](
             x_RC, amax, rows_RC, columns_CR, inverse_scale, num_rows, width,
-            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=WARPS,
+            SMALLEST_AMAX=SMALLEST_AMAX, TOP=torch.finfo(dtype).max, ROWS=ROWS, COLUMNS=COLUMNS,
+            enable_fp_fusion=True, num_warps=WARPS,
         )  # fmt: skip
     return rows_RC, columns_CR, inverse_scale
 

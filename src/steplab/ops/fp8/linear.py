@@ -18,9 +18,9 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported
-from steplab.ops.fp8.casts import E5M2, Operand, amax, cast, cast_both
-from steplab.ops.triton_device import refuse_second_derivative
+from ..errors import Unsupported
+from ..triton_device import refuse_second_derivative
+from .casts import E5M2, Operand, amax, cast, cast_both
 
 MULTIPLE = 16
 """Tokens, inputs and outputs are multiples of this: operands are read by 16 bytes."""

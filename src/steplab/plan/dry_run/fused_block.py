@@ -1,6 +1,6 @@
 """model/fused_block.py in the operators of the dry run, and these operators: ops/rms_norm, rotary_heads and swiglu."""
 
-from steplab.ops.rms_norm.programs import NUM_PROGRAMS
+from steplab.ops.triton_places import NUM_PROGRAMS
 from steplab.plan.dry_run.attention import merge_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import FP32, Count, together

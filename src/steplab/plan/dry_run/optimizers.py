@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from steplab.ops.adamw.block import ADAMW_BLOCK
+from steplab.ops.triton_places import ADAMW_BLOCK
 from steplab.plan.dry_run.machine import Machine, Parameter
 from steplab.plan.dry_run.sizes import FP32, INT32, INT64, Count, Dtype
 from steplab.plan.dry_run.tensors import Tensor

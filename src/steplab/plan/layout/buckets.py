@@ -1,6 +1,6 @@
 """Gradients of data-parallel ranks in buckets: which travel together, and what memory the buckets take.
 
-steplab's own are as the code that runs has them (parallel.grouping, parallel.peer_parts): a gradient alone in its
+steplab's own are as the code that runs has them (parallel.sizes): a gradient alone in its
 bucket travels in the memory where it was born; others are copied into the bucket's buffer, which stays. torch's DDP
 (torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it has 1 MiB, each other once it has its size,
 and all are buffers.
@@ -10,8 +10,16 @@ import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.parallel.grouping import aligned_bytes, grouped
-from steplab.parallel.peer_parts import COUNTER_BYTES, NUM_COUNTERS, Division, divided, placed, window_bytes
+from steplab.parallel.sizes import (
+    COUNTER_BYTES,
+    NUM_COUNTERS,
+    Division,
+    aligned_bytes,
+    divided,
+    grouped,
+    placed,
+    window_bytes,
+)
 from steplab.plan.layout.weights import model_weights
 from steplab.specs.ddp import BYTES_PER_MB
 from steplab.specs.model import TransformerShape

@@ -1,19 +1,16 @@
 """The memory of `sharded`: each weight has an owner, which has its averaged gradient and its optimizer state.
 
-All of it is as the code that runs has it (parallel.ownership): owners are assigned bucket by bucket of gradients. By
+All of it is as the code that runs has it (parallel.sizes): owners are assigned bucket by bucket of gradients. By
 collectives a bucket is a buffer with a slot for each owner, and so are parameters that are exchanged together
-(parallel.owner_slots). By peer copies a rank has memory for its own averages, for gradients of others that land there,
-and for all parameters, all of it outside of torch's allocator (parallel.peer_parts, parallel.parameter_copies).
+(parallel.sizes). By peer copies a rank has memory for its own averages, for gradients of others that land there,
+and for all parameters, all of it outside of torch's allocator (parallel.sizes, parallel.flat_parameters).
 """
 
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from steplab.parallel.grouping import grouped
-from steplab.parallel.owner_slots import owner_slots, shares_of, worth_padding
-from steplab.parallel.ownership import owners_in, runs_of
-from steplab.parallel.peer_parts import divided, pages
+from steplab.parallel.sizes import divided, grouped, owner_slots, owners_in, pages, runs_of, shares_of, worth_padding
 from steplab.plan.layout.buckets import Buckets, buckets_of_peers, with_counters
 from steplab.plan.layout.weights import model_weights
 from steplab.specs.ddp import BYTES_PER_MB

@@ -1,6 +1,6 @@
 """Which ranks of a layout do the same: those of one place in the pipeline; and what is in flight there.
 
-Ranks are numbered as parallel.mesh numbers them, pp outermost, so that the ranks of one place are neighbours.
+Ranks are numbered as parallel.layout numbers them, pp outermost, so that the ranks of one place are neighbours.
 """
 
 import functools

@@ -51,7 +51,7 @@ class Traffic:
 
 
 def groups_of(spec: StepSpec) -> dict[str, Group]:
-    """The group of a rank along each axis; tp is innermost (parallel.mesh)."""
+    """The group of a rank along each axis; tp is innermost (parallel.layout)."""
     layout, stride, found = spec.layout, 1, {}
     for axis in ("tp", "fsdp", "dp", "pp"):
         size = getattr(layout, axis)

@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def adamw_rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Count a step of each tensor, and work out its rates in float64; the formulas are those of reference.Rates.
+    """Count a step of each tensor, and work out its rates in float64; the formulas are those of adamw.Rates.
 
     addresses [tensors, WIDTH], of which the fifth is the number of a tensor's steps, in float32; settings [4], in
     float64: learning rate, logarithms of both betas, weight decay; rates [tensors, 3] in float32, which is written:
@@ -44,7 +44,7 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """A block of a parameter, its moments and its gradient; the formula is that of reference.adamw_step.
+    """A block of a parameter, its moments and its gradient; the formula is that of adamw.adamw_step.
 
     addresses [tensors, 5] of parameter, gradient, first and second moment, each a multiple of 16 bytes and all float32,
     and of the number of steps. With masters [tensors, 6]: the parameter is the float32 master, the gradient is

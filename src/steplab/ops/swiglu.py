@@ -8,14 +8,23 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import silu
 
-from steplab.errors import UserError
-from steplab.ops.torch_library import define, define_derivative
-from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+from .errors import UserError
+from .torch_library import define, define_derivative
+from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+
+
+def plain_swiglu(gate_up: Tensor) -> Tensor:
+    """silu(gate) * up of [..., 2F], the gate in the first half of the last dimension: [..., F]. The reference, as the
+    formula reads (Shazeer 2020, "GLU Variants Improve Transformer"), in the precision of its input."""
+    gate, up = gate_up.chunk(2, -1)
+    return silu(gate) * up
+
 
 ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
 """The tile of a program, and its warps."""
-_INSTEAD = "use steplab.ops.swiglu.reference.plain_swiglu"
+_INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
@@ -32,7 +41,7 @@ def swiglu(gate_up: Tensor) -> Tensor:
 
 
 def _forward(gate_up: Tensor) -> Tensor:
-    from steplab.ops.swiglu.kernels import swiglu_kernel
+    from .swiglu_kernels import swiglu_kernel
 
     gate_up = gate_up.contiguous()
     out = _fake_forward(gate_up)
@@ -41,13 +50,13 @@ def _forward(gate_up: Tensor) -> Tensor:
     if out.numel():
         with on_device_of(out):
             swiglu_kernel[_grid(num_rows, width)](
-                gate_up, out, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+                gate_up, out, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=NUM_WARPS
             )
     return out
 
 
 def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
-    from steplab.ops.swiglu.kernels import swiglu_backward_kernel
+    from .swiglu_kernels import swiglu_backward_kernel
 
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     grad_joined = torch.empty_like(gate_up)
@@ -56,7 +65,15 @@ def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     if grad.numel():
         with on_device_of(grad):
             swiglu_backward_kernel[_grid(num_rows, width)](
-                grad, gate_up, grad_joined, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, num_warps=NUM_WARPS
+                grad,
+                gate_up,
+                grad_joined,
+                num_rows,
+                width,
+                ROWS=ROWS,
+                COLUMNS=COLUMNS,
+                enable_fp_fusion=True,
+                num_warps=NUM_WARPS,
             )
     return grad_joined
 

@@ -24,7 +24,7 @@ def swiglu_kernel(joined_ptr, out_ptr, num_rows, width, ROWS: tl.constexpr, COLU
 def swiglu_backward_kernel(
     grad_ptr, joined_ptr, grad_joined_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The gradient of joined [rows, 2 width] for grad [rows, width], all contiguous; see reference.py."""
+    """The gradient of joined [rows, 2 width] for grad [rows, width], all contiguous; see plain_swiglu."""
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     inside = (rows < num_rows) & (columns < width)

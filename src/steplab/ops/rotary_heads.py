@@ -12,13 +12,31 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.errors import Unsupported, UserError
-from steplab.ops.torch_library import define, define_derivative
-from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+from .errors import Unsupported, UserError
+from .torch_library import define, define_derivative
+from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+
+
+def plain_rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Queries [B, H, T, D], keys and values [B, N, T, D]; the table is [2, T, D/2] (Su et al. 2021, section 3.4). The
+    reference, as the formulas read."""
+    head_dim = 2 * table_2TD.shape[-1]
+    num_kv_heads = (merged_BTE.shape[-1] // head_dim - num_heads) // 2
+    heads_BETD = merged_BTE.unflatten(-1, (-1, head_dim)).transpose(1, 2)
+    q_BHTD, k_BNTD, v_BNTD = heads_BETD.split((num_heads, num_kv_heads, num_kv_heads), 1)
+    return _rotated(q_BHTD, table_2TD), _rotated(k_BNTD, table_2TD), v_BNTD
+
+
+def _rotated(x_BHTD: Tensor, table_2TD: Tensor) -> Tensor:
+    """The pairs (x[i], x[i + D/2]) turned by their position's angle."""
+    cosine_TD, sine_TD = table_2TD
+    a, b = x_BHTD.chunk(2, -1)
+    return torch.cat((a * cosine_TD - b * sine_TD, b * cosine_TD + a * sine_TD), -1).to(x_BHTD.dtype)
+
 
 ELEMENTS, NUM_WARPS = 1024, 4
 """Pairs of a program's tile (rows x the power of two that holds D/2), and its warps."""
-_INSTEAD = "use steplab.ops.rotary_heads.reference.plain_rotary_heads"
+_INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 
 
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -50,7 +68,7 @@ def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
 
 
 def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    from steplab.ops.rotary_heads.kernels import rotary_heads_kernel
+    from .rotary_heads_kernels import rotary_heads_kernel
 
     merged, table = merged.contiguous(), _rows_together(table)
     q, k, v = _fake_forward(merged, table, num_heads)
@@ -59,13 +77,13 @@ def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Ten
         with on_device_of(merged):
             rotary_heads_kernel[_grid(q, k)](
                 merged, table, q, k, v, table.stride(0), batch * context, context, num_heads, k.shape[2], head_dim,
-                ROWS=_rows(head_dim), HALF=_half(head_dim), num_warps=NUM_WARPS,
+                ROWS=_rows(head_dim), HALF=_half(head_dim), enable_fp_fusion=True, num_warps=NUM_WARPS,
             )  # fmt: skip
     return q, k, v
 
 
 def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
-    from steplab.ops.rotary_heads.kernels import rotary_heads_backward_kernel
+    from .rotary_heads_kernels import rotary_heads_backward_kernel
 
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     table = _rows_together(table)
@@ -77,7 +95,7 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
             rotary_heads_backward_kernel[_grid(dq, dk)](
                 dq, dk, dv, table, grad, table.stride(0), *strides,
                 batch * context, context, num_heads, dk.shape[2], head_dim,
-                ROWS=_rows(head_dim), HALF=_half(head_dim), num_warps=NUM_WARPS,
+                ROWS=_rows(head_dim), HALF=_half(head_dim), enable_fp_fusion=True, num_warps=NUM_WARPS,
             )  # fmt: skip
     return grad
 

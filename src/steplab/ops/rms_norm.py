@@ -9,15 +9,23 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.errors import UserError
-from steplab.ops.rms_norm.programs import NUM_PROGRAMS
-from steplab.ops.torch_library import define, define_derivative
-from steplab.ops.triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+from .errors import UserError
+from .torch_library import define, define_derivative
+from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
+from .triton_places import NUM_PROGRAMS
+
+
+def plain_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """s / sqrt(mean(s^2) + eps) * weight over the last dimension for s = x + branch, and s: the reference, as the
+    formula reads (Zhang and Sennrich 2019)."""
+    total = x + branch
+    return total * (total.square().mean(-1, keepdim=True) + eps).rsqrt() * weight, total
+
 
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
 SHARES, COLUMNS = 64, 16
 """The tile in which shares are added up."""
-_INSTEAD = "use steplab.ops.rms_norm.reference.plain_add_rms_norm"
+_INSTEAD = "use steplab.ops.rms_norm.plain_add_rms_norm"
 
 
 def add_rms_norm(
@@ -42,7 +50,7 @@ def add_rms_norm(
 def _forward(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from steplab.ops.rms_norm.kernels import add_rms_norm_kernel
+    from .rms_norm_kernels import add_rms_norm_kernel
 
     x, branch = x.contiguous(), branch.contiguous()
     normed, total, rstd = _fake_forward(x, branch, weight, eps, dtype)
@@ -50,24 +58,18 @@ def _forward(
         with on_device_of(x):
             add_rms_norm_kernel[(rstd.numel(),)](
                 x, branch, weight.contiguous(), normed, total, rstd, x.shape[-1], eps, BLOCK=_block(x),
-                num_warps=FORWARD_WARPS,
+                enable_fp_fusion=True, num_warps=FORWARD_WARPS,
             )  # fmt: skip
     return normed, total, rstd
 
 
 def _backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    of_x: torch.dtype,
-    of_branch: torch.dtype,
+    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from steplab.ops.rms_norm.kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
+    from .rms_norm_kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
 
     grad, total = grad.contiguous(), total.contiguous()
-    grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, of_x, of_branch)
+    grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, *dtypes)
     width = total.shape[-1]
     if not total.numel():
         return grad_x, grad_branch, grad_weight.zero_()
@@ -77,10 +79,10 @@ def _backward(
         add_rms_norm_backward_kernel[(num_programs,)](
             grad, total if grad_sum is None else grad_sum.contiguous(), total, weight.contiguous(), rstd, grad_x,
             grad_branch, shares, rstd.numel(), width, HAS_SUM=grad_sum is not None,
-            HAS_BRANCH=grad_branch.numel() > 0, BLOCK=_block(total), num_warps=BACKWARD_WARPS,
+            HAS_BRANCH=grad_branch.numel() > 0, BLOCK=_block(total), enable_fp_fusion=True, num_warps=BACKWARD_WARPS,
         )  # fmt: skip
         rms_norm_weight_kernel[(-(-width // COLUMNS),)](
-            shares, grad_weight, num_programs, width, ROWS=SHARES, COLUMNS=COLUMNS, num_warps=4
+            shares, grad_weight, num_programs, width, ROWS=SHARES, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=4
         )
     return grad_x, grad_branch, grad_weight
 
@@ -98,15 +100,10 @@ def _fake_forward(
 
 
 def _fake_backward(
-    grad: Tensor,
-    grad_sum: Tensor | None,
-    total: Tensor,
-    weight: Tensor,
-    rstd: Tensor,
-    of_x: torch.dtype,
-    of_branch: torch.dtype,
+    grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The branch's gradient has no elements where it is that of x to the bit."""
+    of_x, of_branch = dtypes
     grad_x = total.new_empty(total.shape, dtype=of_x)
     grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)
     return grad_x, grad_branch, weight.new_empty(weight.shape)

@@ -1,19 +1,85 @@
-"""AdamW whose step is one kernel for all parameters of a group, after a short one that counts the step."""
+"""AdamW whose step is one kernel for all parameters of a group, after a short one that counts the step.
+
+Its parameters are float32, or bfloat16 weights whose float32 masters it keeps (`bf16_with_masters`). Autocast rounds
+the float32 weight of a linear layer to bfloat16 before each use, and its gradient is a bfloat16 product that is then
+cast to float32. A weight that is bfloat16 from the start, written by the optimizer as its rounded master, enters the
+same products, and has the same gradient: neither cast is needed, and no number changes.
+"""
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from steplab.errors import Unsupported, UserError
-from steplab.ops.adamw import block
-from steplab.ops.adamw.reference import Rates, adamw_step
-from steplab.ops.triton_device import on_device_of
-from steplab.ops.triton_places import runs_on
+from . import triton_places
+from .errors import Unsupported, UserError
+from .triton_device import on_device_of
+from .triton_places import runs_on
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Rates:
+    """The numbers of one step."""
+
+    lr: float
+    beta_1: float
+    beta_2: float
+    eps: float
+    weight_decay: float
+    step: int
+    """Number of the step, counted from 1."""
+
+    @property
+    def decay(self) -> float:
+        """What is left of a parameter."""
+        return 1 - self.lr * self.weight_decay
+
+    @property
+    def step_size(self) -> float:
+        """The learning rate over what the first moment lacks for having begun at zero."""
+        return self.lr / (1 - self.beta_1**self.step)
+
+    @property
+    def second_correction(self) -> float:
+        """One over the root of what the second moment lacks."""
+        return float((1 - self.beta_2**self.step) ** -0.5)
+
+
+def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rates: Rates) -> None:
+    """Update a parameter and its two moments in place: the reference, as the formula reads (Loshchilov and Hutter 2019,
+    "Decoupled Weight Decay Regularization", algorithm 2)."""
+    first.add_((1 - rates.beta_1) * (gradient - first))
+    second.add_((1 - rates.beta_2) * (gradient.square() - second))
+    denominator = second.sqrt() * rates.second_correction + rates.eps
+    parameter.mul_(rates.decay).sub_(rates.step_size * (first / denominator))
+
+
+def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
+    """Put the weights and biases of linear layers into bfloat16, in place, and give their float32 values by parameter.
+
+    The step runs under autocast as before: it casts these alone before each use. All other parameters stay, as do those
+    that another kind of module has as well (an embedding that is the head's weight too), those in `stay`, and those
+    that are not float32. Load weights into the module before this, for the masters are the values that it has now.
+    """
+    staying = {id(parameter) for parameter in stay}
+    linear: dict[int, nn.Parameter] = {}
+    for each in module.modules():
+        own = {id(parameter): parameter for parameter in each.parameters(recurse=False)}
+        if type(each) is nn.Linear:
+            linear |= own
+        else:
+            staying |= set(own)
+    masters: dict[Tensor, Tensor] = {}
+    for key, parameter in linear.items():
+        if key not in staying and parameter.dtype == torch.float32:
+            masters[parameter] = parameter.data
+            parameter.data = parameter.data.to(torch.bfloat16)
+    return masters
+
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
@@ -253,7 +319,7 @@ def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
     if before is not None and is_alike:
         return replace(before, where=where, on_host=on_host, addresses=addresses)
     counts = torch.tensor(sizes)
-    blocks = -(-counts // block.ADAMW_BLOCK)
+    blocks = -(-counts // triton_places.ADAMW_BLOCK)
     firsts = blocks.cumsum(0) - blocks
     which = torch.repeat_interleave(torch.arange(len(sizes), dtype=torch.int32), blocks)
     return _Tables(
@@ -278,20 +344,21 @@ def _on(device: torch.device, table: Tensor) -> Tensor:
 
 
 def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None:
-    from steplab.ops.adamw.kernel import adamw_kernel, adamw_rates_kernel
+    from .adamw_kernels import adamw_kernel, adamw_rates_kernel
 
     if not len(tables.tensors):
         return
     num_tensors, (beta_1, beta_2) = len(tables.sizes), group["betas"]
     with on_device_of(tables.counts):
-        adamw_rates_kernel[(-(-num_tensors // block.RATES_BLOCK),)](
+        adamw_rates_kernel[(-(-num_tensors // triton_places.RATES_BLOCK),)](
             tables.addresses,
             tables.settings.on_device,
             tables.rates,
             num_tensors,
-            BLOCK=block.RATES_BLOCK,
+            BLOCK=triton_places.RATES_BLOCK,
             WIDTH=len(tables.where[0]),
-            num_warps=block.NUM_WARPS,
+            enable_fp_fusion=True,
+            num_warps=triton_places.ADAMW_WARPS,
         )
         adamw_kernel[(len(tables.tensors),)](
             tables.addresses,
@@ -302,9 +369,10 @@ def _start(tables: _Tables, group: dict[str, Any], *, has_masters: bool) -> None
             1 - beta_1,
             1 - beta_2,
             group["eps"],
-            BLOCK=block.ADAMW_BLOCK,
+            BLOCK=triton_places.ADAMW_BLOCK,
             HAS_MASTERS=has_masters,
-            num_warps=block.NUM_WARPS,
+            enable_fp_fusion=True,
+            num_warps=triton_places.ADAMW_WARPS,
         )
 
 

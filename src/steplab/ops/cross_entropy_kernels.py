@@ -49,7 +49,7 @@ def cross_entropy_softmax_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Losses of rows of logits, which are overwritten by their gradients; the formulas are those of chunks.Terms."""
+    """Losses of rows of logits, which are overwritten by their gradients; the formulas are those of Terms."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     target = tl.load(targets_ptr + row)

@@ -1,0 +1,274 @@
+"""What follows from the sizes of tensors alone, and is the same on every rank because its inputs are; without torch.
+
+- Which gradients are sent together (`grouped`). In a buffer each begins at a multiple of 16 bytes, so that vectorised
+  optimizers can read it; the gaps are zero and are sent too.
+- Which rank owns which parameter (`owners_in`). Parameters stay whole: an optimizer may look at the shape of what it
+  updates (Muon, Adafactor), and its state then has the form it has without sharding. The price is a balance that is
+  only as good as the largest parameter allows.
+- Where tensors lie in a buffer that has a slot for each owner, so that what a rank owns is one stretch of memory
+  (`owner_slots`). A collective that gathers or scatters all slots at once needs them to be equally long, and the
+  shorter ones are padded then; a collective an owner needs no padding. On GPUs one collective is worth it unless
+  padding takes more than an eighth of the tensors' own memory. On CPUs it is not: gloo's works in memory of its own
+  (flat_parameters.py).
+- How a bucket of peer copies is divided into chunks that travel one after the other, and each among the ranks
+  (`divided`); where the buckets of a module lie in the memory that ranks share (`placed`). Without owners each rank has
+  an equal part of a chunk, whose borders may lie inside gradients, and all ranks get all means. With owners a bucket is
+  one chunk, the gradients lie in the order of their owners, each rank's part is what it owns, and the means stay there.
+"""
+
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate, pairwise
+from typing import NamedTuple
+
+ALIGNMENT_BYTES = 16
+MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
+"""The share of all gradients from its first one on that a bucket may take, and the share of the given size that it may
+take in any case."""
+
+
+def grouped(
+    sizes_bytes: Sequence[int], bucket_bytes: float, kinds: Sequence[Hashable] | None = None
+) -> list[list[int]]:
+    """Groups of gradients by index, of gradients of these sizes in order of readiness; each is in one group.
+
+    The gradients of a group are of one kind, if `kinds` are given; groups are in the order in which they become
+    complete. A group of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the
+    size does not decide how much is sent after it: where sending takes up to half as long as the pass, a bucket of half
+    of the rest has been sent before the next one is complete.
+    """
+    sizes = [aligned_bytes(size) for size in sizes_bytes]
+    rest = sum(sizes)
+    closed: list[list[int]] = []
+    open_groups: dict[Hashable, list[int]] = {}
+    room: dict[Hashable, float] = {}
+    for index, (kind, size) in enumerate(zip(kinds or [None] * len(sizes), sizes, strict=True)):
+        if kind in open_groups and size > room[kind]:
+            closed.append(open_groups.pop(kind))
+        if kind not in open_groups:
+            open_groups[kind] = []
+            room[kind] = min(bucket_bytes, max(rest * MOST_OF_THE_REST, bucket_bytes * LEAST_OF_THE_LIMIT))
+        open_groups[kind].append(index)
+        room[kind] -= size
+        rest -= size
+    return sorted([*closed, *open_groups.values()], key=lambda group: group[-1])
+
+
+def aligned_bytes(num_bytes: int) -> int:
+    """The bytes that a gradient of so many takes in a buffer, with the gap behind it."""
+    return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
+    """The owner of each parameter by its number of elements: the largest first, each to the rank with the least so far.
+
+    `loads` holds the elements each rank owns already and is brought up to date. Ties go to the earlier parameter and to
+    the lower rank, so that all ranks come to the same answer.
+    """
+    owners = [0] * len(elements)
+    for index in sorted(range(len(elements)), key=lambda index: (-elements[index], index)):
+        owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
+        owners[index] = owner
+        loads[owner] += elements[index]
+    return owners
+
+
+def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
+    """The owners of parameters in groups, given by their numbers of elements, so that each group is spread over ranks,
+    and all of them evenly."""
+    loads = [0] * size
+    return [owners_of(elements, loads) for elements in groups]
+
+
+def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
+    """Runs of neighbours, by index; each ends once it has `bucket_bytes` or more."""
+    found: list[list[int]] = []
+    filled: float = bucket_bytes
+    for index, size_bytes in enumerate(sizes_bytes):
+        if filled >= bucket_bytes:
+            found.append([])
+            filled = 0
+        found[-1].append(index)
+        filled += size_bytes
+    return found
+
+
+SLOT_ALIGNMENT_BYTES = 256
+"""What torch's own allocators grant at least matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
+MOST_PADDING = 1 / 8
+"""Largest padding, as a share of the tensors' own bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnerSlots:
+    """Places in the buffer, in elements."""
+
+    bounds: list[tuple[int, int]]
+    """Where the slot of each owner begins and ends."""
+    starts: list[int]
+    """Where each tensor begins."""
+
+    @property
+    def size(self) -> int:
+        """Elements of the buffer."""
+        return self.bounds[-1][1]
+
+
+def owner_slots(
+    elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int, *, even: bool
+) -> OwnerSlots:
+    """Places for tensors of one dtype with these owners, ranks below `size`; `even`: all slots are equally long."""
+    shares = shares_of(elements, element_bytes, owners, size)
+    ends = list(accumulate([max(shares)] * size if even else shares))
+    bounds = list(zip([0, *ends[:-1]], ends, strict=True))
+    free, starts = [begin for begin, _ in bounds], []
+    for count, owner in zip(elements, owners, strict=True):
+        starts.append(free[owner])
+        free[owner] += _aligned(count, element_bytes)
+    return OwnerSlots(bounds, starts)
+
+
+def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int) -> list[int]:
+    """The elements each owner's tensors take."""
+    shares = [0] * size
+    for count, owner in zip(elements, owners, strict=True):
+        shares[owner] += _aligned(count, element_bytes)
+    return shares
+
+
+def worth_padding(shares: Sequence[int], device_type: str) -> bool:
+    """Whether one collective for slots of these lengths is better than one an owner; see the head of this file."""
+    return device_type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
+
+
+def _aligned(num_elements: int, element_bytes: int) -> int:
+    """The elements a tensor takes in the buffer."""
+    grain = max(1, SLOT_ALIGNMENT_BYTES // element_bytes)
+    return -(-num_elements // grain) * grain
+
+
+PAGE = 256
+"""Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
+PART_BYTES = 40 * 2**20
+"""The most that a rank has of a chunk, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
+pass was slowed more beside parts of 10 and 20 MiB, and by buckets that were not divided."""
+WINDOW_BYTES = 512_000_000
+"""Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
+whose gradients come in bursts need not wait. At least three of the largest bucket: one on its way out, one whose means
+are made, and one on its way home."""
+NUM_COUNTERS, COUNTER_BYTES = 2, 64
+"""Counters that a rank has of each rank, behind what else it shares; each has its own cache line."""
+
+
+class Overlap(NamedTuple):
+    """Where a rank's part of a chunk and a gradient overlap, in bytes."""
+
+    gradient: int
+    """The gradient's number in the bucket."""
+    in_gradient: int
+    """The beginning of the overlap in the gradient."""
+    in_part: int
+    """The beginning of the overlap in the part."""
+    num_bytes: int
+    """The length of the overlap."""
+
+
+class Division(NamedTuple):
+    """The division of a bucket; the same on all ranks."""
+
+    sizes_bytes: Sequence[int]
+    """Bytes of each of the bucket's gradients."""
+    order: Sequence[int]
+    """Numbers of the gradients in the order in which they lie in the bucket."""
+    chunks: Sequence[Sequence[int]]
+    """The borders of each chunk's parts, in bytes from the beginning of the bucket: where the part of each rank begins,
+    and where the last one ends."""
+    owners: Sequence[int] | None
+    """The rank that keeps the mean of each gradient; None if all ranks get all means."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The length of the bucket."""
+        return self.chunks[-1][-1]
+
+    @property
+    def landing_bytes(self) -> int:
+        """The largest part of each chunk, in whole pages: what a bucket takes of each ring of landing places."""
+        return sum(map(largest_part_bytes, self.chunks))
+
+    def kept_bytes(self, rank: int) -> int:
+        """The length of what a rank keeps of the bucket: its own means, or all of them."""
+        if self.owners is None:
+            return self.num_bytes
+        (borders,) = self.chunks
+        return borders[rank + 1] - borders[rank]
+
+    def overlaps(self, chunk: int, rank: int) -> list[Overlap]:
+        """The overlaps of the gradients with a rank's part of a chunk."""
+        begin, end = self.chunks[chunk][rank : rank + 2]
+        found, start = [], 0
+        for index in self.order:
+            size = self.sizes_bytes[index]
+            first, last = max(start, begin), min(start + size, end)
+            if first < last:
+                found.append(Overlap(index, first - start, first - begin, last - first))
+            start += aligned_bytes(size)
+        return found
+
+
+def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None) -> Division:
+    """The division of the bucket of gradients of these sizes among `size` ranks; by owner if `owners` are given."""
+    sizes = [aligned_bytes(num_bytes) for num_bytes in sizes_bytes]
+    if owners is None:
+        total, chunks = sum(sizes), []
+        for begin in range(0, max(total, 1), size * PART_BYTES):
+            part = min(pages(-(-(total - begin) // size)), PART_BYTES)
+            chunks.append([min(begin + rank * part, total) for rank in range(size + 1)])
+        return Division(sizes_bytes, range(len(sizes)), chunks, None)
+    parts = [0] * size
+    for owner, num_bytes in zip(owners, sizes, strict=True):
+        parts[owner] += num_bytes
+    order = sorted(range(len(sizes)), key=lambda index: (owners[index], index))
+    return Division(sizes_bytes, order, [[0, *accumulate(parts)]], owners)
+
+
+class Places(NamedTuple):
+    """Where the buckets of a module lie in the memory that ranks share; the same on all ranks."""
+
+    starts: Sequence[Sequence[int]]
+    """For each rank, the bytes from the beginning of its memory to what it keeps of each bucket."""
+    rings_start: int
+    """Bytes before the rings, in which gradients of the other ranks land."""
+    ring_bytes: int
+    """Bytes of each ring."""
+    num_bytes: int
+    """Bytes of buckets and rings together."""
+
+
+def placed(divisions: Sequence[Division], size: int) -> Places:
+    """The places of the buckets with these divisions among `size` ranks.
+
+    A ring is a rank's part of the window. Where parts are uneven, it has room for three of the largest as well.
+    """
+    starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
+    rings_start = max(ends[-1] for ends in starts)
+    ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))
+    if divisions[0].owners is not None:
+        landings = [division.landing_bytes for division in divisions]
+        ring_bytes = max(ring_bytes, min(sum(landings), 3 * max(landings)))
+    return Places(starts, rings_start, ring_bytes, rings_start + (size - 1) * ring_bytes)
+
+
+def window_bytes(sizes_bytes: Sequence[int]) -> int:
+    """Bytes of gradients that are held at a time, of buckets of these sizes."""
+    return min(sum(sizes_bytes), max(WINDOW_BYTES, 3 * max(sizes_bytes)))
+
+
+def largest_part_bytes(borders: Sequence[int]) -> int:
+    """The length of the largest part between these borders, in whole pages."""
+    return pages(max(end - begin for begin, end in pairwise(borders)))
+
+
+def pages(num_bytes: int) -> int:
+    """The size rounded up to whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
