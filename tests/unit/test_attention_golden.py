@@ -2,7 +2,7 @@
 
 import gzip
 from pathlib import Path
-from statistics import median
+from statistics import geometric_mean, median
 
 import pytest
 
@@ -18,12 +18,17 @@ DIMS = "b0c5ae3034ca"
 """Head dimensions and grouped heads."""
 DIMS_H100 = "141770e23524"
 """The same on an H100, once forward held its queries in registers."""
+NEWER_TRITON = {"c7e14285cab3": ("3.7.1", 2.29), "f958da98bd3e": ("3.9.0", 2.26)}
+"""The seven shapes with newer versions of Triton, and how many times as fast as FlashAttention-2 both passes are."""
+PORTABLE = "9db2e697ab2d"
+"""The same with the portable kernels."""
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 
 
 @pytest.fixture(scope="module")
 def records() -> dict[str, AttentionRun | Run]:
-    texts = (gzip.decompress((RESULTS / f"attention_{gpu}_202611.jsonl.gz").read_bytes()) for gpu in ("h200", "h100"))
+    names = "h200", "h100", "triton_h200"
+    texts = (gzip.decompress((RESULTS / f"attention_{name}_202611.jsonl.gz").read_bytes()) for name in names)
     found = (decode(line) for text in texts for line in text.splitlines())
     return {record.id: record for record in found if isinstance(record, (AttentionRun, Run))}
 
@@ -181,3 +186,15 @@ def test_the_long_grid_is_complete(records: dict[str, AttentionRun | Run]) -> No
     }
     assert len(cells) == 10 * 4 * 2 * 4  # lengths, head dimensions, types, columns
     assert all(cell.failure is None for cell in cells.values())
+
+
+def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | Run]) -> None:
+    for number, (version, mean) in NEWER_TRITON.items():
+        record = records[number]
+        assert record.environment is not None
+        assert (record.environment.triton, record.environment.flash_triton) == (version, "hopper")
+        assert geometric_mean(ratios(record, "sdpa_flash", "both")) == pytest.approx(mean, abs=0.005)
+    portable = records[PORTABLE]
+    assert portable.environment is not None
+    assert portable.environment.flash_triton == "portable"
+    assert max(ratios(portable, "sdpa_cudnn", "both")) < 0.83, "auto takes cuDNN where they run"

@@ -183,6 +183,29 @@ def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> N
     assert "run `steplab doctor` again" in caution
 
 
+@pytest.mark.parametrize(
+    ("triton", "kernels", "said"),
+    [
+        ("3.9.0", "hopper", "runs its Hopper kernels, with Triton 3.9.0."),
+        ("3.5.1", "portable", "Triton 3.5.1 is too old for those for Hopper; install torch 2.10 or newer, which"),
+        (
+            "3.11.0",
+            "portable",
+            "does not compile those for Hopper rightly; install a torch that brings Triton 3.6 to 3.9",
+        ),
+        (None, None, "cannot run: Triton is not installed."),
+    ],
+)
+def test_doctor_says_which_kernels_flash_triton_has(triton: str | None, kernels: str | None, said: str) -> None:
+    hopper = dataclasses.replace(ENVIRONMENT.device, kind="cuda", compute_capability="9.0")
+    environment = dataclasses.replace(ENVIRONMENT, device=hopper, triton=triton, flash_triton=kernels)
+    ceilings = EXAMPLES["ceilings"]
+    assert isinstance(ceilings, Ceilings)
+    last = ceilings_verdict(dataclasses.replace(ceilings, environment=environment)).sentences[-1]
+    assert last.startswith("Attention flash_triton ")
+    assert said in last
+
+
 @pytest.mark.parametrize("kind", ["comm", "ddp", "attention", "numerics", "ceilings", "advice"])
 def test_the_answer_of_a_record_stands_once_on_a_page_of_it_and_whole_beside_others(kind: str) -> None:
     record = EXAMPLES[kind]

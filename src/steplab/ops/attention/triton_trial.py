@@ -85,8 +85,8 @@ def _fault(device: int, head_dim: int) -> str | None:
             found = o, *triton_backward(do, q, k, v, o, lse, causal=True, scale=scale)
             exact = [x.double().requires_grad_() for x in (q, k, v)]
             right = plain_attention(*exact, causal=True)
-            expected = right, *torch.autograd.grad(right, exact, do.double())
-            errors = [float((x - y).norm() / y.norm()) for x, y in zip(found, expected, strict=True)]
+            expected = right.detach(), *torch.autograd.grad(right, exact, do.double())
+            errors = [((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
     except Exception as error:  # whatever another compiler makes of them
         return f"{type(error).__name__}, {str(error).strip().partition(chr(10))[0]}"
     names = ("the output", "dQ", "dK", "dV")
