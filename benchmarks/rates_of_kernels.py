@@ -286,7 +286,8 @@ def fit_attention(records: Sequence[Record], gpu: Gpu) -> dict[str, dict[str, At
             name = spec.implementation
             if name == "sdpa":  # torch's own choice, which only in fp32 is always the same
                 name = "sdpa_efficient" if spec.dtype == "fp32" else ""
-            if name == "flash_triton" and spec.dtype != "fp32" and record.environment.flash_triton == "portable":
+            env = record.environment
+            if name == "flash_triton" and spec.dtype != "fp32" and env and env.flash_triton == "portable":
                 name = "flash_triton portable"
             batch = spec.batch * spec.heads
             for timed in cell.passes:
