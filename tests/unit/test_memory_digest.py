@@ -18,7 +18,6 @@ from steplab.records.module_names import without_numbers
 from steplab.snapshots.building import build_history
 from steplab.snapshots.digest import digest
 from steplab.snapshots.source_lines import SourceLines
-from steplab.snapshots.stacks import Stacks
 from steplab.snapshots.timeline import MOST_POINTS
 
 MODEL = {"filename": "/home/me/project/app/model.py", "line": 81, "name": "forward"}
@@ -28,7 +27,7 @@ STACK = (LINEAR, MODEL, TRAIN)
 
 
 def told(snapshot: Any, marks: Marks | None = None, **more: Any) -> MemoryProfile:
-    return digest(build_history(snapshot, Stacks()), marks, **more)
+    return digest(build_history(snapshot), marks, **more)
 
 
 class Step:

@@ -15,6 +15,7 @@ from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
+from steplab.reading.bounded import profile_of
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
@@ -97,7 +98,7 @@ def import_trace(
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
         with named_file(path):
-            found = read_profile(path, None, on_progress, file=path.name, limits=limits)
+            found = dataclasses.replace(read_profile(path, None, on_progress, limits), file=path.name)
         run = dataclasses.replace(
             run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
         )
@@ -124,20 +125,17 @@ def read_profile(
     path: Path,
     source: str | None,
     on_progress: OnProgress = lambda progress: None,
-    file: str | None = None,
     limits: Limits | None = None,
 ) -> Profile:
     """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
 
     Raises UserError for a file that is not a trace, or has more than the limits allow.
     """
-    from steplab.traces.digest import digest
-    from steplab.traces.reading import read_trace
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return digest(read_trace(path, on_progress=tell, limits=limits), source=source, file=file)
+    return profile_of(path, source=source, limits=limits, on_progress=tell)
 
 
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:

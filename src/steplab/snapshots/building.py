@@ -1,18 +1,17 @@
 """Makes columns from the objects of a snapshot's pickle.
 
 `torch.cuda.memory._snapshot` documents what torch writes. Unknown keys are skipped; known ones must have the type that
-torch gives them. A list that is read in full may occur only once: a reference to it takes two bytes of a pickle.
+torch gives them. A snapshot of 1 GB has millions of events, which are dicts; so each column is made at once.
 """
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import fields
+from types import NoneType
 from typing import Any, TypeVar
 
 import numpy as np
 
-from steplab.snapshots.event_runs import StackRef
-from steplab.snapshots.event_window import ABSENT
 from steplab.snapshots.history import (
     ACTIONS,
     ALLOCATED,
@@ -24,11 +23,13 @@ from steplab.snapshots.history import (
     Blocks,
     DeviceHistory,
     Events,
+    Frame,
     History,
+    Integers,
+    Numbers,
     Segments,
 )
 from steplab.snapshots.refusal import Refused, expect
-from steplab.snapshots.stacks import Stacks
 
 _STATES = {
     "inactive": INACTIVE,
@@ -37,28 +38,26 @@ _STATES = {
     "active_awaiting_free": AWAITING_FREE,  # the name in torch's docstring
 }
 _CODES = {name: code for code, name in enumerate(ACTIONS)}
-_DEEPEST = 24
 _LOWEST, _HIGHEST = -(2**63), 2**63 - 1
-_NARROW = {"action": np.int8, "state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
+_NARROW = {"state": np.int8, "stack": np.int32, "is_expandable": np.bool_}
 """Types of the columns that do not have numbers of 64 bits."""
 
-_Kind = TypeVar("_Kind", Events, Segments, Blocks)
-_Dict = Mapping[Any, object]
+_Kind = TypeVar("_Kind", Segments, Blocks)
+_Dict = Mapping[Any, Any]
 
 
-def build_history(snapshot: object, stacks: Stacks) -> History:
+def build_history(snapshot: object) -> History:
     """The History in a pickle. Raises Refused if it is not a memory snapshot."""
-    _check_nesting(snapshot)
     if isinstance(snapshot, list):  # the form of torch.cuda.memory_snapshot() before there was a history
         snapshot = {"segments": snapshot}
     expect(isinstance(snapshot, dict) and "segments" in snapshot, "it is a pickle, but holds no memory snapshot")
     assert isinstance(snapshot, dict)
-    builder = _Builder(stacks)
+    stacks = _Stacks()
     traces = _list(snapshot.get("device_traces", []), "device_traces")
-    events = {index: builder.events(_list(trace, "a device's trace")) for index, trace in enumerate(traces)}
-    held = builder.held(_list(snapshot["segments"], "segments"))
+    events = {index: _events(_list(trace, "a device's trace"), stacks) for index, trace in enumerate(traces)}
+    held = _held(_list(snapshot["segments"], "segments"), stacks)
     devices = sorted(held.keys() | {index for index, trace in events.items() if len(trace)})
-    none = builder.events([])
+    none = _events([], stacks)
     no_segments, no_blocks = _columns(Segments, []), _columns(Blocks, [])
     return History(
         devices=tuple(
@@ -75,100 +74,123 @@ def build_history(snapshot: object, stacks: Stacks) -> History:
     )
 
 
-class _Builder:
-    def __init__(self, stacks: Stacks) -> None:
-        self._stacks = stacks
-        self._seen: dict[int, object] = {}
-        self._stack_of_list: dict[int, int] = {}
+class _Stacks:
+    """Numbers stacks in the order in which they are first seen.
 
-    def events(self, trace: list[object]) -> Events:
-        """One device's events; those that were read in bulk are columns already."""
-        self._once(trace, "a device's trace")
-        parts = list[Events]()
-        rows = list[tuple[int, ...]]()
-        for event in trace:
-            if isinstance(event, Events):
-                parts.append(_columns(Events, rows))
-                parts.append(event)
-                rows = []
-            else:
-                rows.append(self._event(_dict(event, "an event")))
-        parts.append(_columns(Events, rows))
-        return _joined(parts)
+    Lists and frames are first known by identity, which holds while the snapshot is kept: torch has each frame once, and
+    refers to it.
+    """
 
-    def _event(self, event: _Dict) -> tuple[int, ...]:
-        action = event.get("action")
-        expect(isinstance(action, str), "an event of its history has no action")
-        return (
-            _CODES.get(str(action), OTHER),
-            _int(event, "addr", ABSENT["address"]),
-            _int(event, "size", ABSENT["size_bytes"]),
-            _int(event, "stream", ABSENT["stream"]),
-            _int(event, "time_us", ABSENT["time_us"]),
-            self._stack(event),
-        )
+    def __init__(self) -> None:
+        self._of_list: dict[int, int] = {}
+        self._of_identities: dict[tuple[int, ...], int] = {}
+        self._numbers: dict[tuple[Frame, ...], int] = {}
 
-    def held(self, segments: list[object]) -> dict[int, tuple[Segments, Blocks]]:
-        """The segments and blocks of each device that has any."""
-        self._once(segments, "segments")
-        of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
-        for each in segments:
-            segment = _dict(each, "a segment")
-            segment_rows, block_rows = of_device[_int(segment, "device", 0)]
-            blocks = _list(segment.get("blocks", []), "a segment's blocks")
-            self._once(blocks, "a segment's blocks")
-            address = start = _int(segment, "address", NONE)
-            size = _int(segment, "total_size", NONE)
-            for block in blocks:
-                row = self._block(_dict(block, "a block"), address)
-                block_rows.append(row)
-                address = row[0] + row[1]  # older snapshots have no addresses of blocks
-                expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
-            segment_rows.append((start, size, bool(segment.get("is_expandable"))))
-        return {
-            index: (_columns(Segments, segment_rows), _columns(Blocks, block_rows))
-            for index, (segment_rows, block_rows) in of_device.items()
-        }
+    def of(self, frames: Sequence[object]) -> Numbers:
+        """The number of each list of frames; NONE for what is no list."""
+        identities, known = list(map(id, frames)), self._of_list
+        for identity, each in dict(zip(identities, frames, strict=True)).items():
+            if identity not in known:
+                known[identity] = self._new(each) if isinstance(each, list) else NONE
+        return np.fromiter(map(known.__getitem__, identities), np.int32, len(identities))
 
-    def _block(self, block: _Dict, address: int) -> tuple[int, ...]:
-        state = block.get("state")
-        expect(isinstance(state, str), "a block of its segments has no state")
-        size = _int(block, "size", NONE)
-        requested = _int(block, "requested_size", NONE)
-        history = block.get("history")
-        if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
-            requested = _int(history[0], "real_size", size)  # the form of torch 1.12 to 2.0
-            block = {**history[0], **block}
-        return (
-            _int(block, "address", address),
-            size,
-            size if requested == NONE else requested,
-            _STATES.get(str(state), INACTIVE),
-            self._stack(block),
-        )
+    def all(self) -> tuple[tuple[Frame, ...], ...]:
+        """The stacks, by number."""
+        return tuple(self._numbers)
 
-    def _stack(self, owner: _Dict) -> int:
-        frames = owner.get("frames")
-        if isinstance(frames, StackRef):
-            return frames.stack
-        if not isinstance(frames, list):
-            return NONE
-        known = self._stack_of_list.get(id(frames))
-        if known is None:
-            known = self._stacks.number_of(frames)
-            expect(known is not None, "a frame of its stacks has no filename, line and name")
-            assert known is not None
-            self._stack_of_list[id(frames)] = known
-        return known
-
-    def _once(self, item: object, what: str) -> None:
-        """Refuse a list that occurs twice and is read in full: a short pickle could name a long one any number of
-        times."""
-        expect(id(item) not in self._seen, f"{what} occurs twice in it: refused")
-        self._seen[id(item)] = item
+    def _new(self, frames: Sequence[object]) -> int:
+        identities = tuple(map(id, frames))
+        number = self._of_identities.get(identities)
+        if number is None:
+            stack = tuple(map(_frame, frames))
+            number = self._of_identities[identities] = self._numbers.setdefault(stack, len(self._numbers))
+        return number
 
 
-def _columns(kind: type[_Kind], rows: list[tuple[int, ...]]) -> _Kind:
+def _frame(frame: object) -> Frame:
+    if isinstance(frame, dict):
+        file, line, name = frame.get("filename"), frame.get("line"), frame.get("name")
+        if isinstance(file, str) and isinstance(line, int) and isinstance(name, str):
+            return _text(file), line, _text(name)
+    raise Refused("a frame of its stacks has no filename, line and name")
+
+
+def _text(text: str) -> str:
+    """A pickle may hold halves of surrogate pairs, and JSON may not."""
+    return text.encode("utf-8", "backslashreplace").decode()
+
+
+def _events(trace: Sequence[Any], stacks: _Stacks) -> Events:
+    """One device's events."""
+    expect(set(map(type, trace)) <= {dict}, "it is a pickle, but no memory snapshot: an event is not a dict")
+    actions = [event.get("action") for event in trace]
+    expect(set(map(type, actions)) <= {str}, "an event of its history has no action")
+    return Events(
+        action=np.fromiter((_CODES.get(action, OTHER) for action in actions), np.int8, len(actions)),
+        address=_integers(trace, "addr", NONE),
+        size_bytes=_integers(trace, "size", NONE),
+        stream=_integers(trace, "stream", 0),
+        time_us=_integers(trace, "time_us", NONE),
+        stack=stacks.of([event.get("frames") for event in trace]),
+    )
+
+
+def _integers(rows: Sequence[_Dict], key: str, absent: int) -> Integers:
+    """The values of a key as a column, with `absent` for None and for none."""
+    values = [row.get(key) for row in rows]
+    kinds = set(map(type, values))
+    if NoneType in kinds:
+        values = [absent if value is None else value for value in values]
+    try:
+        expect(kinds <= {int, NoneType}, _not_a_number(key))
+        return np.array(values, dtype=np.int64)
+    except OverflowError as error:
+        raise Refused(_not_a_number(key)) from error
+
+
+def _not_a_number(key: object) -> str:
+    return f"it is a pickle, but no memory snapshot: {key} is not a number of 64 bits"
+
+
+def _held(segments: Sequence[object], stacks: _Stacks) -> dict[int, tuple[Segments, Blocks]]:
+    """The segments and blocks of each device that has any."""
+    of_device = defaultdict[int, tuple[list[tuple[int, ...]], list[tuple[int, ...]]]](lambda: ([], []))
+    for each in segments:
+        segment = _dict(each, "a segment")
+        segment_rows, block_rows = of_device[_int(segment, "device", 0)]
+        address = start = _int(segment, "address", NONE)
+        size = _int(segment, "total_size", NONE)
+        for block in _list(segment.get("blocks", []), "a segment's blocks"):
+            row = _block(_dict(block, "a block"), address, stacks)
+            block_rows.append(row)
+            address = row[0] + row[1]  # older snapshots have no addresses of blocks
+            expect(address <= _HIGHEST, "the end of a block is not a number of 64 bits")
+        segment_rows.append((start, size, bool(segment.get("is_expandable"))))
+    return {
+        index: (_columns(Segments, segment_rows), _columns(Blocks, block_rows))
+        for index, (segment_rows, block_rows) in of_device.items()
+    }
+
+
+def _block(block: _Dict, address: int, stacks: _Stacks) -> tuple[int, ...]:
+    state = block.get("state")
+    expect(isinstance(state, str), "a block of its segments has no state")
+    size = _int(block, "size", NONE)
+    requested = _int(block, "requested_size", NONE)
+    history = block.get("history")
+    if requested == NONE and isinstance(history, list) and history and isinstance(history[0], dict):
+        requested = _int(history[0], "real_size", size)  # the form of torch 1.12 to 2.0
+        block = {**history[0], **block}
+    return (
+        _int(block, "address", address),
+        size,
+        size if requested == NONE else requested,
+        _STATES.get(str(state), INACTIVE),
+        int(stacks.of([block.get("frames")])[0]),
+    )
+
+
+def _columns(kind: type[_Kind], rows: Sequence[tuple[int, ...]]) -> _Kind:
     """Columns of rows that have their values in the order of the fields."""
     names = [field.name for field in fields(kind)]
     columns = np.array(rows, dtype=np.int64).reshape(-1, len(names)).T
@@ -178,11 +200,6 @@ def _columns(kind: type[_Kind], rows: list[tuple[int, ...]]) -> _Kind:
             for name, column in zip(names, columns, strict=True)
         }
     )
-
-
-def _joined(parts: list[Events]) -> Events:
-    names = [field.name for field in fields(Events)]
-    return Events(**{name: np.concatenate([getattr(part, name) for part in parts]) for name in names})
 
 
 def _settings(settings: object) -> AllocatorSettings:
@@ -197,20 +214,6 @@ def _settings(settings: object) -> AllocatorSettings:
         expandable_segments=bool(settings.get("expandable_segments")),
         roundup_divisions=tuple(steps),
     )
-
-
-def _check_nesting(root: object) -> None:
-    """Raise Refused for objects nested without end, or nearly so."""
-    level: list[object] = [root]
-    for _ in range(_DEEPEST):
-        inner: dict[int, object] = {}
-        for item in level:
-            children = item.values() if isinstance(item, dict) else item if isinstance(item, (list, tuple)) else ()
-            inner |= {id(child): child for child in children if isinstance(child, (dict, list, tuple))}
-        if not inner:
-            return
-        level = list(inner.values())
-    raise Refused(f"the pickle nests deeper than {_DEEPEST}, or holds itself, which no memory snapshot does: refused")
 
 
 def _list(value: object, what: str) -> list[object]:
@@ -230,5 +233,5 @@ def _int(owner: _Dict, key: Any, absent: int) -> int:
     if value is None:
         return absent
     if not isinstance(value, int) or isinstance(value, bool) or not _LOWEST <= value <= _HIGHEST:
-        raise Refused(f"it is a pickle, but no memory snapshot: {key} is not a number of 64 bits")
+        raise Refused(_not_a_number(key))
     return value

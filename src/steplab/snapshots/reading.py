@@ -1,66 +1,89 @@
 """Reads a file with a memory snapshot, as written by torch.cuda.memory._dump_snapshot, into a History.
 
-Reading executes nothing in the file, whoever made it (see machine).
+A pickle is a program that may import and call anything. Here it finds no class and nothing else by name, so that it
+builds containers, texts and numbers alone. Memory and time are bounded around the process (reading.process).
 """
 
+import io
+import pickle
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
-from steplab.limits import LimitReached, Limits
 from steplab.snapshots.building import build_history
-from steplab.snapshots.event_runs import EventRuns
 from steplab.snapshots.history import ACTIONS, NONE, OOM, SEGMENT_UNMAP, DeviceHistory, History, Integers
-from steplab.snapshots.machine import PickleMachine
 from steplab.snapshots.refusal import Refused, expect
-from steplab.snapshots.stacks import Stacks
-from steplab.snapshots.window import WINDOW_BYTES, Window
+from steplab.units import MIB
 from steplab.unpacking import OnProgress, Unpacked, unwatched
 
 _WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
+_NO_SNAPSHOT = "which no memory snapshot does: refused"
 _PROTO = b"\x80"
 _ZIP = b"PK\x03\x04"
+_BUFFER_BYTES = MIB
 
 
-def read_snapshot(
-    path: Path,
-    on_progress: OnProgress = unwatched,
-    *,
-    limits: Limits | None = None,
-    window_bytes: int = WINDOW_BYTES,
-) -> History:
+def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
     """The memory snapshot in a file.
 
-    `on_progress` is called with the bytes read of the file, and its size. `limits` None are the usual ones.
-    `window_bytes` of the pickle, at least 4 MiB, are in memory at a time. Raises UserError, in one line, if the file
-    cannot be read, is not a snapshot, asks for anything to be executed, or has more than the limits allow.
+    `on_progress` is called with the bytes read of the file, and its size. Raises UserError, in one line, if the file
+    cannot be read, is not a snapshot, or asks for anything to be imported.
     """
-    limits = limits or Limits()
     try:
         size_bytes = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            window = Window(
-                Unpacked(file, limits, on_progress, size_bytes=size_bytes),
-                window_bytes=window_bytes,
-            )
-            window.move(0)
-            _check_head(window.bytes)
-            stacks = Stacks(limits)
-            history = build_history(PickleMachine(window, EventRuns(stacks, limits), limits).run(), stacks)
+            history = build_history(_unpickled(Unpacked(file, on_progress, size_bytes=size_bytes)))
             refuse_impossible(history)
             return history
-    except LimitReached as error:
-        raise UserError(f"{path}: {error}") from error
     except Refused as error:
         raise UserError(f"{path}: {error}; {_WHAT_IS_READ}") from error
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _check_head(head: bytes) -> None:
+class _Unpickler(pickle.Unpickler):
+    """Finds nothing by name; without a class or a function no instruction of a pickle can call anything."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        wanted = ".".join(part[:100] if part.isprintable() else ascii(part[:100]) for part in (module, name))
+        raise Refused(f"the pickle wants to import {wanted}, {_NO_SNAPSHOT}")
+
+    def persistent_load(self, identifier: object) -> NoReturn:
+        raise Refused(f"the pickle wants to load an object from elsewhere (a persistent id), {_NO_SNAPSHOT}")
+
+
+class _Buffered(io.BufferedReader):
+    """Makes room for what there is, not for what a damaged length claims."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not size > _BUFFER_BYTES:
+            return super().read(size)
+        parts = list[bytes]()
+        while size > 0 and (part := super().read(min(size, _BUFFER_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _unpickled(source: Unpacked) -> object:
+    file = _Buffered(source, _BUFFER_BYTES)
+    _check_head(file.peek(len(_ZIP)), source)
+    try:
+        return _Unpickler(file).load()
+    except (Refused, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can do anything wrong
+        damage = f"its {source.damage.removeprefix('the ')}" if source.damage else ""
+        raise Refused(damage or f"it is no whole pickle: it is damaged, or ends early ({error})") from error
+
+
+def _check_head(head: bytes, source: Unpacked) -> None:
+    if source.damage and not head:
+        raise Refused(f"its {source.damage.removeprefix('the ')}")
     if not head:
         raise Refused("it is empty")
     if head.startswith(_ZIP):

@@ -4,27 +4,27 @@ It keeps kernels, copies and fills of the device, calls into its runtime and dri
 Python frames, arrows between events, counters and metadata are skipped.
 """
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
 
 import msgspec
 import numpy as np
+from numpy.typing import NDArray
 
 from steplab.costs.attention_operators import FUSED_ATTENTION
-from steplab.limits import LimitReached, Limits
 from steplab.traces.document import Document, NotATrace
 from steplab.traces.events import (
     CATEGORIES,
     EVENT,
     EVENTS,
+    MISSING,
     NO_DIMS,
     Event,
     Number,
     decoded,
+    nanoseconds,
     repair_event,
 )
-from steplab.traces.microseconds import MISSING, Integers, duration_nanoseconds, start_nanoseconds
-from steplab.traces.splitting import LONGEST_EVENT_BYTES
 from steplab.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
@@ -57,25 +57,23 @@ cuda too), and capitalised as before torch 1.12."""
 _WANTED = frozenset(category for names in _CATEGORIES for category in names)
 
 
+Integers = NDArray[np.int64]
 Columns = Mapping[str, Values]
 """The columns that events of every kind have."""
 
 
-def read_kineto(source: Unpacked, *, limits: Limits, chunk_bytes: int) -> Trace | None:
+def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
     """The trace in a JSON document; None if it contains no list of events.
 
-    Raises NotATrace if it is not such a document, or if nothing in its list is an event, and LimitReached if it has
-    more events than the limits allow.
+    Raises NotATrace if it is not such a document, or if nothing in its list is an event.
     """
-    document = Document(source, limits, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
-    collector = Collector(limits)
+    document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
+    collector = Collector()
     document.read(collector)
     if not document.has_events:
         return None
-    if not collector.num_events and (document.num_unreadable or document.num_oversized):
-        raise NotATrace(
-            f"none of the {document.num_unreadable + document.num_oversized} elements of its list is an event"
-        )
+    if not collector.num_events and document.num_unreadable:
+        raise NotATrace(f"none of the {document.num_unreadable} elements of its list is an event")
     builder = collector.builder
     listed = _listed_devices(document.members.get("deviceProperties"))
     builder.lists_gpu = bool(listed)
@@ -89,7 +87,6 @@ def read_kineto(source: Unpacked, *, limits: Limits, chunk_bytes: int) -> Trace 
     builder.notes += builder.damage
     left_out = {
         "are not valid JSON": document.num_unreadable,
-        f"are longer than {format_bytes(LONGEST_EVENT_BYTES)}": document.num_oversized,
         "have no start or duration": collector.num_untimed,
         "have a negative duration": collector.num_negative,
     }
@@ -109,8 +106,8 @@ def read_kineto(source: Unpacked, *, limits: Limits, chunk_bytes: int) -> Trace 
 class Collector:
     """Puts decoded events into a builder's columns, many at a time."""
 
-    def __init__(self, limits: Limits) -> None:
-        self.builder = TraceBuilder("kineto", limits)
+    def __init__(self) -> None:
+        self.builder = TraceBuilder("kineto")
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
@@ -119,7 +116,6 @@ class Collector:
         """Events left out because their duration is negative."""
         self.num_repaired = 0
         """Events that were read although they are not valid JSON."""
-        self._limits = limits
         self._is_passing_over = False
         """Whether the last piece contained nothing to keep."""
         self._inputs = InputNumbers(self.builder.inputs)
@@ -129,7 +125,7 @@ class Collector:
         if self._is_passing_over:
             passed = decoded(CATEGORIES, array)
             if passed is not None and _WANTED.isdisjoint(event.cat for event in passed):
-                self._count(len(passed))
+                self.num_events += len(passed)
                 return True
         num_kept = self.num_kept
         events = decoded(EVENTS, array)
@@ -139,37 +135,27 @@ class Collector:
         self._is_passing_over = events is not None and self.num_kept == num_kept
         return events is not None
 
-    def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
-        """Take events one by one. `goes_on` is called with the number of each element that cannot be read; if it
-        returns False, that element was the last, and this returns False too."""
+    def salvage(self, elements: Sequence[memoryview]) -> int:
+        """Take events one by one; returns the number of those that cannot be read."""
         events = list[Event]()
-        went_on = True
-        for number, element in enumerate(elements):
-            if text := bytes(element).strip():
-                is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
-                event = decoded(EVENT, text) if is_object else None
-                if is_object and event is None and (event := repair_event(text)):
-                    self.num_repaired += 1
-                if event is not None:
-                    events.append(event)
-                elif not (went_on := goes_on(number)):
-                    break
+        for element in elements:
+            text = bytes(element)
+            is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
+            event = decoded(EVENT, text) if is_object else None
+            if is_object and event is None and (event := repair_event(text)):
+                self.num_repaired += 1
+            if event is not None:
+                events.append(event)
         self._add(events)
-        return went_on
-
-    def _count(self, num_events: int) -> None:
-        self.num_events += num_events
-        most = self._limits.num_skipped
-        if self.num_events - self.num_kept > most:
-            raise LimitReached(f"it has more than {most:,} events of kinds that are not read")
+        return len(elements) - len(events)
 
     def _add(self, events: Sequence[Event]) -> None:
-        self._count(len(events))
+        self.num_events += len(events)
         groups = _grouped(events)
         kept = [event for group in groups for event in group]
         sizes = [len(group) for group in groups]
-        start_ns = start_nanoseconds([event.ts for event in kept])
-        duration_ns = duration_nanoseconds([event.dur for event in kept])
+        start_ns = nanoseconds([event.ts for event in kept])
+        duration_ns = nanoseconds([event.dur for event in kept])
         impossible = (start_ns < EARLIEST_NS) | (start_ns > LATEST_NS) | (duration_ns > LONGEST_NS)  # MISSING is early
         untimed = impossible | (duration_ns == MISSING)
         dropped = untimed | (duration_ns < 0)

@@ -16,7 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
-from steplab.limits import Limits
 from steplab.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
@@ -60,9 +59,8 @@ _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 Integers = NDArray[np.int64]
 
 
-def read_nsys(path: Path, on_progress: OnProgress, limits: Limits) -> Trace:
-    """The trace in an export, which is only read. Raises UserError if the file is not an export, and LimitReached if it
-    has more rows than the limits allow."""
+def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
+    """The trace in an export, which is only read. Raises UserError if the file is not an export."""
     size_bytes = path.stat().st_size
     # Immutable, so that SQLite does not put files of its own beside it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
@@ -70,7 +68,7 @@ def read_nsys(path: Path, on_progress: OnProgress, limits: Limits) -> Trace:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
-            export = _Export(connection, limits)
+            export = _Export(connection)
         except _UNREADABLE as error:
             raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
         if not export.is_export:
@@ -83,9 +81,9 @@ def read_nsys(path: Path, on_progress: OnProgress, limits: Limits) -> Trace:
 class _Export:
     """An open export, and the trace made of it."""
 
-    def __init__(self, connection: sqlite3.Connection, limits: Limits) -> None:
+    def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
-        self._builder = TraceBuilder("nsys", limits)
+        self._builder = TraceBuilder("nsys")
         self._texts = dict[int, str]()
         self._processes = Numbering[int]()
         self._num_rows = Counter[str]()

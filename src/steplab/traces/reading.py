@@ -3,7 +3,6 @@
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.limits import LimitReached, Limits
 from steplab.traces.document import CHUNK_BYTES, NotATrace
 from steplab.traces.kineto import read_kineto
 from steplab.traces.nsys import SQLITE_MAGIC, read_nsys
@@ -17,16 +16,13 @@ def read_trace(
     path: Path,
     on_progress: OnProgress = unwatched,
     *,
-    limits: Limits | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Trace:
     """The trace in a file, as far as it can be read: its notes say what is missing.
 
-    `on_progress` is called with the bytes read of the file, and its size. `limits` None are the usual ones.
-    `chunk_bytes` of JSON are decoded at a time. Raises UserError if the file cannot be opened, contains no trace, or
-    has more than the limits allow.
+    `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
+    Raises UserError if the file cannot be opened or contains no trace.
     """
-    limits = limits or Limits()
     try:
         size_bytes = path.stat().st_size
         if path.is_fifo():
@@ -36,18 +32,16 @@ def read_trace(
             if not head:
                 raise UserError(f"{path} is empty")
             if head == SQLITE_MAGIC:
-                return read_nsys(path, on_progress, limits)
+                return read_nsys(path, on_progress)
             file.seek(0)
-            return _read_json(path, Unpacked(file, limits, on_progress, size_bytes=size_bytes), limits, chunk_bytes)
-    except LimitReached as error:
-        raise UserError(f"{path}: {error}") from error
+            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _read_json(path: Path, source: Unpacked, limits: Limits, chunk_bytes: int) -> Trace:
+def _read_json(path: Path, source: Unpacked, chunk_bytes: int) -> Trace:
     try:
-        trace = read_kineto(source, limits=limits, chunk_bytes=chunk_bytes)
+        trace = read_kineto(source, chunk_bytes=chunk_bytes)
     except NotATrace as error:
         why = source.damage or str(error) or "it is neither JSON nor SQLite"
         raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error

@@ -13,8 +13,6 @@ from typing import Any, Self, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from steplab.limits import LimitReached, Limits
-
 Column = NDArray[np.signedinteger[Any]]
 
 LONGEST_NS = 2**50
@@ -149,9 +147,7 @@ class Numbering(dict[Key, int]):
 class TraceBuilder:
     """Collects events compactly, one or many at a time, and makes the Trace."""
 
-    def __init__(self, source: str, limits: Limits | None = None) -> None:
-        """`limits` None: the usual ones. What adds an event raises LimitReached beyond them."""
-        self._num_left = self._most = (limits or Limits()).num_events
+    def __init__(self, source: str) -> None:
         self.source = source
         self.device_names: Mapping[int, str] = {}
         """The names of GPUs by the numbers that work has for its device."""
@@ -168,9 +164,6 @@ class TraceBuilder:
 
     def add(self, kind: type[Events], *, start_ns: Values, **columns: Values) -> None:
         """Add an event or many of a kind, with all columns of the kind."""
-        self._num_left -= 1 if isinstance(start_ns, int) else len(start_ns)
-        if self._num_left < 0:
-            raise LimitReached(f"it has more than {self._most:,} kernels, copies, calls, operators and ranges")
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:
