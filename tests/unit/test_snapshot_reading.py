@@ -5,7 +5,6 @@ import io
 import os
 import pickle
 import random
-import re
 import tracemalloc
 import zipfile
 from collections.abc import Callable

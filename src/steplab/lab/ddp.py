@@ -15,9 +15,9 @@ from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.reading.bounded import traced_steps_of
+from steplab.reading.bounded import read_bounded
 from steplab.records.codec import new_head
-from steplab.records.ddp import DdpCell, DdpRun
+from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import (
     COLLECTIVES,
@@ -218,6 +218,6 @@ def _with_trace(cell: DdpCell, trace: Path) -> DdpCell:
     if cell.failure or not trace.exists():
         return cell
     try:
-        return dataclasses.replace(cell, traced=traced_steps_of(trace))
+        return dataclasses.replace(cell, traced=read_bounded("traced_steps", TracedSteps, [trace]))
     except SteplabError as error:  # what was measured stands without it
         return dataclasses.replace(cell, notes=(*cell.notes, f"trace: {error}"))

@@ -18,7 +18,7 @@ from steplab.limits import Limits
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.reading.bounded import memory_of
+from steplab.reading.bounded import read_bounded
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
@@ -154,14 +154,19 @@ def read_memory(
     unwatched_peak_bytes: int | None = None,
     limits: Limits | None = None,
 ) -> MemoryProfile:
-    """The profile of a snapshot, by owner if its marks exist. Raises as `memory_of` does."""
+    """The profile of a snapshot, by owner if its marks exist.
+
+    Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
+    allocation.
+    """
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
 
     beside = marks_beside(snapshot)
-    marks = beside if os.path.exists(beside) else None
-    return memory_of(snapshot, marks, unwatched_peak_bytes=unwatched_peak_bytes, limits=limits, on_progress=tell)
+    files = [snapshot, beside] if os.path.exists(beside) else [snapshot]
+    options: dict[str, str | int | None] = {"unwatched_peak_bytes": unwatched_peak_bytes}
+    return read_bounded("memory", MemoryProfile, files, options, limits, tell)
 
 
 def import_snapshot(

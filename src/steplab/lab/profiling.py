@@ -15,7 +15,7 @@ from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.reading.bounded import profile_of
+from steplab.reading.bounded import read_bounded
 from steplab.records.profile import Profile
 from steplab.records.run import Run
 from steplab.specs.step import StepSpec
@@ -135,7 +135,7 @@ def read_profile(
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return profile_of(path, source=source, limits=limits, on_progress=tell)
+    return read_bounded("profile", Profile, [path], {"source": source}, limits, tell)
 
 
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:

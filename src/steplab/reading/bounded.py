@@ -16,13 +16,9 @@ from typing import TypeVar
 
 import msgspec
 
-import steplab
 from steplab.errors import SteplabError, UserError
 from steplab.limits import LimitReached, Limits
 from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
-from steplab.records.ddp import TracedSteps
-from steplab.records.memory_profile import MemoryProfile
-from steplab.records.profile import Profile
 from steplab.units import format_bytes
 from steplab.unpacking import OnProgress, unwatched
 
@@ -30,36 +26,7 @@ _Result = TypeVar("_Result")
 _FROM_HERE = "import sys; sys.path.append(sys.argv[1]); from steplab.reading.child import main; main()"
 
 
-def profile_of(
-    trace: Path, *, source: str | None = None, limits: Limits | None = None, on_progress: OnProgress = unwatched
-) -> Profile:
-    """The profile of a trace; `source` goes into it. Raises UserError for a file that is no trace."""
-    return _read("profile", Profile, [trace], {"source": source}, limits, on_progress)
-
-
-def traced_steps_of(trace: Path) -> TracedSteps:
-    """The steps of a data-parallel trace. Raises UserError for a file that is no trace."""
-    return _read("traced_steps", TracedSteps, [trace])
-
-
-def memory_of(
-    snapshot: Path,
-    marks: Path | None,
-    *,
-    unwatched_peak_bytes: int | None = None,
-    limits: Limits | None = None,
-    on_progress: OnProgress = unwatched,
-) -> MemoryProfile:
-    """The profile of a snapshot, by owner if there are marks; `unwatched_peak_bytes` goes into it.
-
-    Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
-    allocation.
-    """
-    options: dict[str, str | int | None] = {"unwatched_peak_bytes": unwatched_peak_bytes}
-    return _read("memory", MemoryProfile, [snapshot, *([marks] if marks else [])], options, limits, on_progress)
-
-
-def _read(
+def read_bounded(
     what: str,
     result: type[_Result],
     paths: Sequence[Path],
@@ -67,12 +34,18 @@ def _read(
     limits: Limits | None = None,
     on_progress: OnProgress = unwatched,
 ) -> _Result:
-    """The answer of a new process. Raises UserError, which names the first path, where it reached a limit."""
+    """What a new process reads of the files, the first of which names what goes wrong.
+
+    `what` is a function of `child`, which gets the paths and `options`; `on_progress` is called with the bytes read and
+    the file's size. Raises UserError for a file that cannot be read, is not of its kind or takes more than the limits
+    allow (None: the usual ones), and SteplabError as the function does.
+    """
     limits = limits or Limits()
     request = msgspec.json.encode(Request(what, options or {}, limits.memory_bytes, limits.processor_s))
     answer: Answer | None = None
     # -P: what lies in the working folder is not imported. A session of its own: Ctrl-C reaches this process alone.
-    command = [sys.executable, "-P", "-c", _FROM_HERE, str(Path(steplab.__file__).parents[1]), request, *paths]
+    given = [str(Path(__file__).parents[2]), request.decode(), *map(str, paths)]
+    command = [sys.executable, "-P", "-c", _FROM_HERE, *given]
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         assert process.stdout

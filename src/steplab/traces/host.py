@@ -15,6 +15,8 @@ from steplab.traces.trace import NONE, Column, Trace
 
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
 """Ranges without information on the place in the model: those of the compiler name its cache entry."""
+_LONGEST_PATH = 1000
+"""Characters of a path from which on it is not continued: ranges deeper in it count as the one around them."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
 _PHASES = (
     (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
@@ -130,7 +132,8 @@ class Host:
         for index, above in enumerate(self._range_nesting.parent.tolist()):
             name = names[ranges.name[index]]
             around = texts[above] if above != NONE else ""
-            if self._range_phase[index] != NONE or STEP.match(name) or _UNNAMED.match(name):
+            is_place = self._range_phase[index] == NONE and not STEP.match(name) and not _UNNAMED.match(name)
+            if not is_place or len(around) > _LONGEST_PATH:
                 texts.append(around)
             elif not around or name.startswith(around + "."):
                 texts.append(name)

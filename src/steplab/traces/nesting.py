@@ -1,7 +1,10 @@
 """Finds the innermost of nested intervals at an instant: operators on a thread, ranges on a thread."""
 
+from collections.abc import Iterator
+
 import numpy as np
 
+from steplab.traces.intervals import stretches
 from steplab.traces.trace import NONE, Column
 
 
@@ -20,17 +23,18 @@ class Nesting:
         self.parent = np.full(len(start_ns), NONE)
         self._borders: dict[int, tuple[Column, Column]] = {}
         starts, ends = start_ns.tolist(), (start_ns + duration_ns).tolist()
-        for number in np.unique(thread).tolist():
-            self._borders[number] = self._walk(np.flatnonzero(thread == number).tolist(), starts, ends)
+        for number, rows in _by_thread(thread):
+            self._borders[number] = self._walk(rows.tolist(), starts, ends)
         self.segments = self._segments()
 
     def innermost(self, time_ns: Column, thread: Column) -> Column:
         """The number of the innermost interval at each time on each thread; NONE for none."""
         found = np.full(len(time_ns), NONE)
-        for number, (borders_ns, owners) in self._borders.items():
-            here = thread == number
-            at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
-            found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
+        for number, here in _by_thread(thread):
+            if number in self._borders:
+                borders_ns, owners = self._borders[number]
+                at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
+                found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
         return found
 
     def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
@@ -65,3 +69,10 @@ class Nesting:
             return empty, empty, empty
         starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
         return starts, ends, owners
+
+
+def _by_thread(thread: Column) -> Iterator[tuple[int, Column]]:
+    """Each thread, and its rows in order."""
+    order = np.argsort(thread, kind="stable")
+    for first, stop in stretches(thread[order]):
+        yield int(thread[order[first]]), order[first:stop]

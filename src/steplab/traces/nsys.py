@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
+from steplab.sqlite_objects import computing_object
 from steplab.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
@@ -36,7 +37,8 @@ SQLITE_MAGIC = b"SQLite format 3\0"
 _KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
 _COPIES, _FILLS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
 _CALLS, _RANGES, _GPUS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "TARGET_INFO_GPU"
-_MARKS_OF_AN_EXPORT = {"META_DATA_EXPORT", "StringIds", _KERNELS, _CALLS, _RANGES}
+_TEXTS = "StringIds"
+_MARKS_OF_AN_EXPORT = {"META_DATA_EXPORT", _TEXTS, _KERNELS, _CALLS, _RANGES}
 
 _COPY_KINDS = (
     *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
@@ -68,6 +70,7 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
+            computing = computing_object(connection)
             export = _Export(connection)
         except _UNREADABLE as error:
             raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
@@ -75,6 +78,8 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
             raise UserError(
                 f"{path} is an SQLite database, but no export of Nsight Systems (nsys export --type sqlite)"
             )
+        if computing:
+            raise UserError(f"{path} holds {computing}, which no export of Nsight Systems has; it is not read")
         return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
 
 
@@ -84,18 +89,19 @@ class _Export:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._builder = TraceBuilder("nsys")
-        self._texts = dict[int, str]()
         self._processes = Numbering[int]()
         self._num_rows = Counter[str]()
         """The number of rows read of each table."""
         names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
         # The newest of X, X_V2 and X_V3 sorts last.
         self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
+        self._texts = dict[int, str]()
         self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
 
     def read(self, on_done: Callable[[float], None]) -> Trace:
         """Read everything, table by table; the notes say what is absent or damaged."""
         readers = {
+            _TEXTS: self._read_texts,
             _KERNELS: self._read_kernels,
             _GRAPHS: self._read_graphs,
             _COPIES: self._read_copies,
@@ -232,13 +238,13 @@ class _Export:
         """The text, or the text of that number in StringIds."""
         if isinstance(value, str):
             return value
-        if value not in self._texts:
-            found = None
-            if value != NONE and "StringIds" in self._tables:
-                query = f'SELECT value FROM "{self._tables["StringIds"]}" WHERE id = ?'
-                found = self._connection.execute(query, (value,)).fetchone()
-            self._texts[value] = found[0] if found and isinstance(found[0], str) else "(unnamed)"
-        return self._texts[value]
+        return self._texts.get(value, "(unnamed)")
+
+    def _read_texts(self) -> None:
+        """All names at once: of a table without an index SQLite would read half for each."""
+        typed = "typeof(id) = 'integer' AND typeof(value) = 'text'"
+        rows = self._connection.execute(f'SELECT id, value FROM "{self._tables[_TEXTS]}" WHERE {typed}').fetchall()
+        self._texts = dict(reversed(rows))  # the first of an id counts
 
     def _device_names(self) -> dict[int, str]:
         """The names of the GPUs, as far as the export has them."""
