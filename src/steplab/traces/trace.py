@@ -1,11 +1,9 @@
 """A trace as columns, in the form that all profilers share.
 
 Times are nanoseconds on one clock. Names are stored once, and columns hold their numbers: a real trace uses the same
-few hundred kernel names a million times. A trace of 2 GB has millions of events, so all columns but start_ns are as
-narrow as their values allow, int16, int32 or int64: widen them before arithmetic other than sums and comparisons.
+few hundred kernel names a million times.
 """
 
-from array import array
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Self, TypeVar
@@ -145,7 +143,7 @@ class Numbering(dict[Key, int]):
 
 
 class TraceBuilder:
-    """Collects events compactly, one or many at a time, and makes the Trace."""
+    """Collects events, one or many at a time, and makes the Trace."""
 
     def __init__(self, source: str) -> None:
         self.source = source
@@ -167,7 +165,7 @@ class TraceBuilder:
         self._tables[kind].extend({"start_ns": start_ns, **columns})
 
     def build(self) -> Trace:
-        """The Trace, which ends the builder: its tables become the trace's."""
+        """The Trace."""
         calls = HostCalls(**self._tables[HostCalls].build())
         if repeated := _num_repeated(calls.correlation):
             self.notes.append(
@@ -194,105 +192,23 @@ class TraceBuilder:
         )
 
 
-_WIDTHS = "hiq"
-"""Type codes of array: 2, 4 and 8 bytes."""
-_PIECES = 16
-
-
 class _Table:
-    """Growing columns, each as narrow as its values allow.
-
-    An array grows in place where the system can move its pages, so that nothing is stored twice.
-    """
+    """Growing columns."""
 
     def __init__(self, kind: type[Events]) -> None:
-        self._columns = {field.name: array("q" if field.name == "start_ns" else "h") for field in fields(kind)}
+        self._parts: dict[str, list[Column]] = {field.name: [] for field in fields(kind)}
 
     def extend(self, values: Mapping[str, Values]) -> None:
-        assert values.keys() == self._columns.keys()
+        assert values.keys() == self._parts.keys()
         for name, value in values.items():
-            given = value if isinstance(value, list) else np.atleast_1d(np.asarray(value, dtype=np.int64))
-            while not _appended(self._columns[name], given):
-                column = self._columns[name]
-                self._columns[name] = array(_WIDTHS[_WIDTHS.index(column.typecode) + 1], column)
+            self._parts[name].append(np.atleast_1d(np.asarray(value, dtype=np.int64)))
 
     def build(self) -> dict[str, Column]:
-        built: dict[str, Column] = {}
-        start_ns, duration_ns = (self._numpy(name) for name in ("start_ns", "duration_ns"))
-        order = _order(start_ns, duration_ns)
-        del duration_ns
-        for name in self._columns:
-            if order is None:
-                built[name] = self._numpy(name)
-            elif name == "start_ns":
-                start_ns.sort()
-                built[name] = start_ns
-            else:
-                built[name] = self._numpy(name)[order]
-                self._columns[name] = array("h")
-        return built
-
-    def _numpy(self, name: str) -> Column:
-        column = self._columns[name]
-        return np.frombuffer(column, dtype=_dtype(column))
-
-
-def _dtype(column: "array[int]") -> np.dtype[Any]:
-    code = str(column.typecode)  # mypy would try the overloads of dtype for each of the literals, for seconds
-    return np.dtype(code)
-
-
-def _appended(column: "array[int]", values: list[int] | NDArray[np.int64]) -> bool:
-    """Append the values, all or none; returns False if the column is too narrow for them."""
-    if isinstance(values, list):
-        try:
-            column.fromlist(values)
-        except OverflowError:
-            if column.typecode == _WIDTHS[-1]:
-                raise
-            return False
-        return True
-    dtype = _dtype(column)
-    limits = np.iinfo(dtype)
-    if values.size and not limits.min <= values.min() <= values.max() <= limits.max:
-        return False
-    column.frombytes(values.astype(dtype, copy=False).tobytes())
-    return True
-
-
-def _order(start_ns: Column, duration_ns: Column) -> Column | None:
-    """The order by start, the longer first among equals; None if the rows are in it already.
-
-    Sorted one stretch of time after the other, because sorting all at once would take as much memory as the table
-    itself.
-    """
-    later, equal = start_ns[1:] > start_ns[:-1], start_ns[1:] == start_ns[:-1]
-    if bool(np.all(later | (equal & (duration_ns[1:] <= duration_ns[:-1])))):
-        return None
-    order: Column = np.empty(len(start_ns), dtype=np.int32 if len(start_ns) < 2**31 else np.int64)
-    sample = np.sort(start_ns[:: max(1, len(start_ns) // 4096)])
-    edges = sample[:: max(1, len(sample) // _PIECES)]
-    filled = 0
-    for number in range(len(edges) + 1):
-        inside = start_ns >= edges[number - 1] if number else start_ns < edges[0]
-        if 0 < number < len(edges):
-            inside &= start_ns < edges[number]
-        rows = np.flatnonzero(inside)
-        order[filled : filled + len(rows)] = _sorted(rows, start_ns, duration_ns)
-        filled += len(rows)
-    return order
-
-
-def _sorted(rows: Column, start_ns: Column, duration_ns: Column) -> Column:
-    """The rows in order. They are first sorted by start alone, which is quick if they are nearly sorted; few starts
-    are equal."""
-    rows = rows[np.argsort(start_ns[rows], kind="stable")]
-    equal = np.diff(start_ns[rows]) == 0
-    tied = np.append(equal, False) | np.append(False, equal)
-    if tied.any():
-        unsure = rows[tied]
-        rows[tied] = unsure[np.lexsort((-duration_ns[unsure].astype(np.int64), start_ns[unsure]))]
-    return rows
+        """The columns in the order of start, the longer first among equals."""
+        none = np.zeros(0, dtype=np.int64)
+        columns = {name: np.concatenate([none, *parts]) for name, parts in self._parts.items()}
+        order = np.lexsort((-columns["duration_ns"], columns["start_ns"]))
+        return {name: column[order] for name, column in columns.items()}
 
 
 def _num_repeated(correlation: Column) -> int:
