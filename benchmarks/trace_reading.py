@@ -122,7 +122,7 @@ def best(python: Path | str, reader: str, trace: Path, rounds: int) -> dict[str,
 def read(reader: str, trace: str) -> dict[str, float]:
     """Read a trace in this process; its imports are not timed."""
     if reader == "steplab":
-        from steplab.traces.reading import read_trace
+        from steplab.reading.traces.reading import read_trace
 
         def run() -> object:
             return read_trace(Path(trace))

@@ -35,9 +35,7 @@ ARROWS = {
     "costs": {"specs", "units", "errors"},
     "ops": {"errors"},
     "parallel": {"errors"},
-    "reading": {"traces", "snapshots", "records", "limits", "unpacking", "units", "errors"},
-    "traces": {"costs", "records", "stats", "sqlite_objects", "unpacking", "units", "errors"},
-    "snapshots": {"records", "unpacking", "units", "errors"},
+    "reading": {"costs", "records", "stats", "sqlite_objects", "limits", "unpacking", "units", "errors"},
     "plan": {"costs", "records", "specs", "stats", "units", "errors"},
     "fake_step": {"costs", "measurement", "model", "plan", "records", "specs", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
@@ -91,8 +89,6 @@ TORCH_FREE = [
     "costs",
     "sqlite_objects",
     "reading",
-    "traces",
-    "snapshots",
     "plan",
     "explain",
     "comparison",
@@ -223,7 +219,10 @@ def test_few_files_know_a_study_by_its_name(study: str) -> None:
     own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
     others = {path for path in FILES for _, name in imports(path) if name.startswith(parts)} - own
     shared = {"measurement/jobs.py", "records/registry.py", "report/sections.py", "lab/study_parts.py", "__init__.py"}
-    read_its_records = {"ddp": {"traces/communication.py"}, "comm": {"plan/layout/links.py", "lab/layout_planning.py"}}
+    read_its_records = {
+        "ddp": {"reading/traces/communication.py"},
+        "comm": {"plan/layout/links.py", "lab/layout_planning.py"},
+    }
     assert {str(path.relative_to(SOURCE)) for path in others} == shared | read_its_records[study]
 
 

@@ -17,10 +17,10 @@ from typing import Any
 import pytest
 
 from steplab.errors import SteplabError
-from steplab.snapshots.digest import digest as digest_snapshot
-from steplab.snapshots.reading import read_snapshot
-from steplab.traces.digest import digest as digest_trace
-from steplab.traces.reading import read_trace
+from steplab.reading.snapshots.digest import digest as digest_snapshot
+from steplab.reading.snapshots.reading import read_snapshot
+from steplab.reading.traces.digest import digest as digest_trace
+from steplab.reading.traces.reading import read_trace
 
 N = 500
 SLACK = 3

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from steplab.errors import UserError
-from steplab.traces.reading import read_trace
-from steplab.traces.trace import NONE, Trace
+from steplab.reading.traces.reading import read_trace
+from steplab.reading.traces.trace import NONE, Trace
 
 WORK = "start, end, deviceId, contextId, greenContextId, streamId, correlationId, globalPid"
 SCHEMA = {

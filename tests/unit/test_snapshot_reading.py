@@ -18,11 +18,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steplab.errors import SteplabError, UserError
-from steplab.snapshots.building import build_history
-from steplab.snapshots.digest import digest
-from steplab.snapshots.history import ACTIONS, ALLOCATED, AWAITING_FREE, INACTIVE, NONE, OTHER, History
-from steplab.snapshots.reading import _unpickled, read_snapshot
-from steplab.snapshots.refusal import Refused
+from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.digest import digest
+from steplab.reading.snapshots.history import ACTIONS, ALLOCATED, AWAITING_FREE, INACTIVE, NONE, OTHER, History
+from steplab.reading.snapshots.reading import _unpickled, read_snapshot
+from steplab.reading.snapshots.refusal import Refused
 from steplab.unpacking import Unpacked
 
 PROTOCOLS = (2, 3, 4, 5)

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 from msgspec import Raw
 
 from steplab.errors import UserError
-from steplab.traces.events import MISSING, nanoseconds
-from steplab.traces.reading import read_trace
-from steplab.traces.trace import NONE, Inputs, Ranges, Trace, TraceBuilder
+from steplab.reading.traces.events import MISSING, nanoseconds
+from steplab.reading.traces.reading import read_trace
+from steplab.reading.traces.trace import NONE, Inputs, Ranges, Trace, TraceBuilder
 
 KERNEL = {
     "ph": "X",

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steplab.traces.document import Document, NotATrace
+from steplab.reading.traces.document import Document, NotATrace
 
 HOSTILE = st.text(alphabet=st.sampled_from('},{[]:"\\/\n\t a0é😀\u2028\x7f'), max_size=12) | st.sampled_from(
     ["},{", '"},{"ph":"X"', "\\", '\\"', "]}", "},\n  {", "[{", '"traceEvents": [', "\\\\\\"]

@@ -20,16 +20,16 @@ _TELL_S = 0.1
 
 def profile(on_progress: OnProgress, trace: Path, *, source: str | None) -> object:
     """The Profile of a trace."""
-    from steplab.traces.digest import digest
-    from steplab.traces.reading import read_trace
+    from steplab.reading.traces.digest import digest
+    from steplab.reading.traces.reading import read_trace
 
     return digest(read_trace(trace, on_progress), source=source)
 
 
 def traced_steps(on_progress: OnProgress, trace: Path) -> object:
     """The TracedSteps of a trace."""
-    from steplab.traces.communication import traced_steps as of
-    from steplab.traces.reading import read_trace
+    from steplab.reading.traces.communication import traced_steps as of
+    from steplab.reading.traces.reading import read_trace
 
     return of(read_trace(trace, on_progress))
 
@@ -38,9 +38,9 @@ def memory(
     on_progress: OnProgress, snapshot: Path, marks: Path | None = None, *, unwatched_peak_bytes: int | None
 ) -> object:
     """The MemoryProfile of a snapshot."""
-    from steplab.snapshots.digest import digest
-    from steplab.snapshots.marks import check_same_history, read_marks
-    from steplab.snapshots.reading import read_snapshot
+    from steplab.reading.snapshots.digest import digest
+    from steplab.reading.snapshots.marks import check_same_history, read_marks
+    from steplab.reading.snapshots.reading import read_snapshot
 
     owners = read_marks(marks) if marks else None  # first: it is read in no time
     history = read_snapshot(snapshot, on_progress)

@@ -1,6 +1,6 @@
 """Marks: what the process of a watched step knows about its memory beyond the allocator's history.
 
-Written beside a snapshot by `measurement.memory.recorder`, read by `snapshots.digest`. A *position* is a number of
+Written beside a snapshot by `measurement.memory.recorder`, read by `reading.snapshots.digest`. A *position* is a number of
 allocations: position n lies after the n-th `alloc` event of the history and before the next, so that marks and history
 can be matched exactly, without clocks.
 """

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from functools import cache
 
-from steplab.snapshots.history import NONE, Frame
+from steplab.reading.snapshots.history import NONE, Frame
 
 _LIBRARY = re.compile(
     r"/(site|dist)-packages/(torch|torch_\w+|triton|functorch)/"

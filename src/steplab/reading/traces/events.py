@@ -11,7 +11,7 @@ from msgspec import Raw, Struct, field
 from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from steplab.traces.trace import NONE
+from steplab.reading.traces.trace import NONE
 
 Number = int | float | str | None
 """The type of numbers in events: some exporters write them as text."""

@@ -6,9 +6,9 @@ import msgspec
 import numpy as np
 
 from steplab.errors import UserError
+from steplab.reading.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
 from steplab.records.memory_marks import MARKS_SCHEMA, Marks, history_digest
 from steplab.records.memory_profile import MEASURED_CATEGORIES
-from steplab.snapshots.history import ALLOC, FREE_COMPLETED, DeviceHistory, Events, Flags, History
 from steplab.unpacking import small_file
 
 

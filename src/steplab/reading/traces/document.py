@@ -18,7 +18,7 @@ import re
 from collections.abc import Collection, Iterator, Sequence
 from typing import Protocol
 
-from steplab.traces.window import Source, Window
+from steplab.reading.traces.window import Source, Window
 
 CHUNK_BYTES = 1 << 19
 """The bytes decoded at a time, few enough to stay in the processor's cache."""

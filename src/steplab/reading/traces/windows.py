@@ -11,10 +11,10 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
+from steplab.reading.traces.activity import Activity
+from steplab.reading.traces.intervals import clip, shares, stretches, union
+from steplab.reading.traces.trace import NONE
 from steplab.records.profile import CATEGORIES, PHASES, PhaseTime
-from steplab.traces.activity import Activity
-from steplab.traces.intervals import clip, shares, stretches, union
-from steplab.traces.trace import NONE
 
 Sums = NDArray[np.float64]
 

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from steplab.errors import SteplabError
+from steplab.reading.traces.activity import Activity, cpu_activity, device_activity
+from steplab.reading.traces.host import Host
+from steplab.reading.traces.intervals import length, overlap
+from steplab.reading.traces.trace import NONE, Column, Trace
+from steplab.reading.traces.windows import cut
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
-from steplab.traces.activity import Activity, cpu_activity, device_activity
-from steplab.traces.host import Host
-from steplab.traces.intervals import length, overlap
-from steplab.traces.trace import NONE, Column, Trace
-from steplab.traces.windows import cut
 
 _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
 TRANSFERS = re.compile(r"^Mem(cpy|set)")

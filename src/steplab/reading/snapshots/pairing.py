@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from steplab.snapshots.history import (
+from steplab.reading.snapshots.history import (
     ALLOC,
     ALLOCATED,
     AWAITING_FREE,

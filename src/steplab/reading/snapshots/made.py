@@ -5,11 +5,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from steplab.reading.snapshots.history import NONE, Frame, Integers, Numbers
+from steplab.reading.snapshots.positions import Positions, Residents
+from steplab.reading.snapshots.replay import Lifetimes
+from steplab.reading.snapshots.source_lines import SourceLines
 from steplab.records.memory_marks import Marks, Stretch
-from steplab.snapshots.history import NONE, Frame, Integers, Numbers
-from steplab.snapshots.positions import Positions, Residents
-from steplab.snapshots.replay import Lifetimes
-from steplab.snapshots.source_lines import SourceLines
 
 
 @dataclass(frozen=True, slots=True)

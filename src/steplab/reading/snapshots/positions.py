@@ -8,9 +8,9 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from steplab.reading.snapshots.history import ALLOC, NONE, Events, Integers, Numbers
+from steplab.reading.snapshots.replay import Lifetimes
 from steplab.records.memory_marks import Stretch
-from steplab.snapshots.history import ALLOC, NONE, Events, Integers, Numbers
-from steplab.snapshots.replay import Lifetimes
 
 Seconds = np.ndarray[tuple[int], np.dtype[np.float64]]
 

@@ -5,11 +5,11 @@ from itertools import pairwise
 
 import numpy as np
 
+from steplab.reading.snapshots.history import Codes, Integers
+from steplab.reading.snapshots.positions import Positions
+from steplab.reading.snapshots.replay import Lifetimes
 from steplab.records.memory_marks import Stretch
 from steplab.records.memory_profile import MemoryPhase, MemoryTimeline
-from steplab.snapshots.history import Codes, Integers
-from steplab.snapshots.positions import Positions
-from steplab.snapshots.replay import Lifetimes
 
 MOST_POINTS = 500
 """The most points of a thinned timeline: more than a chart has columns, and few enough for a small record."""

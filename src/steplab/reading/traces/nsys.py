@@ -16,8 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
-from steplab.sqlite_objects import computing_object
-from steplab.traces.trace import (
+from steplab.reading.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
     LONGEST_NS,
@@ -29,6 +28,7 @@ from steplab.traces.trace import (
     Trace,
     TraceBuilder,
 )
+from steplab.sqlite_objects import computing_object
 from steplab.units import MIB
 from steplab.unpacking import OnProgress
 

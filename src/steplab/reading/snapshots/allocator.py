@@ -11,7 +11,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from steplab.snapshots.history import AllocatorSettings, Integers
+from steplab.reading.snapshots.history import AllocatorSettings, Integers
 from steplab.units import KIB, MIB
 
 SMALLEST_BYTES = KIB // 2

@@ -5,8 +5,8 @@ import re
 
 import numpy as np
 
-from steplab.traces.devices import launching_calls
-from steplab.traces.trace import NONE, Column, Trace
+from steplab.reading.traces.devices import launching_calls
+from steplab.reading.traces.trace import NONE, Column, Trace
 
 STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
 """The names of the ranges that are steps."""

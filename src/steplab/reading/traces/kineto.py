@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.costs.attention_operators import FUSED_ATTENTION
-from steplab.traces.document import Document, NotATrace
-from steplab.traces.events import (
+from steplab.reading.traces.document import Document, NotATrace
+from steplab.reading.traces.events import (
     CATEGORIES,
     EVENT,
     EVENTS,
@@ -25,7 +25,7 @@ from steplab.traces.events import (
     nanoseconds,
     repair_event,
 )
-from steplab.traces.trace import (
+from steplab.reading.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
     LONGEST_NS,

@@ -3,12 +3,12 @@
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
+from steplab.reading.snapshots.history import NONE, Codes
+from steplab.reading.snapshots.positions import Residents
+from steplab.reading.snapshots.replay import Lifetimes
 from steplab.records.memory_marks import Marks, Saved
 from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors, tensor_bytes
 from steplab.records.module_names import without_numbers
-from steplab.snapshots.history import NONE, Codes
-from steplab.snapshots.positions import Residents
-from steplab.snapshots.replay import Lifetimes
 
 MOST_GROUPS = 100
 """The most groups of equal saved tensors."""

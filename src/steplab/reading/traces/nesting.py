@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from steplab.traces.intervals import stretches
-from steplab.traces.trace import NONE, Column
+from steplab.reading.traces.intervals import stretches
+from steplab.reading.traces.trace import NONE, Column
 
 
 class Nesting:

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from steplab.snapshots.history import (
+from steplab.reading.snapshots.history import (
     ACTIONS,
     ALLOCATED,
     AWAITING_FREE,
@@ -29,7 +29,7 @@ from steplab.snapshots.history import (
     Numbers,
     Segments,
 )
-from steplab.snapshots.refusal import Refused, expect
+from steplab.reading.snapshots.refusal import Refused, expect
 
 _STATES = {
     "inactive": INACTIVE,

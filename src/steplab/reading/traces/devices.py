@@ -9,7 +9,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from steplab.traces.trace import NONE, Column, Trace
+from steplab.reading.traces.trace import NONE, Column, Trace
 
 
 def launching_calls(trace: Trace) -> Column:

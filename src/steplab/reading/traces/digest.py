@@ -7,16 +7,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import SteplabError
+from steplab.reading.traces.activity import Activity, cpu_activity, device_activity
+from steplab.reading.traces.communication import TRANSFERS, messages_of_host
+from steplab.reading.traces.devices import launching_calls, one_device
+from steplab.reading.traces.host import Host
+from steplab.reading.traces.intervals import length, overlap, stretches
+from steplab.reading.traces.op_costs import OpCosts, computed_in, describe
+from steplab.reading.traces.steps import last_steps
+from steplab.reading.traces.trace import NONE, Column, Trace
+from steplab.reading.traces.windows import PhaseSpan, cut, phase_times
 from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
-from steplab.traces.activity import Activity, cpu_activity, device_activity
-from steplab.traces.communication import TRANSFERS, messages_of_host
-from steplab.traces.devices import launching_calls, one_device
-from steplab.traces.host import Host
-from steplab.traces.intervals import length, overlap, stretches
-from steplab.traces.op_costs import OpCosts, computed_in, describe
-from steplab.traces.steps import last_steps
-from steplab.traces.trace import NONE, Column, Trace
-from steplab.traces.windows import PhaseSpan, cut, phase_times
 
 Seconds = NDArray[np.float64]
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, fields
 
 import numpy as np
 
-from steplab.snapshots.allocator import (
+from steplab.reading.snapshots.allocator import (
     OVERSIZE_BYTES,
     SEGMENT_BYTES,
     SMALL_POOL_BYTES,
@@ -17,7 +17,7 @@ from steplab.snapshots.allocator import (
     LargePool,
     rounded_sizes,
 )
-from steplab.snapshots.history import (
+from steplab.reading.snapshots.history import (
     ALLOC,
     FREE_COMPLETED,
     FREE_REQUESTED,
@@ -30,7 +30,7 @@ from steplab.snapshots.history import (
     DeviceHistory,
     Integers,
 )
-from steplab.snapshots.pairing import Awaited, Paired, Pieces, pair
+from steplab.reading.snapshots.pairing import Awaited, Paired, Pieces, pair
 from steplab.units import counted
 
 

@@ -9,7 +9,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from steplab.traces.trace import Column
+from steplab.reading.traces.trace import Column
 
 Shares = NDArray[np.float64]
 

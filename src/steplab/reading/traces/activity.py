@@ -9,12 +9,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from steplab.reading.traces.categories import kernel_category, op_category
+from steplab.reading.traces.devices import launching_calls
+from steplab.reading.traces.host import Host
+from steplab.reading.traces.nesting import Nesting
+from steplab.reading.traces.trace import NONE, Column, Rows, Trace
 from steplab.records.profile import CATEGORIES
-from steplab.traces.categories import kernel_category, op_category
-from steplab.traces.devices import launching_calls
-from steplab.traces.host import Host
-from steplab.traces.nesting import Nesting
-from steplab.traces.trace import NONE, Column, Rows, Trace
 
 # Operators that only make a view or an empty tensor: their time belongs to the operator around them.
 _BOOKKEEPING = re.compile(

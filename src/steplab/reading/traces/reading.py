@@ -3,10 +3,10 @@
 from pathlib import Path
 
 from steplab.errors import UserError
-from steplab.traces.document import CHUNK_BYTES, NotATrace
-from steplab.traces.kineto import read_kineto
-from steplab.traces.nsys import SQLITE_MAGIC, read_nsys
-from steplab.traces.trace import Trace
+from steplab.reading.traces.document import CHUNK_BYTES, NotATrace
+from steplab.reading.traces.kineto import read_kineto
+from steplab.reading.traces.nsys import SQLITE_MAGIC, read_nsys
+from steplab.reading.traces.trace import Trace
 from steplab.unpacking import OnProgress, Unpacked, unwatched
 
 _WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight Systems exports (nsys export --type sqlite)"

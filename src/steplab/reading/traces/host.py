@@ -8,10 +8,10 @@ import re
 
 import numpy as np
 
+from steplab.reading.traces.nesting import Nesting
+from steplab.reading.traces.steps import STEP, step_ranges
+from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.records.profile import OUTSIDE, PHASES
-from steplab.traces.nesting import Nesting
-from steplab.traces.steps import STEP, step_ranges
-from steplab.traces.trace import NONE, Column, Trace
 
 _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
 """Ranges without information on the place in the model: those of the compiler name its cache entry."""

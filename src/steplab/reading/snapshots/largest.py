@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import numpy as np
 
+from steplab.reading.snapshots.history import Codes, Flags, Integers
+from steplab.reading.snapshots.made import Origin, Origins
+from steplab.reading.snapshots.replay import Lifetimes
 from steplab.records.memory_profile import Allocation
 from steplab.records.module_names import without_numbers
-from steplab.snapshots.history import Codes, Flags, Integers
-from steplab.snapshots.made import Origin, Origins
-from steplab.snapshots.replay import Lifetimes
 
 _MOST_AT_PEAK, _MOST_OTHERS = 25, 10
 _Alike = tuple[int, int, Origin]
