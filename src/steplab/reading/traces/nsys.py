@@ -29,7 +29,6 @@ from steplab.reading.traces.trace import (
     TraceBuilder,
 )
 from steplab.sqlite_objects import computing_object
-from steplab.units import MIB
 from steplab.unpacking import OnProgress
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -52,9 +51,6 @@ _THREAD_BITS = 24
 """The number of lowest bits of a global id that are the thread's; those above are its process's."""
 _CORRELATION_BITS = 32
 _ROWS = 20_000
-_LONGEST_VALUE_BYTES = MIB
-"""The longest text or blob that SQLite makes of a value; a name has some kilobytes at most."""
-_MOST_GPUS = 1024
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """Errors of a damaged database; the latter for names of tables and columns."""
 
@@ -66,7 +62,6 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
     size_bytes = path.stat().st_size
     # Immutable, so that SQLite does not put files of its own beside it.
     with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
-        connection.setlimit(sqlite3.SQLITE_LIMIT_LENGTH, _LONGEST_VALUE_BYTES)
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
@@ -251,7 +246,7 @@ class _Export:
         if _GPUS not in self._tables:
             return {}
         try:
-            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}" LIMIT {_MOST_GPUS}')
+            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}"')
             rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
         except _UNREADABLE:
             return {}
