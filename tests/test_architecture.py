@@ -29,23 +29,23 @@ ARROWS = {
     "printing": set(),
     "limits": {"units", "errors"},
     "unpacking": {"limits", "units"},
+    "sqlite_objects": set(),
     "specs": {"unpacking", "units", "errors"},
     "records": {"specs", "stats", "printing", "units", "errors"},
     "costs": {"specs", "units", "errors"},
     "ops": set(),
     "parallel": set(),
-    "traces": {"costs", "records", "stats", "limits", "unpacking", "units", "errors"},
-    "snapshots": {"records", "limits", "unpacking", "units", "errors"},
+    "reading": {"costs", "records", "stats", "sqlite_objects", "limits", "unpacking", "units", "errors"},
     "plan": {"costs", "records", "specs", "stats", "units", "errors"},
     "fake_step": {"costs", "measurement", "model", "plan", "records", "specs", "errors"},
     "explain": {"costs", "records", "specs", "stats", "units", "errors"},
     "comparison": {"records", "specs", "stats", "units", "errors"},
     "model": {"ops", "specs", "errors"},
     "measurement": {"model", "ops", "parallel", "records", "specs", "printing", "units", "errors"},
-    "store": {"records", "specs", "units", "errors"},
+    "store": {"records", "specs", "sqlite_objects", "units", "errors"},
     "report": {"costs", "records", "specs", "stats", "printing", "units", "errors"},
     "lab": {
-        *("measurement", "comparison", "costs", "explain", "traces", "snapshots", "plan", "fake_step", "store"),
+        *("measurement", "comparison", "costs", "explain", "reading", "plan", "fake_step", "store"),
         *("records", "specs", "limits", "unpacking", "printing", "units", "errors"),
     },
     "views": {"lab", "report", "records", "printing", "measurement", "errors"},
@@ -85,8 +85,8 @@ TORCH_FREE = [
     "specs",
     "records",
     "costs",
-    "traces",
-    "snapshots",
+    "sqlite_objects",
+    "reading",
     "plan",
     "explain",
     "comparison",
@@ -217,7 +217,10 @@ def test_few_files_know_a_study_by_its_name(study: str) -> None:
     own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
     others = {path for path in FILES for _, name in imports(path) if name.startswith(parts)} - own
     shared = {"measurement/jobs.py", "records/registry.py", "report/sections.py", "lab/study_parts.py", "__init__.py"}
-    read_its_records = {"ddp": {"traces/communication.py"}, "comm": {"plan/layout/links.py", "lab/layout_planning.py"}}
+    read_its_records = {
+        "ddp": {"reading/traces/communication.py"},
+        "comm": {"plan/layout/links.py", "lab/layout_planning.py"},
+    }
     assert {str(path.relative_to(SOURCE)) for path in others} == shared | read_its_records[study]
 
 

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from steplab.traces.trace import NONE, Column, DeviceWork, HostCalls, Inputs, Ops, Ranges, Trace
+from steplab.reading.traces.trace import NONE, Column, DeviceWork, HostCalls, Inputs, Ops, Ranges, Trace
 
 MAIN, AUTOGRAD, OTHER_PROCESS = 0, 1, 2
 """Threads, the last of a second process."""

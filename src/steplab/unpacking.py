@@ -1,6 +1,5 @@
-"""The bytes of a file, plain or compressed by gzip or xz, recognised by its content and counted against the limits."""
+"""The bytes of a file, plain or compressed by gzip or xz, recognised by its content."""
 
-import dataclasses
 import errno
 import io
 import lzma
@@ -9,14 +8,18 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from steplab.limits import LimitReached, Limits
-from steplab.units import format_bytes
+from steplab.limits import LimitReached
+from steplab.units import MIB, format_bytes
 
 OnProgress = Callable[[int, int], None]
 """Called with the bytes read of the file, and its size."""
 
 GZIP_MAGIC, XZ_MAGIC = b"\x1f\x8b", b"\xfd7zXZ\x00"
 _INPUT_BYTES = 1 << 18
+_SMALL_BYTES = 64 * MIB
+"""The most bytes of a file that is read as a whole."""
+_UNPACKER_BYTES = 256 * MIB
+"""The most memory for unpacking: an xz file says how large a dictionary it needs."""
 
 
 def unwatched(done_bytes: int, size_bytes: int) -> None:
@@ -26,22 +29,22 @@ def unwatched(done_bytes: int, size_bytes: int) -> None:
 class Unpacked(io.RawIOBase):
     """A raw stream of what a file contains, up to its end or to the first damage.
 
-    Reading raises LimitReached where more comes out than the limits allow, and OSError as the file itself does.
+    Reading raises LimitReached where more than `most_bytes` come out, and OSError as the file itself does.
     """
 
     def __init__(
         self,
         file: IO[bytes],
-        limits: Limits | None = None,
         on_progress: OnProgress = unwatched,
         *,
         size_bytes: int = 0,
+        most_bytes: int | None = None,
     ) -> None:
         """`file` is read from where it stands; it is not closed here."""
         super().__init__()
         self.damage: str | None = None
         """Why a compressed stream ended early, in words; None if it did not."""
-        self._file, self._limits = file, limits or Limits()
+        self._file, self._most_bytes = file, most_bytes
         self._on_progress, self._size_bytes = on_progress, size_bytes
         self._num_in = self._num_out = 0
         head = file.read(len(XZ_MAGIC))
@@ -61,7 +64,8 @@ class Unpacked(io.RawIOBase):
         view = memoryview(buffer).cast("B")
         count = self._copy(view) if self._packing is None else self._unpack(view)
         self._num_out += count
-        self._check()
+        if self._most_bytes is not None and self._num_out > self._most_bytes:
+            raise LimitReached(f"it has more than {format_bytes(self._most_bytes)}")
         self._on_progress(self._num_in, self._size_bytes)
         return count
 
@@ -92,7 +96,7 @@ class Unpacked(io.RawIOBase):
             if not self._input.startswith(self._packing.magic[: len(self._input) or 1]):
                 self._ended = True
                 return b""
-            self._member = self._packing(self._limits.unpacker_bytes)
+            self._member = self._packing()
         member, name = self._member, self._packing.name
         if not self._input and member.needs_input:
             self._input = self._more()
@@ -101,14 +105,10 @@ class Unpacked(io.RawIOBase):
                 return b""
         try:
             data, self._input = member.unpack(self._input, most)
-        except lzma.LZMAError as error:
-            if "emory" in str(error):
-                allowed = format_bytes(self._limits.unpacker_bytes)
-                raise LimitReached(f"its xz stream takes more than {allowed} of memory to unpack") from error
-            self._end(f"the {name} stream is damaged ({error})")
-            return b""
-        except (zlib.error, EOFError) as error:
-            self._end(f"the {name} stream is damaged ({error})")
+        except (lzma.LZMAError, zlib.error, EOFError) as error:
+            is_huge = "emory" in str(error)
+            why = f"takes more than {format_bytes(_UNPACKER_BYTES)} to unpack" if is_huge else f"is damaged ({error})"
+            self._end(f"the {name} stream {why}")
             return b""
         return data
 
@@ -120,30 +120,18 @@ class Unpacked(io.RawIOBase):
     def _end(self, damage: str) -> None:
         self.damage, self._ended = damage, True
 
-    def _check(self) -> None:
-        limits, out = self._limits, self._num_out
-        if out > limits.num_bytes:
-            raise LimitReached(f"it has more than {format_bytes(limits.num_bytes)}")
-        if self._packing and out > limits.free_growth_bytes and out > limits.growth * self._num_in:
-            raise LimitReached(
-                f"it unpacks to more than {limits.growth} times its size: {format_bytes(out)} came out of the first "
-                f"{format_bytes(self._num_in)}"
-            )
-
 
 def small_file(path: Path) -> bytes:
     """The content, unpacked, of a file that is read as a whole: a study, a grid, a configuration, a table, marks.
 
-    Raises OSError as any file does, and for one that is damaged or beyond Limits.small_file_bytes, which is no such
-    file.
+    Raises OSError as any file does, and for one that is damaged or has more than 64 MiB, which is no such file.
     """
-    limits = Limits()
     try:
         with path.open("rb", buffering=0) as file:
-            unpacked = Unpacked(file, dataclasses.replace(limits, num_bytes=limits.small_file_bytes))
+            unpacked = Unpacked(file, most_bytes=_SMALL_BYTES)
             content = b"".join(iter(lambda: unpacked.read(_INPUT_BYTES), b""))
     except LimitReached as error:
-        raise OSError(errno.EFBIG, f"it has more than {format_bytes(limits.small_file_bytes)}") from error
+        raise OSError(errno.EFBIG, f"it has more than {format_bytes(_SMALL_BYTES)}") from error
     except ValueError as error:  # a null character in the name
         raise OSError(errno.EINVAL, str(error)) from error
     if unpacked.damage:
@@ -156,8 +144,6 @@ class _Member(Protocol):
 
     name: str
     magic: bytes
-
-    def __init__(self, most_bytes: int) -> None: ...
 
     @property
     def eof(self) -> bool: ...
@@ -176,7 +162,7 @@ class _Member(Protocol):
 class _Gzip:
     name, magic = "gzip", GZIP_MAGIC
 
-    def __init__(self, most_bytes: int) -> None:
+    def __init__(self) -> None:
         self._stream = zlib.decompressobj(wbits=31)  # its window is 32 KiB
 
     @property
@@ -196,8 +182,8 @@ class _Gzip:
 class _Xz:
     name, magic = "xz", XZ_MAGIC
 
-    def __init__(self, most_bytes: int) -> None:
-        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=most_bytes)
+    def __init__(self) -> None:
+        self._stream = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_UNPACKER_BYTES)
 
     @property
     def eof(self) -> bool:

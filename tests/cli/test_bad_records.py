@@ -107,7 +107,7 @@ def test_a_file_that_unpacks_without_end_is_refused(
         assert main(["import", "bomb"]) == 2
         told = capsys.readouterr().err
         assert f"bomb: {why}" in told
-        assert "--raise-limits 4 reads up to four times as much" in told
+        assert "--raise-limits 4 allows up to four times as much" in told
     (tmp_path / "many").write_bytes(pack((encode(GOOD) + b"\n") + b"\n" * (2 << 20)))
     assert main(["import", "many", "--raise-limits", "3"]) == 0
 

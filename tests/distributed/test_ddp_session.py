@@ -25,13 +25,13 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel.collectives import GroupCollectives
+from steplab.reading.traces.communication import traced_steps
+from steplab.reading.traces.reading import read_trace
 from steplab.records.ddp import MOMENTS, DdpCell, DdpFacts
 from steplab.specs.ddp import KINDS, DdpStudy, Variant, variants_of
 from steplab.specs.layout import Layout
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
-from steplab.traces.communication import traced_steps
-from steplab.traces.reading import read_trace
 
 cases = Cases()
 SHAPE = {"model.num_layers": "2", "model.d_model": "32", "model.d_ff": "64", "model.vocab_size": "50"}

@@ -23,6 +23,8 @@ from steplab.measurement.profile.profiler import StepProfiler
 from steplab.measurement.step.session import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, call, loss_of
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.reading import read_trace
 from steplab.records.profile import Profile
 from steplab.records.rows import run_row
 from steplab.report.run.cells import cells_of, label, varying
@@ -30,8 +32,6 @@ from steplab.specs.checkpointing import CHECKPOINTING, is_recomputed, num_recomp
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
 from steplab.store.database import Store
-from steplab.traces.digest import digest
-from steplab.traces.reading import read_trace
 
 CHOSEN = ("full", "every_2", "every_5", "first_2", "selective")
 CPU = torch.device("cpu")

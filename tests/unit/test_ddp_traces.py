@@ -8,9 +8,9 @@ from hypothesis import strategies as st
 from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
+from steplab.reading.traces.categories import kernel_category
+from steplab.reading.traces.communication import traced_steps
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
-from steplab.traces.categories import kernel_category
-from steplab.traces.communication import traced_steps
 
 NCCL = "ncclDevKernel_AllReduce_Sum_f32_RING_LL"
 GEMM = "nvjet_tst_128x128_NNT"

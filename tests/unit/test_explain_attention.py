@@ -109,8 +109,8 @@ def test_shape_and_ranges_find_the_same_operators_in_a_real_trace(tmp_path: Path
     import torch
 
     from steplab.ops.attention.plain import plain_attention
-    from steplab.traces.digest import digest
-    from steplab.traces.reading import read_trace
+    from steplab.reading.traces.digest import digest
+    from steplab.reading.traces.reading import read_trace
 
     q, k, v = (torch.randn(2, 3, 32, 16, requires_grad=True) for _ in range(3))
     marks, activities = torch.profiler.record_function, [torch.profiler.ProfilerActivity.CPU]

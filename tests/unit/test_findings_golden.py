@@ -16,11 +16,11 @@ from steplab.explain.api import DIAGNOSES, explain
 from steplab.explain.fusing import FUSABLE, MOST_LEFT
 from steplab.explain.shapes import product_of, shapes_of
 from steplab.plan.time import compiled_shares
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.reading import read_trace
 from steplab.records.codec import decode
 from steplab.records.finding import Finding, Findings, Trial
 from steplab.records.run import Run
-from steplab.traces.digest import digest
-from steplab.traces.reading import read_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 

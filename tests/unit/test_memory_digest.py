@@ -11,15 +11,14 @@ from hypothesis import strategies as st
 from tests.unit.allocator_model import KIB, MIB, Block, CachingAllocator
 
 from steplab.errors import SteplabError
+from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.digest import digest
+from steplab.reading.snapshots.source_lines import SourceLines
+from steplab.reading.snapshots.timeline import MOST_POINTS
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch
 from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, LeftOut, MemoryProfile
 from steplab.records.module_names import without_numbers
-from steplab.snapshots.building import build_history
-from steplab.snapshots.digest import digest
-from steplab.snapshots.source_lines import SourceLines
-from steplab.snapshots.stacks import Stacks
-from steplab.snapshots.timeline import MOST_POINTS
 
 MODEL = {"filename": "/home/me/project/app/model.py", "line": 81, "name": "forward"}
 LINEAR = {"filename": "/venv/lib/python3.12/site-packages/torch/nn/modules/linear.py", "line": 134, "name": "forward"}
@@ -28,7 +27,7 @@ STACK = (LINEAR, MODEL, TRAIN)
 
 
 def told(snapshot: Any, marks: Marks | None = None, **more: Any) -> MemoryProfile:
-    return digest(build_history(snapshot, Stacks()), marks, **more)
+    return digest(build_history(snapshot), marks, **more)
 
 
 class Step:

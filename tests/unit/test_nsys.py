@@ -10,9 +10,8 @@ from typing import Any
 import pytest
 
 from steplab.errors import UserError
-from steplab.limits import Limits
-from steplab.traces.reading import read_trace
-from steplab.traces.trace import NONE, Trace
+from steplab.reading.traces.reading import read_trace
+from steplab.reading.traces.trace import NONE, Trace
 
 WORK = "start, end, deviceId, contextId, greenContextId, streamId, correlationId, globalPid"
 SCHEMA = {
@@ -289,8 +288,32 @@ def test_values_of_other_types_are_left_out_and_counted(tmp_path: Path) -> None:
     assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of the wrong type, which are left out: 1" in notes
 
 
-def test_an_export_of_more_rows_than_the_limits_allow_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("statement", "what"),
+    [
+        (
+            "CREATE VIEW endless AS WITH RECURSIVE n(i) AS (SELECT 1 UNION ALL SELECT i FROM n) SELECT i FROM n",
+            "endless",
+        ),
+        ("CREATE TRIGGER gone AFTER INSERT ON StringIds BEGIN DELETE FROM StringIds; END", "gone"),
+        ("CREATE VIRTUAL TABLE searched USING fts5(text, content=StringIds)", "searched"),
+        ("CREATE TABLE CUPTI_ACTIVITY_KIND_MEMSET_V2 (start, end AS (start + 1))", "CUPTI_ACTIVITY_KIND_MEMSET_V2.end"),
+    ],
+)
+def test_what_no_exporter_writes_is_refused(statement: str, what: str, tmp_path: Path) -> None:
     path = export(tmp_path / "t.sqlite")
-    with pytest.raises(UserError, match="has more than 3 kernels, copies, calls, operators and ranges"):
-        read_trace(path, limits=Limits(num_events=3))
-    assert len(read_trace(path, limits=Limits(num_events=3).times(4)).work.name)
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute(statement)
+    with pytest.raises(UserError, match=f"'{what}', which no export of Nsight Systems has"):
+        read_trace(path)
+
+
+def test_a_view_that_says_it_is_a_table_is_refused(tmp_path: Path) -> None:
+    path = export(tmp_path / "t.sqlite")
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("CREATE VIEW hidden AS SELECT 1 AS start")
+        connection.execute("PRAGMA writable_schema = ON")
+        connection.execute("UPDATE sqlite_master SET type = 'table' WHERE name = 'hidden'")
+        connection.commit()
+    with pytest.raises(UserError, match="hidden"):  # by SQLite itself, or here
+        read_trace(path)

@@ -13,8 +13,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 import steplab.ops.attention.operators  # noqa: F401  # defines torch.ops.steplab
 from steplab.costs.attention_operators import _FUSED, FUSED_ATTENTION, fused_attention_cost
 from steplab.costs.operators import Tensor, operator_cost
-from steplab.traces.digest import digest
-from steplab.traces.reading import read_trace
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.reading import read_trace
 
 
 def described(tensor: TorchTensor) -> Tensor:

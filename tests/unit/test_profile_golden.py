@@ -13,6 +13,8 @@ from statistics import median
 import msgspec
 import pytest
 
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.reading import read_trace
 from steplab.records.codec import decode
 from steplab.records.profile import OUTSIDE, Profile
 from steplab.records.run import Run
@@ -20,8 +22,6 @@ from steplab.report.kit.kernel_names import short_kernels
 from steplab.report.kit.rendering import render
 from steplab.report.profile.document import profile_document
 from steplab.report.profile.tables import phase_table
-from steplab.traces.digest import digest
-from steplab.traces.reading import read_trace
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 CELLS = list(itertools.product(("small", "large", "2.7b"), (256, 1024), ("fp32", "bf16"), ("off", "default")))

@@ -16,14 +16,13 @@ from tests.unit.test_snapshot_reading import assert_same
 
 from steplab.errors import UserError
 from steplab.measurement.memory import recorder as memory_recorder
+from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.digest import digest
+from steplab.reading.snapshots.history import History
+from steplab.reading.snapshots.marks import check_same_history
+from steplab.reading.snapshots.reading import read_snapshot
+from steplab.reading.snapshots.replay import replay, reserved_peak_bytes
 from steplab.records.memory_marks import Marks
-from steplab.snapshots.building import build_history
-from steplab.snapshots.digest import digest
-from steplab.snapshots.history import History
-from steplab.snapshots.marks import check_same_history
-from steplab.snapshots.reading import read_snapshot
-from steplab.snapshots.replay import replay, reserved_peak_bytes
-from steplab.snapshots.stacks import Stacks
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "memory_small_512_bf16_selective"
 D, FF, LAYERS, VOCABULARY, CONTEXT, BATCH = 768, 3072, 12, 10_000, 512, 4
@@ -51,7 +50,7 @@ def marks() -> Marks:
 
 
 def test_it_is_read_as_pickle_reads_it(pickled: bytes, history: History) -> None:
-    assert_same(history, build_history(pickle.loads(pickled), Stacks()))
+    assert_same(history, build_history(pickle.loads(pickled)))
 
 
 def test_the_marks_beside_it_are_taken_as_its_own_and_no_others(history: History, marks: Marks) -> None:

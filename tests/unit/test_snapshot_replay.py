@@ -9,11 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.allocator_model import KIB, MIB, CachingAllocator
 
-from steplab.snapshots.allocator import rounded_sizes
-from steplab.snapshots.building import build_history
-from steplab.snapshots.history import AllocatorSettings, History
-from steplab.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
-from steplab.snapshots.stacks import Stacks
+from steplab.reading.snapshots.allocator import rounded_sizes
+from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.history import AllocatorSettings, History
+from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
 
 SIZES = (1, 512, 513, 700 * KIB, MIB, MIB + 1, 2 * MIB + 3, 5 * MIB, 9 * MIB + 512, 10 * MIB, 19 * MIB, 33 * MIB + 7)
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10_000)), max_size=80)
@@ -36,7 +35,7 @@ def run(moves: list[tuple[int, int]], **options: Any) -> CachingAllocator:
 
 
 def history_of(snapshot: Any) -> History:
-    return build_history(snapshot, Stacks())
+    return build_history(snapshot)
 
 
 def replayed(snapshot: Any) -> Lifetimes:

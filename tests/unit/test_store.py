@@ -699,3 +699,29 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
         store.get("last~3")
     with pytest.raises(UserError, match="'last~x' is no record; write last~1"):
         store.get("last~x")
+
+
+@pytest.mark.parametrize(
+    ("statements", "what"),
+    [
+        (["ALTER TABLE record RENAME TO kept", "CREATE VIEW record AS SELECT * FROM kept"], "'record'"),
+        (["CREATE TRIGGER gone AFTER INSERT ON record BEGIN DELETE FROM record; END"], "'gone'"),
+        (["CREATE VIRTUAL TABLE searched USING fts5(text)"], "'searched'"),
+        (["ALTER TABLE record ADD COLUMN twice AS (seq * 2)"], "'record.twice'"),
+    ],
+)
+def test_a_store_that_computes_is_refused(path: Path, statements: list[str], what: str) -> None:
+    """A view may have no end, and a trigger lets an import say that it added what is not there."""
+    with Store.open(path, write=True) as store:
+        store.add(make_run("a"))
+    with sqlite3.connect(path) as sqlite:
+        for statement in statements:
+            sqlite.execute(statement)
+    sqlite.close()
+    before = path.read_bytes()
+    for write in (False, True):
+        with pytest.raises(
+            SteplabError, match=f"store .* holds the .*{what}, which no store has, and is not used; move"
+        ):
+            Store.open(path, write=write)
+    assert path.read_bytes() == before

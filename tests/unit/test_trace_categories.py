@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
+from steplab.reading.traces.categories import kernel_category, op_category
 from steplab.records.profile import CATEGORIES
-from steplab.traces.categories import kernel_category, op_category
 
 OPS_FOLDER = Path(__file__).parents[2] / "src" / "steplab" / "ops"
 

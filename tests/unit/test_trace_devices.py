@@ -3,8 +3,8 @@
 import pytest
 from tests.traces import MAIN, OTHER_PROCESS, HandTrace, ns
 
-from steplab.traces.digest import digest
-from steplab.traces.trace import NONE
+from steplab.reading.traces.digest import digest
+from steplab.reading.traces.trace import NONE
 
 
 def step_of(trace: HandTrace, begin: float, *, thread: int, device: int) -> None:

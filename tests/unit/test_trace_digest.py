@@ -12,10 +12,10 @@ from tests.runs import make_run
 from tests.traces import AUTOGRAD, HandTrace
 
 from steplab.errors import SteplabError
+from steplab.reading.traces.digest import MOST_STEPS, digest
+from steplab.reading.traces.trace import Inputs, Trace
 from steplab.records.profile import CATEGORIES, Profile
 from steplab.report.profile.figures import passes
-from steplab.traces.digest import MOST_STEPS, digest
-from steplab.traces.trace import Inputs, Trace
 
 ADD = "void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add<float> >"
 GEMM = "nvjet_tst_128x256_64x4_2x1_v_bz_TNT"
@@ -302,7 +302,7 @@ def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, t
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 
-    from steplab.traces.reading import read_trace
+    from steplab.reading.traces.reading import read_trace
 
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 8))
     x = torch.randn(32, 64)

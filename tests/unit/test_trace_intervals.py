@@ -7,9 +7,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from steplab.traces.intervals import clip, length, overlap, shares, union
-from steplab.traces.nesting import Nesting
-from steplab.traces.trace import NONE, Column
+from steplab.reading.traces.intervals import clip, length, overlap, shares, union
+from steplab.reading.traces.nesting import Nesting
+from steplab.reading.traces.trace import NONE, Column
 
 END = 60
 intervals = st.lists(st.tuples(st.integers(0, END), st.integers(0, END)).map(sorted), max_size=12)

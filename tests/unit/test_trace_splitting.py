@@ -2,17 +2,14 @@
 
 import json
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from steplab.traces import document, splitting
-from steplab.traces.document import Document, NotATrace
-from steplab.traces.scanning import Parting, Scanner
-from steplab.traces.window import Window
+from steplab.reading.traces.document import Document, NotATrace
 
 HOSTILE = st.text(alphabet=st.sampled_from('},{[]:"\\/\n\t a0é😀\u2028\x7f'), max_size=12) | st.sampled_from(
     ["},{", '"},{"ph":"X"', "\\", '\\"', "]}", "},\n  {", "[{", '"traceEvents": [', "\\\\\\"]
@@ -52,11 +49,8 @@ class Collected:
     def __init__(self) -> None:
         self.events = list[Any]()
         self.num_refused = 0
-        self.num_handed = 0
-        """Bytes that were handed over to be decoded."""
 
     def take(self, array: memoryview) -> bool:
-        self.num_handed += len(array)
         try:
             events = json.loads(bytes(array))
         except (ValueError, RecursionError):
@@ -66,17 +60,10 @@ class Collected:
         self.events += events
         return True
 
-    def salvage(self, elements: Iterable[memoryview], goes_on: Callable[[int], bool]) -> bool:
-        for number, element in enumerate(elements):
-            if not bytes(element).strip():
-                continue
-            self.num_handed += len(element)
-            try:
-                self.events.append(json.loads(bytes(element)))
-            except (ValueError, RecursionError):
-                if not goes_on(number):
-                    return False
-        return True
+    def salvage(self, elements: Sequence[memoryview]) -> int:
+        read = [json.loads(bytes(element)) for element in elements]
+        self.events += [event for event in read if isinstance(event, dict)]
+        return sum(not isinstance(event, dict) for event in read)
 
 
 def read(text: str | bytes, chunk_bytes: int, seed: int = 0) -> tuple[Collected, Document]:
@@ -148,7 +135,7 @@ def test_every_event_comes_out_once_and_in_order(
     writer, events, members = trace
     sink, result = read(writer.text, chunk_bytes, seed)
     assert sink.events == events
-    assert (result.damage, result.num_unreadable, result.num_oversized) == (None, 0, 0)
+    assert (result.damage, result.num_unreadable) == (None, 0)
     assert result.has_events
     if members is not None and "deviceProperties" in members:
         assert json.loads(result.members["deviceProperties"]) == members["deviceProperties"]
@@ -166,30 +153,12 @@ def test_what_a_cut_file_held_whole_comes_out(
     sink, result = read(whole[:cut], chunk_bytes)
     num_whole = sum(end <= cut for end in writer.ends)
     assert sink.events == events[:num_whole]
-    assert (result.num_unreadable, result.num_oversized) == (0, 0)
+    assert result.num_unreadable == 0
     if members is not None:
         assert result.damage is not None
     elif num_whole < len(events):
         cut_in_event = whole[writer.ends[num_whole - 1] if num_whole else opening : cut].strip(b" \t\r\n,")
         assert (result.damage is not None) == bool(cut_in_event)
-
-
-@settings(max_examples=200, deadline=None)
-@given(VALUES, st.integers(0, 3), st.integers(1, 9))
-def test_scanner_finds_the_same_in_any_blocks(value: object, seed: int, block_bytes: int) -> None:
-    writer = Writer("random", seed)
-    writer.value([value, value, value])
-    inside = writer.text.encode("utf-8", "surrogatepass")[1:]
-    whole = Scanner().feed(memoryview(inside))
-    assert whole.end == len(inside) - 1
-    parts = [inside[a:b] for a, b in zip([0, *[c + 1 for c in whole.commas]], [*whole.commas, whole.end], strict=True)]
-    assert [json.loads(part) for part in parts] == [value] * 3
-    scanner, commas, end = Scanner(), list[int](), None
-    for offset in range(0, len(inside), block_bytes):
-        found = scanner.feed(memoryview(inside)[offset : offset + block_bytes])
-        commas += [offset + comma for comma in found.commas]
-        end = offset + found.end if found.end is not None else None
-    assert (commas, end) == (whole.commas, whole.end)
 
 
 def kineto_text(num_events: int, change: Callable[[int, str], str] = lambda number, text: text) -> str:
@@ -221,17 +190,15 @@ def test_damage_all_over_is_passed_event_by_event() -> None:
     assert result.num_unreadable == 5_000
 
 
-def test_an_event_too_long_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(splitting, "LONGEST_EVENT_BYTES", 1000)
+def test_a_long_event_is_read() -> None:
     for style in ("compact", "indented"):
         writer = Writer(style, 0)
         long = {"name": '},\n{"' * 1000, "ts": 2}
-        writer.value(
-            {"traceEvents": [{"ts": 1}, long, {"ts": 3}, {"args": {"name": "x" * 3000}}, {"ts": 5}, long], "z": 1}
-        )
+        events = [{"ts": 1}, long, {"ts": 3}, {"args": {"name": "x" * 3000}}, {"ts": 5}, long]
+        writer.value({"traceEvents": events, "z": 1})
         sink, result = read(writer.text, 64)
-        assert sink.events == [{"ts": 1}, {"ts": 3}, {"ts": 5}]
-        assert (result.num_oversized, result.num_unreadable, result.damage) == (3, 0, None)
+        assert sink.events == events
+        assert (result.num_unreadable, result.damage) == (0, None)
 
 
 @pytest.mark.parametrize("indent", [None, 0, 2])
@@ -296,12 +263,6 @@ def test_text_that_stops_being_json_is_told() -> None:
         assert (len(sink.events), result.damage is not None) == (1, True)
 
 
-def test_a_huge_member_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(document, "_LONGEST_MEMBER_BYTES", 100)
-    sink, result = read(json.dumps({"deviceProperties": ["x" * 500], "traceEvents": [{"a": 1}]}), 16)
-    assert (sink.events, result.members) == ([{"a": 1}], {})
-
-
 def in_the_way(num_elements: int) -> dict[str, str]:
     """Documents with many elements that nothing can be made of."""
     event, bad = '\n  {\n    "ph": "X", "ts": 1\n  },', '\n  {\n    "ph": "a"b"\n  },'
@@ -325,28 +286,3 @@ def in_the_way(num_elements: int) -> dict[str, str]:
         "backslashes": '["' + "\\" * num_elements + '"]',
         "spaces": "[" + " " * num_elements + "1]",
     }
-
-
-@pytest.mark.parametrize("what", in_the_way(1))
-@pytest.mark.parametrize("chunk_bytes", [1000, 20_000, 10**6])
-def test_work_grows_as_the_document_does(what: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Counted in bytes that are followed, decoded or copied."""
-    followed = 0
-    feed, fill = Scanner.feed, Window.fill
-
-    def counting_feed(scanner: Scanner, block: memoryview) -> Parting:
-        nonlocal followed
-        followed += len(block)
-        return feed(scanner, block)
-
-    def counting_fill(window: Window, size: int) -> None:
-        nonlocal followed
-        if len(window) < size and not window.exhausted:
-            followed += len(window)
-        fill(window, size)
-
-    monkeypatch.setattr(Scanner, "feed", counting_feed)
-    monkeypatch.setattr(Window, "fill", counting_fill)
-    text = in_the_way(10_000)[what]
-    sink, _ = read(text, chunk_bytes)
-    assert sink.num_handed + followed <= 40 * len(text)

@@ -208,13 +208,13 @@ class StudyOptions:
 @Parameter(name="*")
 @dataclass(frozen=True, kw_only=True)
 class ReadingOptions:
-    """How much is read of a file from outside."""
+    """How much reading a file from outside may take."""
 
     raise_limits: Annotated[
         float,
         Parameter(
             name=OPTION,
-            help="Read up to this many times as much of a file as usual, in as many times the memory",
+            help="Allow this many times the usual memory and time for reading the file",
         ),
     ] = 1.0
 

@@ -15,6 +15,7 @@ from steplab.lab.measuring import named_fields
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
+from steplab.reading.bounded import read_bounded
 from steplab.records.codec import new_head
 from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
 from steplab.specs.checkpointing import AUTO
@@ -217,13 +218,6 @@ def _with_trace(cell: DdpCell, trace: Path) -> DdpCell:
     if cell.failure or not trace.exists():
         return cell
     try:
-        return dataclasses.replace(cell, traced=_read(trace))
+        return dataclasses.replace(cell, traced=read_bounded("traced_steps", TracedSteps, [trace]))
     except SteplabError as error:  # what was measured stands without it
         return dataclasses.replace(cell, notes=(*cell.notes, f"trace: {error}"))
-
-
-def _read(trace: Path) -> TracedSteps:
-    from steplab.traces.communication import traced_steps
-    from steplab.traces.reading import read_trace
-
-    return traced_steps(read_trace(trace))

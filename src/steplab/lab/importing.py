@@ -1,6 +1,5 @@
 """Import exported records from files into the store."""
 
-import dataclasses
 import io
 import sys
 from collections.abc import Iterator, Sequence
@@ -61,7 +60,7 @@ def _records(file: Path, limits: Limits) -> Iterator[ForeignRecord]:
 
 
 def _in_lines(file: Path, stream: IO[bytes], limits: Limits) -> Iterator[ForeignRecord]:
-    unpacked = Unpacked(stream, dataclasses.replace(limits, num_bytes=limits.import_bytes))
+    unpacked = Unpacked(stream, most_bytes=limits.import_bytes)
     lines = io.BufferedReader(unpacked, _BUFFER_BYTES)
     number = 0
     while line := lines.readline(limits.record_bytes + 1):

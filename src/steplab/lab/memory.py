@@ -18,7 +18,7 @@ from steplab.limits import Limits
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child
 from steplab.measurement.progress import OnProgress, Progress
-from steplab.records.memory_marks import Marks
+from steplab.reading.bounded import read_bounded
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
@@ -151,29 +151,22 @@ def read_memory(
     snapshot: Path,
     on_progress: OnProgress,
     *,
-    file: str | None = None,
     unwatched_peak_bytes: int | None = None,
     limits: Limits | None = None,
 ) -> MemoryProfile:
-    """The profile of a snapshot, by owner if its marks exist; the other arguments are those of `digest`
-    and of `read_snapshot`.
+    """The profile of a snapshot, by owner if its marks exist.
 
-    Raises UserError for a file that cannot be read or is invalid, and for marks of another snapshot; SteplabError for a
-    snapshot without any allocation.
+    Raises UserError for a file that is no snapshot, and for marks of another one; SteplabError for one without any
+    allocation.
     """
-    from steplab.snapshots.digest import digest
-    from steplab.snapshots.marks import check_same_history, read_marks
-    from steplab.snapshots.reading import read_snapshot
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read snapshot", done=done_bytes, total=total_bytes))
 
     beside = marks_beside(snapshot)
-    marks: Marks | None = read_marks(beside) if os.path.exists(beside) else None  # first: it is read in no time
-    history = read_snapshot(snapshot, on_progress=tell, limits=limits)
-    if marks:
-        check_same_history(marks, history, beside)
-    return digest(history, marks, file=file, unwatched_peak_bytes=unwatched_peak_bytes)
+    files = [snapshot, beside] if os.path.exists(beside) else [snapshot]
+    options: dict[str, str | int | None] = {"unwatched_peak_bytes": unwatched_peak_bytes}
+    return read_bounded("memory", MemoryProfile, files, options, limits, tell)
 
 
 def import_snapshot(
@@ -197,6 +190,6 @@ def import_snapshot(
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
         with named_file(path):
-            found = read_memory(path, on_progress, file=path.name, limits=limits)
+            found = dataclasses.replace(read_memory(path, on_progress, limits=limits), file=path.name)
         run = dataclasses.replace(run, memory_profile=found, notes=("timing: an imported snapshot has no timing",))
         return keep(opened, checked_import(path, run))

@@ -18,6 +18,7 @@ from steplab.measurement.processes.launch import ask, measure_in_child
 from steplab.measurement.profile.nsys import is_watched_by_nsys, nsys_command
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.time import compiled_shares
+from steplab.reading.bounded import read_bounded
 from steplab.records.profile import CompiledShares, Profile
 from steplab.records.run import Run
 from steplab.specs.hardware import find_hardware
@@ -105,7 +106,7 @@ def import_trace(
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
         with named_file(path):
-            found = read_profile(path, None, on_progress, file=path.name, limits=limits)
+            found = dataclasses.replace(read_profile(path, None, on_progress, limits), file=path.name)
         run = dataclasses.replace(
             run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
         )
@@ -132,20 +133,17 @@ def read_profile(
     path: Path,
     source: str | None,
     on_progress: OnProgress = lambda progress: None,
-    file: str | None = None,
     limits: Limits | None = None,
 ) -> Profile:
     """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
 
     Raises UserError for a file that is not a trace, or has more than the limits allow.
     """
-    from steplab.traces.digest import digest
-    from steplab.traces.reading import read_trace
 
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return digest(read_trace(path, on_progress=tell, limits=limits), source=source, file=file)
+    return read_bounded("profile", Profile, [path], {"source": source}, limits, tell)
 
 
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:

@@ -1,8 +1,8 @@
 """Marks: what the process of a watched step knows about its memory beyond the allocator's history.
 
-Written beside a snapshot by `measurement.memory.recorder`, read by `snapshots.digest`. A *position* is a number of
-allocations: position n lies after the n-th `alloc` event of the history and before the next, so that marks and history
-can be matched exactly, without clocks.
+Written beside a snapshot by `measurement.memory.recorder`, read by `reading.snapshots.digest`. A *position* is a number
+of allocations: position n lies after the n-th `alloc` event of the history and before the next, so that marks and
+history can be matched exactly, without clocks.
 """
 
 import hashlib

@@ -11,8 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import Remark, SteplabError, warn_caller
+from steplab.sqlite_objects import computing_object
 from steplab.store import schema
-from steplab.store.failures import NAME_ANOTHER, locked, not_writable, sqlite_errors
+from steplab.store.failures import MOVE_AWAY, NAME_ANOTHER, locked, not_writable, sqlite_errors
 from steplab.store.file_system import network_file_system
 
 _BARE = "mode=ro&immutable=1"
@@ -228,6 +229,8 @@ def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:
         return
     if not schema.is_ours(sqlite):
         raise SteplabError(f"{path} is another program's SQLite file, not a steplab store; {NAME_ANOTHER}")
+    if computing := computing_object(sqlite):
+        raise SteplabError(f"the store {path} holds {computing}, which no store has, and is not used; {MOVE_AWAY}")
     seen = schema.version(sqlite)
     if seen > schema.CURRENT_VERSION:
         raise SteplabError(

@@ -1,0 +1,147 @@
+"""Reads a file with a memory snapshot, as written by torch.cuda.memory._dump_snapshot, into a History.
+
+A pickle is a program that may import and call anything. Here it finds no class and nothing else by name, so that it
+builds containers, texts and numbers alone. Memory and time are bounded around the process (reading.process).
+"""
+
+import io
+import pickle
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.errors import UserError
+from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.history import ACTIONS, NONE, OOM, SEGMENT_UNMAP, DeviceHistory, History, Integers
+from steplab.reading.snapshots.refusal import Refused, expect
+from steplab.units import MIB
+from steplab.unpacking import OnProgress, Unpacked, unwatched
+
+_WHAT_IS_READ = "steplab reads what torch.cuda.memory._dump_snapshot writes, plain or compressed by gzip or xz"
+_NO_SNAPSHOT = "which no memory snapshot does: refused"
+_PROTO = b"\x80"
+_ZIP = b"PK\x03\x04"
+_BUFFER_BYTES = MIB
+
+
+def read_snapshot(path: Path, on_progress: OnProgress = unwatched) -> History:
+    """The memory snapshot in a file.
+
+    `on_progress` is called with the bytes read of the file, and its size. Raises UserError, in one line, if the file
+    cannot be read, is not a snapshot, or asks for anything to be imported.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        with path.open("rb", buffering=0) as file:
+            history = build_history(_unpickled(Unpacked(file, on_progress, size_bytes=size_bytes)))
+            refuse_impossible(history)
+            return history
+    except Refused as error:
+        raise UserError(f"{path}: {error}; {_WHAT_IS_READ}") from error
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+class _Unpickler(pickle.Unpickler):
+    """Finds nothing by name; without a class or a function no instruction of a pickle can call anything."""
+
+    def find_class(self, module: str, name: str) -> NoReturn:
+        wanted = ".".join(part[:100] if part.isprintable() else ascii(part[:100]) for part in (module, name))
+        raise Refused(f"the pickle wants to import {wanted}, {_NO_SNAPSHOT}")
+
+    def persistent_load(self, identifier: object) -> NoReturn:
+        raise Refused(f"the pickle wants to load an object from elsewhere (a persistent id), {_NO_SNAPSHOT}")
+
+
+class _Buffered(io.BufferedReader):
+    """Makes room for what there is, not for what a damaged length claims."""
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if size is None or not size > _BUFFER_BYTES:
+            return super().read(size)
+        parts = list[bytes]()
+        while size > 0 and (part := super().read(min(size, _BUFFER_BYTES))):
+            parts.append(part)
+            size -= len(part)
+        return b"".join(parts)
+
+
+def _unpickled(source: Unpacked) -> object:
+    file = _Buffered(source, _BUFFER_BYTES)
+    _check_head(file.peek(len(_ZIP)), source)
+    try:
+        return _Unpickler(file).load()
+    except (Refused, OSError, MemoryError):
+        raise
+    except Exception as error:  # a damaged pickle can do anything wrong
+        damage = f"its {source.damage.removeprefix('the ')}" if source.damage else ""
+        raise Refused(damage or f"it is no whole pickle: it is damaged, or ends early ({error})") from error
+
+
+def _check_head(head: bytes, source: Unpacked) -> None:
+    if source.damage and not head:
+        raise Refused(f"its {source.damage.removeprefix('the ')}")
+    if not head:
+        raise Refused("it is empty")
+    if head.startswith(_ZIP):
+        raise Refused("it is a zip archive, such as torch.save writes, and no memory snapshot")
+    if not head.startswith(_PROTO):
+        raise Refused("it is no pickle of protocol 2 or later")
+
+
+_HIGHEST = 2**63 - 1
+
+
+def refuse_impossible(history: History) -> None:
+    """Raise Refused if a size or an address is missing or negative, or lies beyond 64 bits."""
+    for device in history.devices:
+        expect(device.index >= 0, f"the number of a device is negative: {device.index}")
+        _check_events(device)
+        _check_held("a segment", device.segments.address, device.segments.size_bytes)
+        _check_held("a block", device.blocks.address, device.blocks.size_bytes)
+        requested = device.blocks.requested_bytes
+        _refuse(np.flatnonzero(requested < 0), "the requested size of a block", requested)
+        _check_sum(device)
+
+
+def _check_events(device: DeviceHistory) -> None:
+    """Check the events that allocate, release or map memory, and the size of a failed allocation."""
+    events = device.events
+    placed = events.action <= SEGMENT_UNMAP
+    sized = placed | (events.action == OOM)
+    for of_which, column, what in ((sized, events.size_bytes, "size"), (placed, events.address, "address")):
+        bad = np.flatnonzero(of_which & (column < 0))
+        action = ACTIONS[events.action[bad[0]]] if len(bad) else ""
+        _refuse(bad, f"the {what} of an event ({action})", column)
+    _refuse_beyond("an event", events.address[placed], events.size_bytes[placed])
+
+
+def _check_held(what: str, address: Integers, size_bytes: Integers) -> None:
+    _refuse(np.flatnonzero(size_bytes < 0), f"the size of {what}", size_bytes)
+    _refuse(np.flatnonzero(address < 0), f"the address of {what}", address)
+    _refuse_beyond(what, address, size_bytes)
+
+
+def _check_sum(device: DeviceHistory) -> None:
+    """Check that the sum of all sizes fits into 64 bits, since live sizes are summed."""
+    columns: Sequence[Integers] = (
+        device.events.size_bytes[device.events.action <= OOM],
+        device.blocks.size_bytes,
+        device.blocks.requested_bytes,
+        device.segments.size_bytes,
+    )
+    total = sum(float(column.sum(dtype=np.float64)) for column in columns)
+    expect(total < _HIGHEST, "the sum of its sizes exceeds 64 bits")
+
+
+def _refuse(bad: NDArray[np.intp], what: str, column: Integers) -> None:
+    if len(bad):
+        value = int(column[bad[0]])
+        raise Refused(f"{what} is {'missing or negative' if value == NONE else f'negative: {value}'}")
+
+
+def _refuse_beyond(what: str, address: Integers, size_bytes: Integers) -> None:
+    expect(not (address > _HIGHEST - size_bytes).any(), f"the end of {what} is not a number of 64 bits")

@@ -1,0 +1,181 @@
+"""Messages beside computation in a trace of some steps: their time, their overlap, and the timeline of the last step.
+
+On a GPU a message is a kernel of a communication library or a copy between two GPUs. steplab's own peer copies, which
+average gradients, run on separate streams, and everything on these streams is part of them, even if the trace calls it
+a copy. On a CPU a message is the range that gloo opens on the thread that sends it, while the calling thread continues.
+"""
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+from steplab.errors import SteplabError
+from steplab.reading.traces.activity import Activity, cpu_activity, device_activity
+from steplab.reading.traces.host import Host
+from steplab.reading.traces.intervals import length, overlap
+from steplab.reading.traces.trace import NONE, Column, Trace
+from steplab.reading.traces.windows import cut
+from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
+from steplab.records.profile import CATEGORIES, PHASES, Timeline
+
+_MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
+TRANSFERS = re.compile(r"^Mem(cpy|set)")
+"""The names of copies and fills of the device."""
+_OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
+"""Copies, and the kernel of parallel.peer_means."""
+_COMMUNICATION = CATEGORIES.index("communication")
+_FINEST = 4000
+"""Gaps shorter than this fraction of the step are not drawn."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Pieces:
+    """The pieces of work of one row of the timeline, as parallel columns."""
+
+    start_ns: Column
+    end_ns: Column
+    category: Column
+
+    def within(self, low_ns: int, high_ns: int) -> "_Pieces":
+        """The pieces that begin in [low, high)."""
+        kept = (self.start_ns >= low_ns) & (self.start_ns < high_ns)
+        return _Pieces(start_ns=self.start_ns[kept], end_ns=self.end_ns[kept], category=self.category[kept])
+
+    @property
+    def intervals(self) -> tuple[Column, Column]:
+        """The starts and ends of the pieces."""
+        return self.start_ns, self.end_ns
+
+
+def traced_steps(trace: Trace) -> TracedSteps:
+    """The communication in a trace of whole steps. Raises SteplabError if the trace marks no steps or contains no
+    work."""
+    host = Host(trace)
+    on_host = not len(trace.work)
+    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity.where(activity.step != NONE)
+    num_steps = len(host.steps[0])
+    if not num_steps or not len(activity):
+        raise SteplabError("the trace marks no steps, or holds no work within them")
+    sent, computed, drawn = _rows_of_host(trace, host, activity) if on_host else _rows_of_device(trace, activity)
+    last_step = int(activity.step.max())
+    # On a CPU a step is its range; on a GPU it lasts from its first piece of work to its last.
+    if on_host:
+        begins_ns, ends_ns = int(host.steps[0][-1]), int(host.steps[1][-1])
+        phases = _phases_of_host(trace, begins_ns, ends_ns)
+        last_ns = int(max(activity.end_ns.max(), sent.end_ns.max() if len(sent.end_ns) else 0))
+        steps_ns = last_ns - int(activity.start_ns.min())
+    else:
+        begins_ns = int(activity.start_ns[activity.step == last_step].min())
+        ends_ns = int(activity.end_ns[activity.step == last_step].max())
+        # Work of a phase that starts late, on its own streams, may leave it an empty window at the end.
+        windows = [window for window in cut(activity) if window.step == last_step and window.end_ns > window.start_ns]
+        phases = [(host.phase_names[w.phase], max(w.start_ns, begins_ns), w.end_ns) for w in windows]
+        steps_ns = sum(_lasts_ns(activity, step) for step in np.unique(activity.step).tolist())
+    pieces = {
+        COMPUTE_ROW: drawn.within(begins_ns, ends_ns),
+        COMMUNICATION_ROW: sent.within(begins_ns, ends_ns),
+    }
+    return TracedSteps(
+        num_steps=num_steps,
+        step_s=steps_ns / num_steps / 1e9,
+        communication_s=length(*sent.intervals) / num_steps / 1e9,
+        overlapped_s=overlap(sent.intervals, computed.intervals) / num_steps / 1e9,
+        timeline=_timeline(pieces, phases, begins_ns, ends_ns),
+    )
+
+
+def _lasts_ns(activity: Activity, step: int) -> int:
+    """The time from the first piece of a step's work to the last; between two steps the device may have been held."""
+    mine = activity.step == step
+    return int(activity.end_ns[mine].max() - activity.start_ns[mine].min())
+
+
+def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
+    """Starts and ends of the messages on a CPU within steps, as recorded by the threads that send them."""
+    ranges = trace.ranges
+    is_message = trace.named(ranges.name, _MESSAGE_RANGES.match)
+    chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
+    return ranges.start_ns[chosen], ranges.start_ns[chosen] + ranges.duration_ns[chosen]
+
+
+def _rows_of_device(trace: Trace, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+    """The messages, the computation, and the pieces drawn as computation, which include copies and fills."""
+    sends = activity.category == _COMMUNICATION
+    sends |= np.isin(activity.stream, _carriers(trace, activity, sends))
+    computes = ~sends & ~trace.named(activity.name, TRANSFERS.match)
+    return _of(activity, sends), _of(activity, computes), _of(activity, ~sends)
+
+
+def _carriers(trace: Trace, activity: Activity, sends: Column) -> Column:
+    """The streams that carry messages, or nothing but the work of peer copies; never the stream that computes most."""
+    streams, lasts_ns = activity.stream, activity.end_ns - activity.start_ns
+    of_copies = trace.named(activity.name, _OF_PEER_COPIES.match)
+    computed_ns: dict[int, int] = {}
+    carriers = []
+    for stream in np.unique(streams).tolist():
+        mine = streams == stream
+        computed_ns[stream] = int(lasts_ns[mine & ~sends].sum())
+        if bool(sends[mine].any()) or bool(of_copies[mine].all()):
+            carriers.append(stream)
+    busiest = max(computed_ns, key=lambda stream: computed_ns[stream])
+    return np.array([stream for stream in carriers if stream != busiest], dtype=np.int64)
+
+
+def _rows_of_host(trace: Trace, host: Host, activity: Activity) -> tuple[_Pieces, _Pieces, _Pieces]:
+    """The same rows for a CPU: operators are computation, and the call that starts a message is neither."""
+    start_ns, end_ns = messages_of_host(trace, host)
+    sent = _Pieces(start_ns=start_ns, end_ns=end_ns, category=np.full(len(start_ns), _COMMUNICATION))
+    computed = _of(activity, activity.category != _COMMUNICATION)
+    return sent, computed, computed
+
+
+def _of(activity: Activity, chosen: Column) -> _Pieces:
+    return _Pieces(
+        start_ns=activity.start_ns[chosen], end_ns=activity.end_ns[chosen], category=activity.category[chosen]
+    )
+
+
+def _phases_of_host(trace: Trace, begins_ns: int, ends_ns: int) -> list[tuple[str, int, int]]:
+    ranges = trace.ranges
+    found = []
+    for index in np.flatnonzero((ranges.start_ns >= begins_ns) & (ranges.start_ns < ends_ns)):
+        name, start_ns = trace.names[ranges.name[index]], int(ranges.start_ns[index])
+        if name in PHASES:
+            found.append((name, start_ns, start_ns + int(ranges.duration_ns[index])))
+    return found
+
+
+def _timeline(rows: dict[int, _Pieces], phases: list[tuple[str, int, int]], begins_ns: int, ends_ns: int) -> Timeline:
+    """The rows as one timeline, in which a kernel is a stretch of one category."""
+    gap_ns = (ends_ns - begins_ns) // _FINEST
+    drawn = [
+        (start_ns, end_ns, category, row)
+        for row, pieces in rows.items()
+        for start_ns, end_ns, category in _joined(pieces, gap_ns)
+    ]
+    drawn.sort()
+    used = sorted({category for _, _, category, _ in drawn})
+    return Timeline(
+        names=tuple(CATEGORIES[number] for number in used),
+        categories=tuple(CATEGORIES[number] for number in used),
+        kernel=tuple(used.index(category) for _, _, category, _ in drawn),
+        stream=tuple(row for *_, row in drawn),
+        start_ns=tuple(start_ns - begins_ns for start_ns, *_ in drawn),
+        duration_ns=tuple(end_ns - start_ns for start_ns, end_ns, *_ in drawn),
+        phases=tuple((name, start_ns - begins_ns, end_ns - begins_ns) for name, start_ns, end_ns in phases),
+    )
+
+
+def _joined(pieces: _Pieces, gap_ns: int) -> list[tuple[int, int, int]]:
+    """The pieces in the order of start; a piece that follows closely on one of its own category is joined to it."""
+    joined: list[tuple[int, int, int]] = []
+    order = np.argsort(pieces.start_ns, kind="stable")
+    columns = (pieces.start_ns[order], pieces.end_ns[order], pieces.category[order])
+    for start_ns, end_ns, category in zip(*(column.tolist() for column in columns), strict=True):
+        if joined and joined[-1][2] == category and start_ns - joined[-1][1] <= gap_ns:
+            joined[-1] = (joined[-1][0], max(joined[-1][1], end_ns), category)
+        else:
+            joined.append((start_ns, end_ns, category))
+    return joined

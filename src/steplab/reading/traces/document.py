@@ -1,0 +1,297 @@
+"""A JSON trace of any size: an object with `traceEvents` at any place among its members, or the bare array of events.
+
+The events are often gigabytes, so they are cut into pieces that a decoder reads whole: what lies between one event's
+beginning and the end of another, some hundred kilobytes on; put in brackets it is an array by itself.
+
+Where to cut is tried rather than computed: the last text in the window that looks like the seam between two events
+is taken for one, and if the decoder accepts the bracketed piece, it was one. That is no guess. A JSON parser reads
+from left to right and never goes back, so a piece that reads as whole values behind `[` leaves it, in the file as in
+the piece, behind a value of the array. A seam inside a string or deeper inside an event leaves it elsewhere, and the
+piece is refused. Only then are the events taken one by one, by Python's own parser, which tells where a value ends.
+
+Damage costs the event it is in: reading goes on behind the next seam. In an indented file that is certain to lie
+between two events, for no string contains a line break, and what lies deeper inside an event is indented further.
+"""
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from typing import Protocol
+
+from steplab.reading.traces.window import Source, Window
+
+CHUNK_BYTES = 1 << 19
+"""The bytes decoded at a time, few enough to stay in the processor's cache."""
+_FIRST_BYTES = 1 << 6
+"""The bytes of a member that are read ahead at first."""
+
+_KEY = re.compile(rb'("(?:[^"\\]|\\.)*")\s*:', re.DOTALL)
+_BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+_SEAM = re.compile(rb'}\s*,\s*{\s*(?:"[^"\\]{0,64}")?')
+_FIRST_EVENT = re.compile(rb'\s*?(\r?\n[ \t]+{\s*"[^"\\]{0,64}")')
+_INDENTED_SEAM = re.compile(rb'},\r?\n([ \t]+){\r?\n\1[ \t]+"')
+_LAST_EVENT = re.compile(rb"}\s*(?=\])")
+_SEAM_REGION_BYTES = 1 << 14
+_LONGEST_SEAM_BYTES = 1 << 8
+_OPEN, _CLOSE = b"["[0], b"]"[0]
+_SPACE, _BETWEEN = re.compile(r"[ \t\r\n]*"), re.compile(r"[ \t\r\n,]*")
+_PARSER = json.JSONDecoder(strict=False, parse_int=str, parse_float=str, parse_constant=str)
+_LONGEST_TOKEN = len("-Infinity,")
+_DAMAGED = -1
+
+
+class NotATrace(Exception):
+    """The document is not a JSON object or array, or contains no event; the text gives the reason if it is known."""
+
+
+class EventSink(Protocol):
+    """The receiver of the events."""
+
+    def take(self, array: memoryview) -> bool:
+        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
+
+    def salvage(self, elements: Sequence[memoryview]) -> int:
+        """Take events one by one; returns the number of those that cannot be read."""
+
+
+class Document:
+    """Reads a document once: events go to a sink, and chosen members are stored."""
+
+    def __init__(self, source: Source, *, keep: Collection[str] = (), chunk_bytes: int = CHUNK_BYTES) -> None:
+        self.members: dict[str, bytes] = {}
+        """JSON text of the members named in `keep`, if they were found."""
+        self.has_events = False
+        """Whether there was an array of events."""
+        self.damage: str | None = None
+        """How the document broke off, in words; None if it ended properly."""
+        self.num_unreadable = 0
+        """Events left out because they are not valid JSON, or too long."""
+        self._keep, self._chunk_bytes = keep, chunk_bytes
+        self._window = Window(source)
+        self._seam = b""
+        """The text between the last two divided events, from the brace to the first key."""
+
+    @property
+    def num_bytes(self) -> int:
+        """The number of bytes of the document that could be read."""
+        return self._window.num_read
+
+    def read(self, sink: EventSink) -> None:
+        """Read it to its end. Raises NotATrace if it begins as neither an object nor an array."""
+        window = self._window
+        window.fill(max(self._chunk_bytes, len(_BYTE_ORDER_MARK)))
+        if window.data.startswith(_BYTE_ORDER_MARK, window.start, window.end):
+            window.start += len(_BYTE_ORDER_MARK)
+        first = self._next()
+        window.start += 1
+        if first == b"[":
+            # Chrome's own traces may lack the closing bracket.
+            self._events(sink, may_lack_end=True)
+        elif first == b"{":
+            while self._member(sink):
+                pass
+        else:
+            raise NotATrace
+
+    def _next(self) -> bytes:
+        return self._window.next_byte(self._chunk_bytes)
+
+    def _member(self, sink: EventSink) -> bool:
+        """Read one member of the outer object and the comma behind it; returns False at the end."""
+        window = self._window
+        if self._next() == b"}":
+            return False
+        key = self._key()
+        if key is None:
+            self.damage = "the file ends early" if window.exhausted else "the file is no JSON any more"
+            return False
+        if self._next() == b"[" and key == "traceEvents":
+            window.start += 1
+            self._events(sink, may_lack_end=False)
+        else:
+            self._value(key)
+        if self._next() == b",":
+            window.start += 1
+        return self.damage is None
+
+    def _key(self) -> str | None:
+        """The key of the member that begins here, with its colon consumed; None if there is no key here."""
+        window = self._window
+        found = _KEY.match(window.data, window.start, window.end)
+        while not found and not window.exhausted:
+            window.fill(max(self._chunk_bytes, 2 * len(window)))
+            found = _KEY.match(window.data, window.start, window.end)
+        if not found:
+            return None
+        window.start = found.end()
+        try:
+            return str(json.loads(found[1].decode("utf-8", "replace"), strict=False))
+        except ValueError:
+            return ""
+
+    def _value(self, key: str) -> None:
+        """Consume a member's value."""
+        window, most = self._window, _FIRST_BYTES  # it grows with the value, so that little is read ahead of short ones
+        while True:
+            window.fill(most)
+            is_all = window.exhausted and len(window) <= most
+            end = _end_of_value(self._text(most), 0, "}", is_all=is_all)
+            if end == _DAMAGED or (end is None and is_all):
+                self.damage = "the file ends early" if end is None else "the file is no JSON any more"
+                return
+            if end is not None:
+                break
+            most *= 2
+        if key in self._keep:
+            self.members[key] = bytes(window.view(window.start, window.start + end))
+        window.start += end
+
+    def _text(self, most: int | None = None) -> str:
+        """The window as text of one character a byte, for a parser that counts characters."""
+        window = self._window
+        end = window.end if most is None else min(window.start + most, window.end)
+        return str(window.view(window.start, end), "latin-1")
+
+    # --- events -----------------------------------------------------------------------------------------------
+
+    def _events(self, sink: EventSink, *, may_lack_end: bool) -> None:
+        """Pass all elements of the array to the sink, from behind its opening bracket to behind the closing one."""
+        self.has_events = True
+        window, closed = self._window, None
+        window.fill(self._chunk_bytes)
+        first = _FIRST_EVENT.match(window.data, window.start, window.end)
+        self._seam = b"}," + first[1] if first else b""
+        while closed is None:
+            window.fill(self._chunk_bytes)
+            if not self._quick(sink):
+                closed = self._careful(sink)
+        if not closed and not may_lack_end and self.damage is None:
+            self.damage = "the file ends before its list of events does"
+
+    def _quick(self, sink: EventSink) -> bool:
+        """Take the text before a seam near the end of the window; returns False if there is no seam, or it is not
+        one."""
+        for brace, seam in self._seams():
+            if self._take(sink, brace + 1 - self._window.start):
+                self._seam = seam
+                self._window.start = brace + seam.index(b",") + 1
+                return True
+        return False
+
+    def _seams(self) -> Iterator[tuple[int, bytes]]:
+        """Places that may be a seam, the likeliest first, each with its text."""
+        window = self._window
+        # Objects deeper in an event seldom have the same indentation and the same first key.
+        likely = window.data.rfind(self._seam, window.start, window.end) if self._seam else -1
+        if likely >= 0:
+            yield likely, self._seam
+        region = max(window.start, window.end - _SEAM_REGION_BYTES)
+        for found in reversed(list(_SEAM.finditer(window.data, region, window.end))[-2:]):
+            if found.start() != likely:
+                yield found.start(), found[0]
+
+    def _take(self, sink: EventSink, length: int) -> bool:
+        """Offer the sink the first bytes of the window as an array, with brackets written around them in place."""
+        window, start = self._window, self._window.start
+        end = start + length
+        before, behind = window.data[start - 1], window.data[end]
+        window.data[start - 1], window.data[end] = _OPEN, _CLOSE
+        taken = sink.take(window.view(start - 1, end + 1))
+        window.data[start - 1], window.data[end] = before, behind
+        return taken
+
+    def _careful(self, sink: EventSink) -> bool | None:
+        """Take the events of the window one by one; returns whether the array was closed, None to go on.
+
+        At least one element is consumed, however long the window must grow for it.
+        """
+        window, text, place = self._window, self._text(), 0
+        elements, ends = list[memoryview](), list[int]()
+        closed, is_lost = None, False
+        while not is_lost:
+            place = _end_of(_BETWEEN, text, place)
+            if place == len(text):
+                closed = False if window.exhausted else None
+                break
+            if text[place] == "]":
+                place, closed = place + 1, True
+                break
+            end = _end_of_value(text, place, "]", is_all=window.exhausted)
+            if end is None and not window.exhausted:
+                if place:
+                    break
+                window.fill(2 * len(text))
+                text = self._text()
+            elif end is None and not self._goes_on_behind(place):
+                self.damage = "the file ends in the middle of an event"
+                place, closed = len(text), False
+                break
+            elif end is None or end == _DAMAGED:
+                self.num_unreadable += 1
+                behind = self._behind_seam(window.start + place)
+                is_lost = behind is None
+                place = place + 1 if behind is None else behind - window.start
+            else:
+                elements.append(window.view(window.start + place, window.start + end))
+                ends.append(place := end)
+        self.num_unreadable += sink.salvage(elements)
+        for end in ends[-2:]:
+            if seam := _SEAM.match(window.data, window.start + end - 1, window.end):
+                self._seam = seam[0]
+        window.start += place
+        return self._search() if is_lost else closed
+
+    def _goes_on_behind(self, place: int) -> bool:
+        """Whether an event that has no end is damaged, and others follow; a seam without indentation may lie in it."""
+        is_certain = _INDENTED_SEAM.match(self._seam) is not None
+        return is_certain and self._behind_seam(self._window.start + place) is not None
+
+    def _behind_seam(self, position: int) -> int | None:
+        """Where the event behind the next seam in the window begins; None if there is no seam."""
+        window = self._window
+        if _INDENTED_SEAM.match(self._seam):
+            found = window.data.find(self._seam, position, window.end)
+            return None if found < 0 else found + self._seam.index(b",") + 1
+        match = _SEAM.search(window.data, position, window.end)
+        return match.start() + match[0].index(b",") + 1 if match else None
+
+    def _search(self) -> bool | None:
+        """Drop text up to the next seam; returns False if the document ends without one, None to go on."""
+        window = self._window
+        while True:
+            window.fill(len(window) + self._chunk_bytes)
+            behind = self._behind_seam(window.start)
+            if behind is None and window.exhausted:
+                last = _LAST_EVENT.search(window.data, window.start, window.end)
+                behind = last.end() if last else None
+            if behind is not None:
+                window.start = behind
+                return None
+            if window.exhausted:
+                self.damage = "the file ends in the middle of an event"
+                window.start = window.end
+                return False
+            window.start = max(window.start, window.end - _LONGEST_SEAM_BYTES)  # the window's end may have cut one
+
+
+def _end_of(pattern: re.Pattern[str], text: str, place: int) -> int:
+    found = pattern.match(text, place)
+    return found.end() if found else place
+
+
+def _end_of_value(text: str, place: int, close: str, *, is_all: bool) -> int | None:
+    """The end of the JSON value that begins at a place; None if it may go on behind the text, _DAMAGED if it is none.
+
+    A comma follows it, or the bracket that closes what it is in; `is_all`: nothing follows the text.
+    """
+    try:
+        end = _PARSER.raw_decode(text, place)[1]
+    except RecursionError:
+        return _DAMAGED
+    except json.JSONDecodeError as error:
+        is_cut = error.pos > len(text) - _LONGEST_TOKEN or error.msg.startswith("Unterminated string")
+        return None if is_cut else _DAMAGED
+    behind = _end_of(_SPACE, text, end)
+    if behind == len(text):
+        return end if is_all else None
+    return end if text[behind] in (",", close) else _DAMAGED

@@ -1,0 +1,305 @@
+"""Reads Kineto's traces (torch.profiler's Chrome JSON) into columns.
+
+It keeps kernels, copies and fills of the device, calls into its runtime and driver, operators and annotated ranges.
+Python frames, arrows between events, counters and metadata are skipped.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import compress
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.costs.attention_operators import FUSED_ATTENTION
+from steplab.reading.traces.document import Document, NotATrace
+from steplab.reading.traces.events import (
+    CATEGORIES,
+    EVENT,
+    EVENTS,
+    MISSING,
+    NO_DIMS,
+    Event,
+    Number,
+    decoded,
+    nanoseconds,
+    repair_event,
+)
+from steplab.reading.traces.trace import (
+    EARLIEST_NS,
+    LATEST_NS,
+    LONGEST_NS,
+    NONE,
+    DeviceWork,
+    HostCalls,
+    Inputs,
+    Numbering,
+    Ops,
+    Ranges,
+    Trace,
+    TraceBuilder,
+    Values,
+)
+from steplab.units import format_bytes
+from steplab.unpacking import Unpacked
+
+_CATEGORIES = (
+    ("kernel", "gpu_memcpy", "gpu_memset", "Kernel", "Memcpy", "Memset"),
+    (
+        *("cuda_runtime", "cuda_driver", "xpu_runtime", "xpu_driver", "privateuse1_runtime", "privateuse1_driver"),
+        "Runtime",
+    ),
+    ("cpu_op", "Operator"),
+    ("user_annotation",),
+)
+"""The categories of device work, host calls, operators and ranges, as in Kineto's ActivityType.h (AMD's are called
+cuda too), and capitalised as before torch 1.12."""
+_WANTED = frozenset(category for names in _CATEGORIES for category in names)
+
+
+Integers = NDArray[np.int64]
+Columns = Mapping[str, Values]
+"""The columns that events of every kind have."""
+
+
+def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
+    """The trace in a JSON document; None if it contains no list of events.
+
+    Raises NotATrace if it is not such a document, or if nothing in its list is an event.
+    """
+    document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
+    collector = Collector()
+    document.read(collector)
+    if not document.has_events:
+        return None
+    if not collector.num_events and document.num_unreadable:
+        raise NotATrace(f"none of the {document.num_unreadable} elements of its list is an event")
+    builder = collector.builder
+    listed = _listed_devices(document.members.get("deviceProperties"))
+    builder.lists_gpu = bool(listed)
+    builder.device_names = listed
+    if document.damage:
+        cause = f"{source.damage}, and " if source.damage else ""
+        read = format_bytes(document.num_bytes)
+        builder.damage.append(f"{cause}{document.damage}, after {read} of JSON: what came later is missing")
+    elif source.damage:
+        builder.damage.append(source.damage)
+    builder.notes += builder.damage
+    left_out = {
+        "are not valid JSON": document.num_unreadable,
+        "have no start or duration": collector.num_untimed,
+        "have a negative duration": collector.num_negative,
+    }
+    builder.notes += [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
+    if collector.num_repaired:
+        builder.notes.append(f"events with NaN, bad UTF-8 or the like, which were repaired: {collector.num_repaired}")
+    if not collector.num_events:
+        builder.notes.append("the list of events is empty")
+    elif not collector.num_kept:
+        builder.notes.append(
+            f"none of its {collector.num_events} events is a kernel, a call into the device's runtime, an operator or "
+            "a range"
+        )
+    return builder.build()
+
+
+class Collector:
+    """Puts decoded events into a builder's columns, many at a time."""
+
+    def __init__(self) -> None:
+        self.builder = TraceBuilder("kineto")
+        self.num_events = 0
+        self.num_kept = 0
+        self.num_untimed = 0
+        """Events left out because they lack a start or a duration."""
+        self.num_negative = 0
+        """Events left out because their duration is negative."""
+        self.num_repaired = 0
+        """Events that were read although they are not valid JSON."""
+        self._is_passing_over = False
+        """Whether the last piece contained nothing to keep."""
+        self._inputs = InputNumbers(self.builder.inputs)
+
+    def take(self, array: memoryview) -> bool:
+        """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
+        if self._is_passing_over:
+            passed = decoded(CATEGORIES, array)
+            if passed is not None and _WANTED.isdisjoint(event.cat for event in passed):
+                self.num_events += len(passed)
+                return True
+        num_kept = self.num_kept
+        events = decoded(EVENTS, array)
+        if events is not None:
+            self._add(events)
+        # Python's frames, a third of a trace with stacks, lie in one stretch.
+        self._is_passing_over = events is not None and self.num_kept == num_kept
+        return events is not None
+
+    def salvage(self, elements: Sequence[memoryview]) -> int:
+        """Take events one by one; returns the number of those that cannot be read."""
+        events = list[Event]()
+        for element in elements:
+            text = bytes(element)
+            is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
+            event = decoded(EVENT, text) if is_object else None
+            if is_object and event is None and (event := repair_event(text)):
+                self.num_repaired += 1
+            if event is not None:
+                events.append(event)
+        self._add(events)
+        return len(elements) - len(events)
+
+    def _add(self, events: Sequence[Event]) -> None:
+        self.num_events += len(events)
+        groups = _grouped(events)
+        kept = [event for group in groups for event in group]
+        sizes = [len(group) for group in groups]
+        start_ns = nanoseconds([event.ts for event in kept])
+        duration_ns = nanoseconds([event.dur for event in kept])
+        impossible = (start_ns < EARLIEST_NS) | (start_ns > LATEST_NS) | (duration_ns > LONGEST_NS)  # MISSING is early
+        untimed = impossible | (duration_ns == MISSING)
+        dropped = untimed | (duration_ns < 0)
+        if dropped.any():
+            self.num_untimed += int(untimed.sum())
+            self.num_negative += int((dropped & ~untimed).sum())
+            sizes = np.bincount(np.repeat(range(len(groups)), sizes)[~dropped], minlength=len(groups)).tolist()
+            kept, start_ns, duration_ns = list(compress(kept, ~dropped)), start_ns[~dropped], duration_ns[~dropped]
+        self.num_kept += len(kept)
+        numbers = self.builder.names
+        names = [numbers[event.name] for event in kept]
+        end = 0
+        for add, size in zip((self._add_work, self._add_calls, self._add_ops, self._add_ranges), sizes, strict=True):
+            begin, end = end, end + size
+            if size:
+                span = slice(begin, end)
+                add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
+
+    def _add_work(self, events: Sequence[Event], common: Columns) -> None:
+        args = [event.args for event in events]
+        self.builder.add(
+            DeviceWork,
+            **common,
+            device=_integers([a.device for a in args]),
+            stream=_integers([a.stream for a in args]),
+            correlation=_integers([a.correlation for a in args]),
+        )
+
+    def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
+        correlation = _integers([event.args.correlation for event in events])
+        self.builder.add(HostCalls, **common, thread=self._threads(events), correlation=correlation)
+
+    def _add_ops(self, events: Sequence[Event], common: Columns) -> None:
+        args = [event.args for event in events]
+        numbers, join = self._inputs, b",".join
+        texts = [
+            (a.dims, a.types, a.concrete) if event.name in FUSED_ATTENTION else (a.dims, a.types)
+            for event, a in zip(events, args, strict=True)
+        ]
+        self.builder.add(
+            Ops,
+            **common,
+            thread=self._threads(events),
+            sequence=_integers([a.sequence for a in args]),
+            inputs=[NONE if text[0] is NO_DIMS else numbers[join(text)] for text in texts],
+        )
+
+    def _add_ranges(self, events: Sequence[Event], common: Columns) -> None:
+        self.builder.add(Ranges, **common, thread=self._threads(events))
+
+    def _threads(self, events: Sequence[Event]) -> list[int]:
+        numbers = self.builder.threads
+        return [numbers[event.pid, event.tid] for event in events]
+
+
+def _grouped(events: Sequence[Event]) -> tuple[list[Event], ...]:
+    """The events of each group of categories; all others are left out."""
+    groups = tuple(list[Event]() for _ in _CATEGORIES)
+    appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
+    for event in events:
+        if append := appends.get(event.cat):
+            append(event)
+    return groups
+
+
+def _integers(values: list[Number]) -> Integers:
+    """Whole numbers, also if they are written as text; NONE for anything else."""
+    try:
+        return np.array(values, dtype=np.int64)
+    except (TypeError, ValueError, OverflowError):
+        return np.array([_integer(value) for value in values], dtype=np.int64)
+
+
+def _integer(value: Number) -> int:
+    try:
+        number = int(value) if value is not None else NONE
+    except (ValueError, OverflowError):
+        return NONE
+    return number if abs(number) < 2**63 else NONE
+
+
+class _Device(msgspec.Struct):
+    id: int
+    name: str
+
+
+def _listed_devices(properties: bytes | None) -> dict[int, str]:
+    """The names of the machine's GPUs by their numbers, as far as the trace has them."""
+    try:
+        known = msgspec.json.decode(properties or b"[]", type=list[_Device])
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return {}
+    return {device.id: device.name for device in known}
+
+
+_NO_TENSOR = ("", "Scalar", "ScalarList")
+_TENSOR_LIST = "TensorList"
+_ABSENT = b"[],[]"
+
+
+class InputNumbers(dict[bytes, int]):
+    """Maps the text of an event's `Input Dims`, `Input type` and, for some, `Concrete Inputs`, separated by commas, to
+    its number in Trace.inputs.
+
+    A step calls the same operators with the same inputs many times; each text is parsed once.
+    """
+
+    def __init__(self, numbering: Numbering[Inputs]) -> None:
+        super().__init__()
+        self._numbering = numbering
+        self[_ABSENT] = NONE
+
+    def __missing__(self, text: bytes) -> int:
+        try:
+            dims, types, *concrete = msgspec.json.decode(b"[" + text + b"]", type=list[list[object]])
+        except (msgspec.DecodeError, ValueError, RecursionError):
+            number = NONE
+        else:
+            number = self._numbering[_inputs(dims, types, concrete[0] if concrete else [])]
+        self[text] = number
+        return number
+
+
+def _inputs(dims: list[object], types: list[object], concrete: list[object]) -> Inputs:
+    shapes, dtypes = list[tuple[int, ...]](), list[str]()
+    for position, dim in enumerate(dims):
+        kind = types[position] if position < len(types) else ""
+        for shape, dtype in _entries(dim, kind if isinstance(kind, str) else ""):
+            shapes.append(shape)
+            dtypes.append(dtype)
+    return Inputs(shapes=tuple(shapes), dtypes=tuple(dtypes), scalars=tuple(map(_text, concrete)))
+
+
+def _text(value: object) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _entries(dim: object, kind: str) -> Iterable[tuple[tuple[int, ...], str]]:
+    if not isinstance(dim, list):
+        return [((), "")]
+    if dim and all(isinstance(tensor, list) for tensor in dim):
+        return [(_shape(tensor), _TENSOR_LIST) for tensor in dim]
+    return [(_shape(dim), "" if kind in _NO_TENSOR else kind)]
+
+
+def _shape(dim: list[object]) -> tuple[int, ...]:
+    return tuple(size for size in dim if isinstance(size, int))

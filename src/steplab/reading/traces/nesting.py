@@ -1,0 +1,78 @@
+"""Finds the innermost of nested intervals at an instant: operators on a thread, ranges on a thread."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from steplab.reading.traces.intervals import stretches
+from steplab.reading.traces.trace import NONE, Column
+
+
+class Nesting:
+    """Intervals that nest within their thread, in the order of start, an outer one before its inner ones.
+
+    An interval that outlasts its parent, because of rounding, ends with it.
+    """
+
+    parent: Column
+    """The number of the interval around each; NONE at the outermost level."""
+    segments: tuple[Column, Column, Column]
+    """Start, end and owner of the stretches in which one interval is the innermost, of all threads together."""
+
+    def __init__(self, start_ns: Column, duration_ns: Column, thread: Column) -> None:
+        self.parent = np.full(len(start_ns), NONE)
+        self._borders: dict[int, tuple[Column, Column]] = {}
+        starts, ends = start_ns.tolist(), (start_ns + duration_ns).tolist()
+        for number, rows in _by_thread(thread):
+            self._borders[number] = self._walk(rows.tolist(), starts, ends)
+        self.segments = self._segments()
+
+    def innermost(self, time_ns: Column, thread: Column) -> Column:
+        """The number of the innermost interval at each time on each thread; NONE for none."""
+        found = np.full(len(time_ns), NONE)
+        for number, here in _by_thread(thread):
+            if number in self._borders:
+                borders_ns, owners = self._borders[number]
+                at = np.searchsorted(borders_ns, time_ns[here], side="right") - 1
+                found[here] = np.where(at >= 0, owners[np.maximum(at, 0)], NONE)
+        return found
+
+    def _walk(self, indices: list[int], starts: list[int], ends: list[int]) -> tuple[Column, Column]:
+        """The instants at which the innermost interval of one thread changes, and the innermost one from there on."""
+        borders: list[int] = []
+        owners: list[int] = []
+        stack: list[int] = []
+
+        def close_until(time_ns: float) -> None:
+            while stack and ends[stack[-1]] <= time_ns:
+                borders.append(ends[stack.pop()])
+                owners.append(stack[-1] if stack else NONE)
+
+        for index in indices:
+            close_until(starts[index])
+            if stack:
+                self.parent[index] = stack[-1]
+                ends[index] = min(ends[index], ends[stack[-1]])
+            stack.append(index)
+            borders.append(starts[index])
+            owners.append(index)
+        close_until(float("inf"))
+        return np.array(borders, dtype=np.int64), np.array(owners, dtype=np.int64)
+
+    def _segments(self) -> tuple[Column, Column, Column]:
+        parts: list[tuple[Column, Column, Column]] = []
+        for borders_ns, owners in self._borders.values():
+            owned = (owners[:-1] != NONE) & (borders_ns[1:] > borders_ns[:-1])
+            parts.append((borders_ns[:-1][owned], borders_ns[1:][owned], owners[:-1][owned]))
+        if not parts:
+            empty = np.zeros(0, dtype=np.int64)
+            return empty, empty, empty
+        starts, ends, owners = (np.concatenate(columns) for columns in zip(*parts, strict=True))
+        return starts, ends, owners
+
+
+def _by_thread(thread: Column) -> Iterator[tuple[int, Column]]:
+    """Each thread, and its rows in order."""
+    order = np.argsort(thread, kind="stable")
+    for first, stop in stretches(thread[order]):
+        yield int(thread[order[first]]), order[first:stop]

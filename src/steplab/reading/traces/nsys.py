@@ -1,0 +1,254 @@
+"""Reads the SQLite exports of Nsight Systems into columns.
+
+`nsys export --type sqlite` writes a table for each kind of event. The tables and their columns depend on its version
+and on what was traced, so all of them are looked up first. Operators are not among its events.
+"""
+
+import re
+import sqlite3
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.errors import UserError
+from steplab.reading.traces.trace import (
+    EARLIEST_NS,
+    LATEST_NS,
+    LONGEST_NS,
+    NONE,
+    DeviceWork,
+    HostCalls,
+    Numbering,
+    Ranges,
+    Trace,
+    TraceBuilder,
+)
+from steplab.sqlite_objects import computing_object
+from steplab.unpacking import OnProgress
+
+SQLITE_MAGIC = b"SQLite format 3\0"
+
+_KERNELS, _GRAPHS = "CUPTI_ACTIVITY_KIND_KERNEL", "CUPTI_ACTIVITY_KIND_GRAPH_TRACE"
+_COPIES, _FILLS = "CUPTI_ACTIVITY_KIND_MEMCPY", "CUPTI_ACTIVITY_KIND_MEMSET"
+_CALLS, _RANGES, _GPUS = "CUPTI_ACTIVITY_KIND_RUNTIME", "NVTX_EVENTS", "TARGET_INFO_GPU"
+_TEXTS = "StringIds"
+_MARKS_OF_AN_EXPORT = {"META_DATA_EXPORT", _TEXTS, _KERNELS, _CALLS, _RANGES}
+
+_COPY_KINDS = (
+    *("unknown", "HtoD", "DtoH", "HtoA", "AtoH", "AtoA", "AtoD", "DtoA", "DtoD", "HtoH", "PtoP"),
+    *("Unified HtoD", "Unified DtoH", "Unified DtoD"),
+)
+"""The kinds of copies in the order of the export's ENUM_CUDA_MEMCPY_OPER, in Kineto's words."""
+_PUSH_POP, _START_END = 59, 60
+_CALL_VERSION = re.compile(r"(_v\d+)?(_ptsz|_ptds)?$")
+"""The suffixes to remove from the name of a CUDA call: cudaLaunchKernel_v7000 is cudaLaunchKernel."""
+_THREAD_BITS = 24
+"""The number of lowest bits of a global id that are the thread's; those above are its process's."""
+_CORRELATION_BITS = 32
+_ROWS = 20_000
+_UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
+"""Errors of a damaged database; the latter for names of tables and columns."""
+
+Integers = NDArray[np.int64]
+
+
+def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
+    """The trace in an export, which is only read. Raises UserError if the file is not an export."""
+    size_bytes = path.stat().st_size
+    # Immutable, so that SQLite does not put files of its own beside it.
+    with closing(sqlite3.connect(f"{path.resolve().as_uri()}?mode=ro&immutable=1", uri=True)) as connection:
+        connection.execute("PRAGMA trusted_schema = OFF")
+        connection.text_factory = lambda data: data.decode("utf-8", "replace")
+        try:
+            computing = computing_object(connection)
+            export = _Export(connection)
+        except _UNREADABLE as error:
+            raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
+        if not export.is_export:
+            raise UserError(
+                f"{path} is an SQLite database, but no export of Nsight Systems (nsys export --type sqlite)"
+            )
+        if computing:
+            raise UserError(f"{path} holds {computing}, which no export of Nsight Systems has; it is not read")
+        return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
+
+
+class _Export:
+    """An open export, and the trace made of it."""
+
+    def __init__(self, connection: sqlite3.Connection) -> None:
+        self._connection = connection
+        self._builder = TraceBuilder("nsys")
+        self._processes = Numbering[int]()
+        self._num_rows = Counter[str]()
+        """The number of rows read of each table."""
+        names = [name for (name,) in connection.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+        # The newest of X, X_V2 and X_V3 sorts last.
+        self._tables = {re.sub(r"_V\d+$", "", name): name for name in sorted(names)}
+        self._texts = dict[int, str]()
+        self.is_export = not _MARKS_OF_AN_EXPORT.isdisjoint(self._tables)
+
+    def read(self, on_done: Callable[[float], None]) -> Trace:
+        """Read everything, table by table; the notes say what is absent or damaged."""
+        readers = {
+            _TEXTS: self._read_texts,
+            _KERNELS: self._read_kernels,
+            _GRAPHS: self._read_graphs,
+            _COPIES: self._read_copies,
+            _FILLS: self._read_fills,
+            _CALLS: self._read_calls,
+            _RANGES: self._read_ranges,
+        }
+        for number, (base, read) in enumerate(readers.items(), 1):
+            if base in self._tables:
+                try:
+                    read()
+                except _UNREADABLE as error:
+                    self._builder.damage.append(f"table {self._tables[base]} could not be read to its end: {error}")
+                    self._builder.notes.append(self._builder.damage[-1])
+            on_done(number / len(readers))
+        self._note_absence()
+        self._builder.device_names = self._device_names()
+        return self._builder.build()
+
+    def _note_absence(self) -> None:
+        notes, num_rows = self._builder.notes, self._num_rows
+        if not num_rows[_KERNELS] and not num_rows[_GRAPHS]:
+            notes.append("the export has no kernels: was CUDA traced (nsys profile --trace=cuda,nvtx)?")
+        if num_rows[_GRAPHS]:
+            notes.append(
+                f"{num_rows[_GRAPHS]} CUDA graphs were traced as wholes: nsys profile --cuda-graph-trace=node shows "
+                "their kernels"
+            )
+        if not num_rows[_CALLS]:
+            notes.append("the export has no CUDA calls: which range launched a kernel cannot be known")
+        if not num_rows[_RANGES]:
+            notes.append("the export has no NVTX ranges: steps and phases cannot be known")
+
+    def _read_kernels(self) -> None:
+        names = ("demangledName", "shortName", "mangledName")
+        self._read_work(_KERNELS, names, self._text)
+
+    def _read_graphs(self) -> None:
+        self._read_work(_GRAPHS, (), lambda value: "CUDA graph")
+
+    def _read_copies(self) -> None:
+        self._read_work(
+            _COPIES,
+            ("copyKind",),
+            lambda kind: f"Memcpy {_COPY_KINDS[kind] if kind in range(len(_COPY_KINDS)) else 'unknown'}",
+        )
+
+    def _read_fills(self) -> None:
+        self._read_work(_FILLS, (), lambda value: "Memset")
+
+    def _read_work(self, base: str, name_columns: Sequence[str], text: Callable[[Any], str]) -> None:
+        columns = (name_columns, "deviceId", "streamId", "correlationId", "globalPid")
+        for start_ns, duration_ns, name, device, stream, correlation, process in self._rows(base, columns):
+            self._builder.add(
+                DeviceWork,
+                name=[self._builder.names[text(value)] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                device=device,
+                stream=stream,
+                correlation=self._correlation(correlation, process),
+            )
+
+    def _read_calls(self) -> None:
+        for start_ns, duration_ns, name, thread, correlation in self._rows(
+            _CALLS, (("nameId",), "globalTid", "correlationId")
+        ):
+            self._builder.add(
+                HostCalls,
+                name=[self._builder.names[_CALL_VERSION.sub("", self._text(value))] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in thread],
+                correlation=self._correlation(correlation, thread),
+            )
+
+    def _read_ranges(self) -> None:
+        kinds = f"eventType IN ({_PUSH_POP}, {_START_END})"
+        for start_ns, duration_ns, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
+            self._builder.add(
+                Ranges,
+                name=[self._builder.names[self._text(value)] for value in name],
+                start_ns=start_ns,
+                duration_ns=duration_ns,
+                thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in thread],
+            )
+
+    def _rows(
+        self, base: str, columns: Sequence[str | Sequence[str]], condition: str = "1"
+    ) -> Iterator[Sequence[Sequence[Any]]]:
+        """Start, duration and the given columns, many rows at a time.
+
+        If a column has several names, the first with a value counts; an absent value, null or a value of another type
+        than whole numbers, or text where a name may be text, is NONE. SQLite stores values of any type in any column.
+        """
+        table = self._tables[base]
+        known = {row[1] for row in self._connection.execute(f'PRAGMA table_info("{table}")')}
+        chosen, unusable = [], []
+        for names in columns:
+            types = "('integer')" if isinstance(names, str) else "('integer', 'text')"
+            present = [f'"{name}"' for name in ((names,) if isinstance(names, str) else names) if name in known]
+            usable = [f"CASE WHEN typeof({name}) IN {types} THEN {name} END" for name in present]
+            chosen.append(f"COALESCE({', '.join(usable)}, {NONE})" if present else str(NONE))
+            unusable += [f"typeof({name}) NOT IN ('null', {types[1:]}" for name in present]
+        timed = " AND ".join(
+            (
+                "typeof(\"start\") = 'integer' AND typeof(\"end\") = 'integer'",
+                f'"start" BETWEEN {EARLIEST_NS} AND {LATEST_NS} AND "end" BETWEEN "start" AND "start" + {LONGEST_NS}',
+            )
+        )
+        cursor = self._connection.execute(
+            f'SELECT "start", "end" - "start", {", ".join(chosen)} FROM "{table}" WHERE {condition} AND {timed}'
+        )
+        while rows := cursor.fetchmany(_ROWS):
+            self._num_rows[base] += len(rows)
+            yield list(zip(*rows, strict=True))
+        notes = {
+            "left out because they do not end, or end before they begin": f"NOT ({timed})",
+            "with values of the wrong type, which are left out": " OR ".join(unusable) or "0",
+        }
+        for what, which in notes.items():
+            query = f'SELECT COUNT(*) FROM "{table}" WHERE {condition} AND ({which})'
+            if count := self._connection.execute(query).fetchone()[0]:
+                self._builder.notes.append(f"rows of {table} {what}: {count}")
+
+    def _correlation(self, correlation: Sequence[int], owner: Sequence[int]) -> Integers:
+        """Correlation ids that are unique in the file, although every process counts its own; NONE where CUPTI gave
+        none, which it writes as 0."""
+        ids = np.array(correlation, dtype=np.int64)
+        process = [0 if number == NONE else self._processes[number >> _THREAD_BITS] for number in owner]
+        return np.where(ids <= 0, NONE, ids + (np.array(process, dtype=np.int64) << _CORRELATION_BITS))
+
+    def _text(self, value: int | str) -> str:
+        """The text, or the text of that number in StringIds."""
+        if isinstance(value, str):
+            return value
+        return self._texts.get(value, "(unnamed)")
+
+    def _read_texts(self) -> None:
+        """All names at once: of a table without an index SQLite would read half for each."""
+        typed = "typeof(id) = 'integer' AND typeof(value) = 'text'"
+        rows = self._connection.execute(f'SELECT id, value FROM "{self._tables[_TEXTS]}" WHERE {typed}').fetchall()
+        self._texts = dict(reversed(rows))  # the first of an id counts
+
+    def _device_names(self) -> dict[int, str]:
+        """The names of the GPUs, as far as the export has them."""
+        if _GPUS not in self._tables:
+            return {}
+        try:
+            cursor = self._connection.execute(f'SELECT * FROM "{self._tables[_GPUS]}"')
+            rows = [dict(zip((column[0] for column in cursor.description), row, strict=True)) for row in cursor]
+        except _UNREADABLE:
+            return {}
+        names = ((row.get("cuDevice", row.get("id")), row.get("name")) for row in rows)
+        return {device: name for device, name in names if isinstance(device, int) and isinstance(name, str) and name}

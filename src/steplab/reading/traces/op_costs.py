@@ -1,0 +1,77 @@
+"""The shapes, types, FLOPs and bytes of the operators of a trace."""
+
+import numpy as np
+
+from steplab.costs.attention_operators import FUSED_ATTENTION, fused_attention_cost
+from steplab.costs.operators import DTYPES_OF_TRACES, FLOATING_BYTES, ITEM_BYTES, Cost, Tensor, operator_cost
+from steplab.reading.traces.trace import NONE, Column, Inputs, Trace
+
+
+def describe(inputs: Inputs) -> str:
+    """The tensors among the inputs, such as 'bf16[2048, 768] bf16[768, 3072]'."""
+    return " ".join(
+        f"{DTYPES_OF_TRACES[dtype]}[{', '.join(map(str, shape))}]" for shape, dtype in _tensors(inputs) if shape
+    )
+
+
+def computed_in(inputs: Inputs) -> str:
+    """The narrowest floating-point type of the tensors with more than one dimension: the type of a mixed product."""
+    found = [DTYPES_OF_TRACES[dtype] for _, dtype in _tensors(inputs)]
+    return next((name for name in reversed(FLOATING_BYTES) if name in found), "")
+
+
+class OpCosts:
+    """The costs of the calls of a trace.
+
+    An operator whose FLOPs are executed by inner operators costs nothing itself: aten::linear calls aten::mm, and
+    counting both would count the product twice.
+    """
+
+    def __init__(self, trace: Trace, parent: Column) -> None:
+        """Compute the costs; `parent` is the number of the operator around each, NONE at the outermost level."""
+        self._trace = trace
+        self._by_kind: dict[tuple[int, int], Cost | None] = {}
+        kinds = zip(trace.ops.name.tolist(), trace.ops.inputs.tolist(), strict=True)
+        own = [cost.flops or 0.0 if (cost := self._cost(name, inputs)) else NONE for name, inputs in kinds]
+        inner = np.full(len(parent), float(NONE))  # FLOPs of the operators within; NONE if none of them has a cost
+        for op in range(len(parent) - 1, -1, -1):  # children before their parents
+            done = max(own[op], inner[op])
+            if parent[op] != NONE and done != NONE:
+                inner[parent[op]] = max(inner[parent[op]], 0.0) + done
+        self._delegates = (inner != NONE) & (inner >= np.array(own, dtype=np.float64))
+
+    def of(self, calls: Column) -> Cost | None:
+        """The total cost of these calls of one operator, with inputs of one shape; None if it is unknown."""
+        working = calls[~self._delegates[calls]]
+        cost = self._cost(int(self._trace.ops.name[calls[0]]), int(self._trace.ops.inputs[calls[0]]))
+        if cost is None or not len(working):
+            return None
+        flops = None if cost.flops is None else len(working) * cost.flops
+        return Cost(flops=flops, moved_bytes=len(working) * cost.moved_bytes)
+
+    def _cost(self, name: int, inputs: int) -> Cost | None:
+        if inputs == NONE:
+            return None
+        kind = (name, inputs)
+        if kind not in self._by_kind:
+            tensors = [
+                Tensor(shape=shape, item_bytes=ITEM_BYTES[dtype])
+                for shape, dtype in _tensors(self._trace.inputs[inputs])
+            ]
+            called = self._trace.names[name]
+            self._by_kind[kind] = (
+                fused_attention_cost(called, tensors, self._trace.inputs[inputs].scalars)
+                if called in FUSED_ATTENTION
+                else operator_cost(called, tensors)
+            )
+        return self._by_kind[kind]
+
+
+def _tensors(inputs: Inputs) -> list[tuple[tuple[int, ...], str]]:
+    """The shape and type of each input that is a tensor. A number that torch passes as one has shape () and is left
+    out."""
+    return [
+        (shape, dtype)
+        for shape, dtype in zip(inputs.shapes, inputs.dtypes, strict=False)
+        if dtype in ITEM_BYTES and shape
+    ]

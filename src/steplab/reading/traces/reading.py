@@ -1,0 +1,51 @@
+"""Reads a trace file of any make, recognised by its content, into a Trace."""
+
+from pathlib import Path
+
+from steplab.errors import UserError
+from steplab.reading.traces.document import CHUNK_BYTES, NotATrace
+from steplab.reading.traces.kineto import read_kineto
+from steplab.reading.traces.nsys import SQLITE_MAGIC, read_nsys
+from steplab.reading.traces.trace import Trace
+from steplab.unpacking import OnProgress, Unpacked, unwatched
+
+_WHAT_IS_READ = "steplab reads Kineto traces (.json, .gz, .xz) and Nsight Systems exports (nsys export --type sqlite)"
+
+
+def read_trace(
+    path: Path,
+    on_progress: OnProgress = unwatched,
+    *,
+    chunk_bytes: int = CHUNK_BYTES,
+) -> Trace:
+    """The trace in a file, as far as it can be read: its notes say what is missing.
+
+    `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
+    Raises UserError if the file cannot be opened or contains no trace.
+    """
+    try:
+        size_bytes = path.stat().st_size
+        if path.is_fifo():
+            raise UserError(f"{path} is a pipe, and a trace is read from a file; write it to one, and name that")
+        with path.open("rb", buffering=0) as file:
+            head = file.read(len(SQLITE_MAGIC))
+            if not head:
+                raise UserError(f"{path} is empty")
+            if head == SQLITE_MAGIC:
+                return read_nsys(path, on_progress)
+            file.seek(0)
+            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes)
+    except OSError as error:
+        raise UserError(f"cannot read {path}: {error.strerror or error}") from error
+
+
+def _read_json(path: Path, source: Unpacked, chunk_bytes: int) -> Trace:
+    try:
+        trace = read_kineto(source, chunk_bytes=chunk_bytes)
+    except NotATrace as error:
+        why = source.damage or str(error) or "it is neither JSON nor SQLite"
+        raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error
+    if trace is None:
+        why = f"{source.damage} and " if source.damage else ""
+        raise UserError(f"{path} holds no trace: {why}it has no list traceEvents; {_WHAT_IS_READ}")
+    return trace

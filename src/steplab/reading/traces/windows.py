@@ -1,0 +1,103 @@
+"""Divides the device's timeline into phases: where each begins and ends, and what its time went to.
+
+A phase ends with the last of its kernels and begins where the previous one ended, as CUDA events recorded between
+phases would have it. So the phases tile the window, and the part of a kernel that overlaps another phase is counted in
+that phase.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from steplab.reading.traces.activity import Activity
+from steplab.reading.traces.intervals import clip, shares, stretches, union
+from steplab.reading.traces.trace import NONE
+from steplab.records.profile import CATEGORIES, PHASES, PhaseTime
+
+Sums = NDArray[np.float64]
+
+_COMMUNICATION = CATEGORIES.index("communication")
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class PhaseSpan:
+    """One phase of one step on the device's timeline, in ns."""
+
+    phase: int
+    step: int
+    start_ns: int
+    end_ns: int
+
+
+def cut(activity: Activity) -> list[PhaseSpan]:
+    """The windows of all phases of all steps, end to end, in the order in which the host began them.
+
+    A collective's end does not end a phase that has other work: it may outlast the phase that launched it.
+    """
+    if not len(activity):
+        return []
+    order = np.argsort(np.where(activity.launch_ns == NONE, activity.start_ns, activity.launch_ns), kind="stable")
+    step, phase = activity.step[order], activity.phase[order]
+    end_ns, waits = activity.end_ns[order], activity.category[order] == _COMMUNICATION
+    border = int(activity.start_ns.min())
+    windows = []
+    for first, stop in stretches(step, phase):
+        ends, computing = end_ns[first:stop], ~waits[first:stop]
+        last = int(ends[computing].max() if computing.any() else ends.max())
+        window = PhaseSpan(phase=int(phase[first]), step=int(step[first]), start_ns=border, end_ns=max(border, last))
+        windows.append(window)
+        border = window.end_ns
+    final = int(activity.end_ns.max())
+    if final > border:  # a collective outlasts everything
+        windows[-1] = replace(windows[-1], end_ns=final)
+    return windows
+
+
+def phase_times(
+    activity: Activity, windows: list[PhaseSpan], names: list[str], host_s: dict[str, float], *, on_host: bool
+) -> Iterator[PhaseTime]:
+    """The sums over each phase's windows. `on_host`: the host is the device, and idle time is time outside of
+    operators."""
+    longest_ns = int((activity.end_ns - activity.start_ns).max()) if len(activity) else 0
+    totals: dict[int, Sums] = {}
+    for window in windows:
+        # Whatever reaches into the window starts no earlier than the longest piece before it.
+        low = np.searchsorted(activity.start_ns, window.start_ns - longest_ns, side="left")
+        high = np.searchsorted(activity.start_ns, window.end_ns, side="left")
+        found = _one_window(activity.where(slice(low, high)), window)
+        totals[window.phase] = totals[window.phase] + found if window.phase in totals else found
+    for phase in sorted(totals, key=lambda number: (*PHASES, names[number]).index(names[number])):
+        window_ns, busy_ns, waiting_ns, *by_category = totals[phase].tolist()
+        idle_ns = window_ns - busy_ns
+        yield PhaseTime(
+            phase=names[phase],
+            window_s=window_ns / 1e9,
+            busy_s=busy_ns / 1e9,
+            host_bound_s=(idle_ns if on_host else waiting_ns) / 1e9,
+            idle_s=0.0 if on_host else (idle_ns - waiting_ns) / 1e9,
+            categories={name: time_ns / 1e9 for name, time_ns in zip(CATEGORIES, by_category, strict=True) if time_ns},
+            host_s=host_s.get(names[phase]),
+            num_kernels=len(np.unique(activity.call[activity.phase == phase]))
+            if on_host
+            else int((activity.phase == phase).sum()),
+        )
+
+
+def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
+    """The length, the busy time, the time waiting for the host, and the time of each category in one window, in ns."""
+    start_ns, end_ns = clip(inside.start_ns, inside.end_ns, window.start_ns, window.end_ns)
+    kept = end_ns > start_ns
+    start_ns, end_ns = start_ns[kept], end_ns[kept]
+    length_ns = window.end_ns - window.start_ns
+    if not len(start_ns):
+        return np.array([length_ns, 0, 0, *np.zeros(len(CATEGORIES))])
+    busy_starts, busy_ends = union(start_ns, end_ns)
+    by_category = shares(start_ns, end_ns, inside.category[kept], len(CATEGORIES))
+    # A gap ends with a kernel; until the host's call for it returned, the device had no work.
+    gap_starts = np.concatenate(([window.start_ns], busy_ends[:-1]))
+    first = np.searchsorted(start_ns, busy_starts)
+    launched_ns = inside.launched_ns[kept][first]
+    waiting_ns = np.clip(np.minimum(launched_ns, busy_starts) - gap_starts, 0, None)
+    return np.array([length_ns, (busy_ends - busy_starts).sum(), waiting_ns.sum(), *by_category])

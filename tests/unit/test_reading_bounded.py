@@ -1,0 +1,155 @@
+"""Files of others are read in a process that the operating system bounds, and that ends with who started it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.unit.test_growth import event, kernel, write_tables
+
+from steplab.errors import SteplabError, UserError
+from steplab.lab.memory import read_memory
+from steplab.lab.profiling import read_profile
+from steplab.limits import Limits
+from steplab.measurement.progress import Progress
+from steplab.reading.bounded import read_bounded
+from steplab.units import GIB, MIB
+from steplab.unpacking import small_file
+
+
+def unwatched(progress: Progress) -> None:
+    pass
+
+
+COLLIDING = 2**61 - 1
+"""Python's hash of an int is the int modulo this number."""
+
+
+def colliding(path: Path, num_keys: int = 400_000) -> Path:
+    """A snapshot with a dict whose keys all have the hash 0."""
+    keys = ((number * COLLIDING).to_bytes(11, "little") for number in range(1, num_keys + 1))
+    path.write_bytes(b"\x80\x04}(" + b"".join(b"\x8a\x0b" + key + b"N" for key in keys) + b"u.")
+    return path
+
+
+def children() -> set[str]:
+    """The processes that read a file for someone, by number and command line."""
+    found = set()
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            if b"steplab.reading.child" in (command := (process / "cmdline").read_bytes()):
+                found.add(f"{process.name} {command!r}")
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_ranges_within_each_other_take_little_memory(tmp_path: Path, overlap: bool) -> None:
+    n = 40_000
+    spans = [
+        event(i, "user_annotation", name=f"range {i}", ts=i, dur=2 * n if overlap else 10 * n - i) for i in range(n)
+    ]
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps({"traceEvents": [*spans, *kernel(n // 10)]}))
+    (found,) = read_profile(path, None, limits=Limits(memory_bytes=GIB)).kernels
+    assert found.range.startswith("range 0.range 1.")
+
+
+def test_names_without_an_index_are_read_in_seconds(tmp_path: Path) -> None:
+    n = 40_000
+    path = tmp_path / "trace.sqlite"
+    kernels: list[tuple[object, ...]] = [(i, i + 1, 7, i, n - i, 1) for i in range(n)]
+    write_tables(path, {"StringIds": [(i, f"k{i}") for i in range(n)], "CUPTI_ACTIVITY_KIND_KERNEL": kernels})
+    assert len(read_profile(path, None, limits=Limits(processor_s=60)).kernels) == n
+
+
+def test_keys_that_collide_end_at_the_limit_of_time(tmp_path: Path) -> None:
+    path = colliding(tmp_path / "snapshot.pickle")
+    with pytest.raises(UserError) as error:
+        read_memory(path, unwatched, limits=Limits(processor_s=2))
+    why = "reading it takes more than 2 s of processor time"
+    assert str(error.value) == f"{path}: {why}; if the file is right, --raise-limits 4 allows up to four times as much"
+
+
+def test_objects_without_end_end_at_the_limit_of_memory(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(b"\x80\x04" + b"}" * 10_000_000)
+    with pytest.raises(UserError, match=r"reading it takes more than 200 MiB of memory; .*--raise-limits 4"):
+        read_memory(path, unwatched, limits=Limits(memory_bytes=200 * MIB))
+
+
+def test_a_key_whose_hash_recurses_is_one_line(tmp_path: Path) -> None:
+    path = tmp_path / "snapshot.pickle"
+    path.write_bytes(b"\x80\x04})" + b"\x85" * 10_000_000 + b"Ns.")
+    with pytest.raises(UserError, match=f"{path}: the process that read it ended by SIG"):
+        read_memory(path, unwatched)
+
+
+def test_what_is_no_file_of_its_kind_is_told_as_by_the_reader(tmp_path: Path) -> None:
+    path = tmp_path / os.fsdecode(b"na\xffme")
+    path.write_text("[]")
+    with pytest.raises(SteplabError, match=r"has no kernel and no operator") as error:
+        read_profile(path, None)
+    assert not isinstance(error.value, UserError)
+    with pytest.raises(UserError, match=r"na\\udcffme: it is no pickle of protocol 2 or later"):
+        read_memory(path, unwatched)
+
+
+def test_an_error_of_steplabs_own_has_its_traceback(tmp_path: Path) -> None:
+    with pytest.raises(RuntimeError, match=r"in the process that read [^:]*:\nTraceback"):
+        read_bounded("no such work", object, [tmp_path])
+
+
+def test_what_lies_in_the_working_folder_is_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("json", "numpy", "steplab", "sqlite3", "profile"):
+        (tmp_path / f"{name}.py").write_text("raise SystemExit('run')")
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "trace.json"
+    path.write_text(json.dumps([event(1)]))
+    assert read_profile(path, None).kernels
+
+
+@pytest.fixture
+def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that reads what takes hours, deaf to signals."""
+    file = colliding(tmp_path / "snapshot.pickle")
+    words = ["import-snapshot", str(file), "--store", str(tmp_path / "store.db")]
+    before = children()
+    command = [sys.executable, "-m", "steplab", *words]
+    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+        while children() == before:
+            time.sleep(0.1)
+        time.sleep(2)
+        yield process
+        process.kill()
+    for _ in range(50):
+        if not children() - before:
+            return
+        time.sleep(0.1)
+    raise AssertionError(f"still there: {children() - before}")
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc processes are not found")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+def test_a_signal_ends_it_at_once(reading: subprocess.Popen[bytes], number: int, code: int) -> None:
+    reading.send_signal(number)
+    assert reading.wait(5) == code
+    assert reading.stderr
+    assert b"Traceback" not in reading.stderr.read()
+
+
+def test_a_file_without_an_end_is_no_study_and_no_configuration(tmp_path: Path) -> None:
+    huge = tmp_path / "study.toml"
+    with huge.open("wb") as file:
+        os.truncate(file.fileno(), 1 << 40)  # a hole, which takes no disk
+    for path in (huge, Path("/dev/zero")):
+        with pytest.raises(OSError, match=r"it has more than 64\.0 MiB"):
+            small_file(path)
+    with pytest.raises(OSError, match="null"):
+        small_file(Path("a\0b"))
