@@ -61,7 +61,7 @@ ARROWS = {
 
 FACTS = (
     "steplab.ops.attention.implementations",
-    "steplab.ops.attention.choice_table",
+    "steplab.ops.attention.choice_rule",
     "steplab.ops.attention.hopper_kernels",
     "steplab.ops.cross_entropy_table",
     "steplab.ops.triton_places",

@@ -52,7 +52,7 @@ WHY = {
     "once ([plan_time.md](plan_time.md)). Equal blocks are compiled once.",
     "compile default": "What lies between two products becomes few kernels, each of which reads and writes its tensors "
     "once ([plan_time.md](plan_time.md)).",
-    "attention auto": "The scores are never written to memory; which kernel does it is chosen by a table of "
+    "attention auto": "The scores are never written to memory; which kernel does it follows "
     "measurements ([attention.md](attention.md)).",
     "attention sdpa_cudnn": "The scores are never written to memory ([attention.md](attention.md)).",
     "attention flash_triton": "The scores are never written to memory; the kernels are Triton's, made for such GPUs "

@@ -6,9 +6,11 @@ from statistics import geometric_mean, median
 
 import pytest
 
+from steplab.ops.attention.choice_rule import choose
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.codec import decode
 from steplab.records.run import Run
+from steplab.specs.attention import AttentionSpec
 
 PEERS = "f35c5aced2c3"
 """Seven shapes beside cuDNN, FlashAttention-2, FlexAttention and flash-attn-4, in one process in turns."""
@@ -198,3 +200,34 @@ def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | 
     assert portable.environment is not None
     assert portable.environment.flash_triton == "portable"
     assert max(ratios(portable, "sdpa_cudnn", "both")) < 0.83, "auto takes cuDNN where they run"
+
+
+def test_autos_rule_is_the_fastest_within_three_per_cent(records: dict[str, AttentionRun | Run]) -> None:
+    """Of all that keep no scores, in each shape up to 128 columns of every benchmark since the Hopper kernels are done."""
+    taken: dict[tuple[str, AttentionSpec], dict[str, float]] = {}
+    for record in records.values():
+        if isinstance(record, AttentionRun) and record.id != PORTABLE and record.created_utc >= "2026-11-23":
+            for cell in record.cells:
+                samples = cell.samples("both")
+                if samples and cell.spec.dim <= 128 and cell.spec.implementation not in ("plain", "flash_attn_4"):
+                    taken.setdefault((record.id, cell.spec.shape), {})[cell.spec.implementation] = median(samples)
+    checked = [
+        times_s[chosen] / min(times_s.values())
+        for (record_id, spec), times_s in taken.items()
+        if len(times_s) > 1 and (chosen := rule(str(records[record_id].device_name), spec)) in times_s
+    ]
+    assert len(checked) >= 200
+    assert max(checked) < 1.03
+
+
+def rule(device: str, spec: AttentionSpec) -> str:
+    return choose(
+        device=device,
+        dtype={"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[spec.dtype],
+        head_dim=spec.dim,
+        num_queries=spec.queries,
+        num_keys=spec.num_keys,
+        causal=spec.causal,
+        grouped=spec.num_kv_heads != spec.heads,
+        hopper=True,
+    ).implementation

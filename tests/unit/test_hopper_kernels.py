@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from steplab.ops.attention import hopper_kernels, triton_trial
-from steplab.ops.attention.choice_table import choose
+from steplab.ops.attention.choice_rule import choose
 from steplab.ops.attention.hopper_kernels import TRIED, is_tried, planned_on, release, remedy, too_old
 from steplab.ops.attention.triton_trial import why_not_hopper
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from steplab.errors import Unsupported
-from steplab.ops.attention.choice_table import FALLBACK, Choice, choose
+from steplab.ops.attention.choice_rule import FALLBACK, Choice, choose
 from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
 from steplab.ops.cross_entropy_table import implementation as loss_implementation
 from steplab.ops.triton_places import runs_on

@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .api import IMPLEMENTATIONS, attention
-    from .choice_table import Choice, choose
+    from .choice_rule import Choice, choose
     from .functions import FlashAttentionReference, FlashAttentionTriton
 
 __all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttentionTriton", "attention", "choose"]
@@ -12,8 +12,8 @@ __all__ = ["IMPLEMENTATIONS", "Choice", "FlashAttentionReference", "FlashAttenti
 _HOMES = {
     "IMPLEMENTATIONS": "api",
     "attention": "api",
-    "Choice": "choice_table",
-    "choose": "choice_table",
+    "Choice": "choice_rule",
+    "choose": "choice_rule",
     "FlashAttentionReference": "functions",
     "FlashAttentionTriton": "functions",
 }

@@ -1,4 +1,4 @@
-"""`auto`: which implementation for the tensors in hand, by the table of measurements (choice_table)."""
+"""`auto`: which implementation for the tensors in hand, by the rule (choice_rule)."""
 
 from functools import cache
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from .autocast import autocast_dtype
-from .choice_table import Choice, choose
+from .choice_rule import Choice, choose
 from .shapes import fixed, num_key_heads
 from .triton_tuning import hopper_kernels_on
 
@@ -67,5 +67,5 @@ def _choice(
 
 
 def device_name(device: torch.device) -> str:
-    """What the table knows a device by."""
+    """What the rule knows a device by."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

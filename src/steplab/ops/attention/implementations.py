@@ -298,7 +298,7 @@ TABLE = (
     ),
     Implementation(
         name="auto",
-        summary="the fastest by a table of measurements",
+        summary="the fastest as measured",
         workspaces=_FLASH_BACKWARD,
         expands_groups=True,
         memory_estimate="taken to save what every fused kernel does, with the workspace of torch's flash kernel",

@@ -1,0 +1,71 @@
+"""`auto`: which implementation is fastest, for a GPU, a type and a head dimension. It needs no torch.
+
+The rule is of H100 and H200. There it takes at most 3 % longer than the fastest of each measured shape
+(tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
+"""
+
+from dataclasses import dataclass
+
+from .hopper_kernels import planned_on
+from .implementations import DTYPES, why_not
+
+FALLBACK = "sdpa"
+"""Where nothing was measured."""
+MEASURED = ("NVIDIA H100", "NVIDIA H200")
+"""How the names of the GPUs begin that the rule is of."""
+WIDEST = 128
+"""Largest head dimension that the rule is of."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Choice:
+    """An implementation, and why that one."""
+
+    implementation: str
+    """A name that attention() takes, never auto."""
+    reason: str
+    """Half a sentence: 'the fastest measured on H100 and H200 in bfloat16'."""
+
+
+def choose(
+    *,
+    device: str,
+    dtype: str,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    causal: bool,
+    grouped: bool = False,
+    hopper: bool | None = None,
+) -> Choice:
+    """The fastest implementation that takes such inputs; sdpa where nothing was measured.
+
+    `device` is a GPU's name as torch gives it, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`:
+    several query heads read one key head. `hopper`: whether flash_triton's Hopper kernels run there; None: as a plan
+    assumes. Its portable kernels are slower than cuDNN. Raises ValueError for another dtype, and for a head dimension
+    below 1.
+    """
+    if dtype not in DTYPES or head_dim < 1:
+        taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"
+        raise ValueError(f"attention is chosen for {taken}, not for {dtype} and {head_dim}")
+    if not device.startswith(MEASURED) or dtype == "float64":
+        return Choice(implementation=FALLBACK, reason=f"nothing was measured on {device} for {dtype}")
+    if head_dim > WIDEST:
+        return Choice(implementation=FALLBACK, reason=f"nothing was measured beyond head dimension {WIDEST}")
+    runs = planned_on(device) if hopper is None else hopper
+    without = "" if runs or dtype == "float32" else " without flash_triton's Hopper kernels"
+    names = ["sdpa_efficient"] if dtype == "float32" else ["flash_triton"] * runs + ["sdpa_cudnn", "sdpa_flash"]
+    for name in names:
+        why = why_not(
+            name,
+            device="cuda",
+            dtype=DTYPES[dtype],
+            head_dim=head_dim,
+            num_queries=num_queries,
+            num_keys=num_keys,
+            causal=causal,
+            grouped=grouped,
+        )
+        if why is None:
+            return Choice(implementation=name, reason=f"the fastest measured on H100 and H200 in {dtype}{without}")
+    return Choice(implementation=FALLBACK, reason="nothing that was measured takes such inputs")
