@@ -1,8 +1,9 @@
 """Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
-elsewhere the operators of reference.py, which give the same bits. Tensors are bf16, else Unsupported is raised: Triton
-3.6 and 3.7.1 write wrong bytes where float32 is cast to a column of one row, since they move fp8 between threads.
+elsewhere the operators of reference.py, which give the same bits. Tensors are bf16, else Unsupported is raised: a
+transposed float32 tile is moved between threads after its cast, as bytes, and for a tensor of one row Triton 3.6 and
+3.7.1 put wrong ones there (seen on an H200); a bf16 tile is moved before its cast.
 
 Shape suffixes: R rows, C columns.
 """
@@ -19,9 +20,9 @@ from ..triton_places import runs_on
 from .reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 8, 8
+AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8
 CAST_BLOCK, CAST_WARPS = 4096, 4
-ROWS, COLUMNS, WARPS = 64, 64, 4
+ROWS, COLUMNS, WARPS = 64, 128, 8
 """The tile of a program of the cast to both layouts, and its warps."""
 
 
