@@ -69,8 +69,7 @@ def cells_of(tokens: int, inputs: int, outputs: int) -> Iterator[tuple[str, Call
     yield "layer fp8_linear", lambda: layer(fp8_linear)
     yield "layer fp8_linear, dw bf16", lambda: layer(lambda x, w: fp8_linear(x, w, weight_gradient="bf16"))
     yield "layer torchao", torchao
-    copy = torch.empty_like(dy)
-    yield "cast copy", lambda: lambda: copy.copy_(dy)
+    yield "cast copy", lambda: dy.clone
     yield "cast amax", lambda: lambda: amax(dy)
     yield "cast rows", lambda: lambda: cast(dy, dy_amax, E5M2)
     yield "cast both", lambda: lambda: cast_both(dy, dy_amax, E5M2)
@@ -91,13 +90,13 @@ class Graphed:
         for _ in range(2):
             self.ms, self.python_ms = timed(call)
         self.calls = max(2, min(100, int(1e3 * PIECE_S / self.ms)))
-        self.run = lambda: [call() for _ in range(self.calls)]
+        self.run: Callable[[], object] = lambda: [call() for _ in range(self.calls)]
         self.graphed = False
         with suppress(RuntimeError):
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=pool, capture_error_mode="thread_local"):
                 self.run()
-            self.run, self.graphed = graph.replay, True  # type: ignore[assignment]
+            self.run, self.graphed = graph.replay, True
         torch.cuda.synchronize()
 
 
@@ -119,12 +118,10 @@ def turns_of(cells: Cells, read: Callable[[], tuple[int, float] | None]) -> dict
     """Milliseconds of a call by turn, what Python takes of one, clock and power, by cell."""
     pool = torch.cuda.graph_pool_handle()
     graphs = {name: Graphed(call, pool) for name, call in cells.items()}
-    found: dict[str, Row] = {
-        name: {"ms": [], "gauges": [], "python_ms": each.python_ms, "graphed": each.graphed}
-        for name, each in graphs.items()
-    }
+    found: dict[str, Row] = {name: {"ms": [], "gauges": []} for name in graphs}
     for turn in range(TURNS + 1):
         for name, each in graphs.items():
+            found[name] |= {"python_ms": each.python_ms, "graphed": each.graphed}
             gauged: list[Any] = []
             ms, _ = timed(each.run, lambda gauged=gauged: gauged.append(read()))  # type: ignore[misc]
             if turn:  # the first warms up
@@ -158,9 +155,9 @@ def built(cells: Iterator[tuple[str, Callable[[], Callable[[], object]]]]) -> Ce
 def shown(name: str, row: Row, amount: str = "") -> str:
     """A line of the table: ms, amount, ms of Python without a graph, MHz, W."""
     gauged = [state for state in row["gauges"] if state]
-    beside = [f"{median(column):.0f}" for column in zip(*gauged, strict=True)]
+    beside = " ".join(f"{median(column):.0f}" for column in zip(*gauged, strict=True))
     python = f"{row['python_ms']:6.3f}" if row["graphed"] else "in it"
-    return f"  {name:32}{median(row['ms']):8.3f} {amount:>12} {python:>6} {' '.join(beside)}"
+    return f"  {name:32}{median(row['ms']):8.3f} {amount:>12} {python:>6} {beside}"
 
 
 def main() -> None:
