@@ -1,22 +1,29 @@
 """Linear layers in fp8 on a GPU: bits of both layouts, products and gradients against float64, no wait of the host."""
 
+from collections.abc import Callable
+
 import pytest
 import torch
 from tests.unit.test_fp8 import (
     FORMATS,
     SHAPES,
-    WeightGradient,
+    WEIGHT_GRADIENTS,
     check_amax,
     check_casts,
+    check_joined,
     check_layer,
+    check_producers,
     check_product,
     check_shape,
     every_bf16_number,
+    feed_forward_of,
+    heads_of,
+    in_one,
 )
 from torch import Tensor
 
 from steplab.ops.fp8.casts import E4M3, E5M2, amax, cast_both
-from steplab.ops.fp8.linear import fp8_linear
+from steplab.ops.fp8.linear import WeightGradient, fp8_linear
 from steplab.ops.fp8.reference import plain_cast_both
 
 pytestmark = [
@@ -36,10 +43,9 @@ def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("given", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [*SHAPES, (8192, 2560), (1024, 11008), (4097, 2049)], ids=str)
-def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype) -> None:
-    check_shape(shape, given, dtype, "cuda")
+def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_shape(shape, dtype, "cuda")
 
 
 def test_amax_is_that_of_all_elements() -> None:
@@ -71,7 +77,7 @@ def test_a_product_is_that_of_its_operands(
 
 
 @pytest.mark.parametrize("gradients", FORMATS, ids=str)
-@pytest.mark.parametrize("weight_gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)
 @pytest.mark.parametrize("sizes", [(4, 2048, 2560, 2560), (1, 48, 16, 112)], ids=str)
 def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
     sizes: tuple[int, int, int, int], weight_gradient: WeightGradient, gradients: torch.dtype
@@ -79,13 +85,28 @@ def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
     check_layer(sizes, weight_gradient, gradients, "cuda")
 
 
-def test_a_layer_never_waits_for_the_device_and_is_recorded_as_a_graph() -> None:
-    x, weight, dy = (torch.randn(512, 256, dtype=BF16, device="cuda") for _ in range(3))
-    weight = weight[:256].clone()
-    leaves = x.requires_grad_(), weight.requires_grad_()
+@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
+@pytest.mark.parametrize("sizes", [(4, 2048, 32, 32, 80), (2, 1000, 8, 2, 128), (2, 5, 3, 1, 10)], ids=str)
+def test_producers_give_the_largest_magnitude_of_what_they_write(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_producers(sizes, dtype, "cuda")
+
+
+@pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)
+def test_layers_that_hand_on_magnitudes_give_the_bits_of_layers_that_find_them(weight_gradient: WeightGradient) -> None:
+    check_joined(feed_forward_of("cuda", 2048, 2560, 10240), heads_of("cuda", 2048, 128), weight_gradient)
+
+
+@pytest.mark.parametrize("function", [fp8_linear, in_one])
+def test_layers_never_wait_for_the_device_and_are_recorded_as_graphs(function: Callable[..., Tensor]) -> None:
+    *given, dy = feed_forward_of("cuda", 256, 256, 512)
+    leaves = [
+        x.requires_grad_() for x in (given if function is in_one else (given[0], given[2].t().contiguous()[:256]))
+    ]
 
     def run() -> tuple[Tensor, ...]:
-        return torch.autograd.grad(fp8_linear(*leaves), leaves, dy)
+        return torch.autograd.grad(function(*leaves), leaves, dy)
 
     wanted = run()
     torch.cuda.set_sync_debug_mode("error")

@@ -1,7 +1,8 @@
 """Casts to fp8 against torch's own, bit by bit; products and gradients against float64."""
 
 import os
-from typing import Literal
+from collections.abc import Callable, Sequence
+from functools import partial
 
 import pytest
 import torch
@@ -11,8 +12,12 @@ from torch.nn.functional import linear
 from steplab.ops.errors import Unsupported
 from steplab.ops.fp8 import casts, kernels
 from steplab.ops.fp8.casts import E4M3, E5M2, Operand, amax, cast, cast_both
-from steplab.ops.fp8.linear import fp8_linear, product
+from steplab.ops.fp8.joined import fp8_heads, fp8_swiglu
+from steplab.ops.fp8.linear import WeightGradient, fp8_linear, product
 from steplab.ops.fp8.reference import plain_amax, plain_cast, plain_cast_both
+from steplab.ops.rms_norm import add_rms_norm, add_rms_norm_amax
+from steplab.ops.rotary_heads import rotary_heads, rotary_heads_backward_amax
+from steplab.ops.swiglu import swiglu, swiglu_amax, swiglu_backward_amax
 
 assert kernels  # imported before the tests are collected, so that the interpreter is exact (tests/interpreted.py)
 pytestmark = pytest.mark.skipif(
@@ -20,7 +25,7 @@ pytestmark = pytest.mark.skipif(
 )
 FORMATS = [E4M3, E5M2]
 SHAPES = [(3, 7), (70, 130), (1, 16), (80, 48)]
-WeightGradient = Literal["fp8", "bf16"]
+WEIGHT_GRADIENTS: list[WeightGradient] = ["fp8", "bf16"]
 FAST_BITS = 13
 """Bits after the leading one that Hopper's tensor cores keep of a sum taken fast."""
 
@@ -61,15 +66,14 @@ def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", FORMATS, ids=str)
-@pytest.mark.parametrize("given", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype) -> None:
-    check_shape(shape, given, dtype, "cpu")
+def test_any_shape_is_cast_in_both_layouts(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    check_shape(shape, dtype, "cpu")
 
 
-def check_shape(shape: tuple[int, int], given: torch.dtype, dtype: torch.dtype, device: str) -> None:
+def check_shape(shape: tuple[int, int], dtype: torch.dtype, device: str) -> None:
     torch.manual_seed(0)
-    x = torch.randn(shape, device=device).to(given)
+    x = torch.randn(shape, device=device).bfloat16()
     assert torch.equal(amax(x), plain_amax(x))
     check_casts(x, amax(x), dtype)
     check_casts(x.t(), amax(x) / 2, dtype)  # not contiguous, and magnitudes above that are cut off
@@ -88,7 +92,7 @@ def check_amax(device: str) -> None:
             changed = x.clone()
             changed[place] = value
             torch.testing.assert_close(amax(changed), plain_amax(changed), rtol=0, atol=0, equal_nan=True)
-    assert amax(torch.zeros(3, 5, device=device)) == 0
+    assert amax(torch.zeros(3, 5, device=device, dtype=torch.bfloat16)) == 0
 
 
 @pytest.mark.parametrize("bad", [float("inf"), float("nan")])
@@ -131,14 +135,16 @@ def check_product(
     assert ((product(a, b, torch.bfloat16, fast=fast).double() - exact).abs() <= bound).all()
 
 
-def outputs_and_gradients(function: object, x: Tensor, weight: Tensor, dy: Tensor) -> list[Tensor]:
-    leaves = [each.detach().clone().requires_grad_() for each in (x, weight)]
-    y = function(*leaves)  # type: ignore[operator]
+def outputs_and_gradients(function: Callable[..., Tensor], *given: Tensor) -> list[Tensor]:
+    """given: the arguments, then the gradient of the output."""
+    *inputs, dy = given
+    leaves = [each.detach().clone().requires_grad_() for each in inputs]
+    y = function(*leaves)
     return [y.detach(), *torch.autograd.grad(y, leaves, dy.to(y.dtype))]
 
 
 @pytest.mark.parametrize("gradients", FORMATS, ids=str)
-@pytest.mark.parametrize("weight_gradient", ["fp8", "bf16"])
+@pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)
 def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
     weight_gradient: WeightGradient, gradients: torch.dtype
 ) -> None:
@@ -185,12 +191,125 @@ def test_what_is_saved_is_fp8(weight_gradient: WeightGradient, bytes_of_x: int) 
     assert sum(each.nbytes for each in saved if each.dim()) == 48 * 64 + bytes_of_x * 32 * 64
 
 
-def test_sizes_that_products_do_not_take_are_refused() -> None:
+# --- largest magnitudes by what makes the values ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2, 5, 3, 1, 10), (1, 40, 2, 2, 6), (3, 1, 1, 1, 700)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_producers_give_the_largest_magnitude_of_what_they_write(
+    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
+) -> None:
+    check_producers(sizes, dtype, "cpu")
+
+
+def check_producers(sizes: tuple[int, int, int, int, int], dtype: torch.dtype, device: str) -> None:
+    """The values are those without it, bit by bit; a NaN is not hidden."""
+    torch.manual_seed(0)
+    batch, context, num_heads, num_kv_heads, head_dim = sizes
+
+    def made(*shape: int) -> Tensor:
+        return torch.randn(shape, device=device).to(dtype)
+
+    x, branch, weight = made(batch * context, head_dim), made(batch * context, head_dim), made(head_dim)
+    dq, dk, dv = (made(batch, n, context, head_dim) for n in (num_heads, num_kv_heads, num_kv_heads))
+    merged = made(batch, context, (num_heads + 2 * num_kv_heads) * head_dim).requires_grad_()
+    angles = torch.rand(context, head_dim // 2, device=device)
+    table = torch.stack((angles.cos(), angles.sin()))
+    for added in (0.0, float("nan")):
+        x[-1, -1] += added
+        dv[0, 0, 0, 0] += added
+        joined, grad = x.clone().requires_grad_(), branch[:, : head_dim // 2]
+        found, plain = add_rms_norm_amax(joined, branch, weight, 1e-5), add_rms_norm(joined, branch, weight, 1e-5)
+        assert_amax_beside(plain, *found)
+        assert not found[2].requires_grad
+        gradients = (torch.autograd.grad(outputs[:2], joined, (branch, x)) for outputs in (found, plain))
+        assert all(map(same, *gradients))
+        assert_amax_beside([swiglu(joined)], *swiglu_amax(joined))
+        wanted = torch.autograd.grad(swiglu(joined), joined, grad)
+        assert_amax_beside(wanted, *swiglu_backward_amax(grad, joined))
+        wanted = torch.autograd.grad(rotary_heads(merged, table, num_heads), merged, (dq, dk, dv))
+        assert_amax_beside(wanted, *rotary_heads_backward_amax(dq, dk, dv, table))
+
+
+def same(found: Tensor, wanted: Tensor) -> bool:
+    nothing = wanted.isnan()
+    return torch.equal(found.isnan(), nothing) and torch.equal(found[~nothing], wanted[~nothing])
+
+
+def assert_amax_beside(wanted: Sequence[Tensor], *found: Tensor) -> None:
+    """The wanted tensors are found, and then the largest magnitude of the first."""
+    *values, largest = found
+    assert all(map(same, values, wanted))
+    assert largest.dtype == torch.float32
+    assert same(largest, plain_amax(values[0]))
+
+
+def feed_forward_of(device: str, tokens: int = 16, width: int = 48, inner: int = 32) -> list[Tensor]:
+    """x, both weights and dy."""
+    torch.manual_seed(0)
+    sizes = (2, tokens, width), (2 * inner, width), (width, inner), (2, tokens, width)
+    return [torch.randn(size, device=device).bfloat16() for size in sizes]
+
+
+def in_one(x: Tensor, gate_up: Tensor, down: Tensor, weight_gradient: WeightGradient = "fp8") -> Tensor:
+    normed, total, largest = add_rms_norm_amax(x, x, x.new_ones(x.shape[-1]), 1e-5)
+    return total + fp8_swiglu(normed, gate_up, down, x_amax=largest, weight_gradient=weight_gradient)
+
+
+def one_by_one(x: Tensor, gate_up: Tensor, down: Tensor, weight_gradient: WeightGradient = "fp8") -> Tensor:
+    normed, total = add_rms_norm(x, x, x.new_ones(x.shape[-1]), 1e-5)
+    h = swiglu(fp8_linear(normed, gate_up, weight_gradient=weight_gradient))
+    return total + fp8_linear(h, down, weight_gradient=weight_gradient)
+
+
+def heads_of(device: str, context: int = 8, head_dim: int = 16) -> list[Tensor]:
+    """x, the weight of 3 heads and 1 of keys and values, and the gradient of all heads."""
+    torch.manual_seed(0)
+    sizes = (2, context, 48), (5 * head_dim, 48), (2, 5, context, head_dim)
+    return [torch.randn(size, device=device).bfloat16() for size in sizes]
+
+
+def table_of(x: Tensor, weight: Tensor) -> Tensor:
+    angles = torch.outer(torch.arange(x.shape[1], device=x.device), torch.ones(weight.shape[0] // 10, device=x.device))
+    return torch.stack((angles.cos(), angles.sin()))
+
+
+def heads_in_one(x: Tensor, weight: Tensor, weight_gradient: WeightGradient = "fp8") -> Tensor:
+    largest = amax(x.detach())
+    return torch.cat(fp8_heads(x, weight, table_of(x, weight), 3, x_amax=largest, weight_gradient=weight_gradient), 1)
+
+
+def heads_one_by_one(x: Tensor, weight: Tensor, weight_gradient: WeightGradient = "fp8") -> Tensor:
+    merged = fp8_linear(x, weight, weight_gradient=weight_gradient)
+    return torch.cat(rotary_heads(merged, table_of(x, weight), 3), 1)
+
+
+@pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)
+def test_layers_that_hand_on_magnitudes_give_the_bits_of_layers_that_find_them(weight_gradient: WeightGradient) -> None:
+    check_joined(feed_forward_of("cpu"), heads_of("cpu"), weight_gradient)
+
+
+def check_joined(feed_forward: list[Tensor], heads: list[Tensor], weight_gradient: WeightGradient) -> None:
+    for functions, given in (((in_one, one_by_one), feed_forward), ((heads_in_one, heads_one_by_one), heads)):
+        found, wanted = (
+            outputs_and_gradients(partial(function, weight_gradient=weight_gradient), *given) for function in functions
+        )
+        assert all(torch.equal(*pair) for pair in zip(found, wanted, strict=True))
+
+
+# --- refusals, torch.compile ------------------------------------------------------------------------------------------
+
+
+def test_what_products_and_casts_do_not_take_is_refused() -> None:
     for sizes in ((8, 16, 16), (16, 24, 16), (16, 16, 8)):
         tokens, inputs, outputs = sizes
         with pytest.raises(Unsupported, match=r"multiples of 16, not .* use torch\.nn\.functional\.linear"):
             fp8_linear(torch.zeros(tokens, inputs), torch.zeros(outputs, inputs))
-    x = torch.randn(16, 16, requires_grad=True)
+    with pytest.raises(Unsupported, match=r"multiples of 16, not \(16, 24, 16\)"):
+        fp8_swiglu(torch.zeros(16, 16), torch.zeros(48, 16), torch.zeros(16, 24))
+    with pytest.raises(Unsupported, match=r"fp8 from float32 .* take bfloat16; cast to it first"):
+        fp8_linear(torch.zeros(16, 16), torch.zeros(16, 16))
+    x = torch.randn(16, 16).bfloat16().requires_grad_()
     with pytest.raises(Unsupported, match="the second derivative of fp8_linear"):
         torch.autograd.grad(fp8_linear(x, x).sum(), x, create_graph=True)
 
@@ -198,6 +317,14 @@ def test_sizes_that_products_do_not_take_are_refused() -> None:
 def test_they_are_operators_as_torch_expects_them() -> None:
     x, largest = torch.randn(16, 48).bfloat16(), torch.tensor(3.0)
     ops, checks = torch.ops.steplab, ("test_schema", "test_faketensor")
+    heads, table = [torch.randn(2, 3, 4, 6) for _ in range(3)], torch.rand(2, 3, 3)
+    for producer, arguments in (
+        (ops.add_rms_norm_amax, (x, x, torch.rand(48, requires_grad=True), 1e-5, x.dtype)),
+        (ops.swiglu_amax, (x,)),
+        (ops.swiglu_backward_amax, (x[:, :24], x)),
+        (ops.rotary_heads_backward_amax, (*heads, table)),
+    ):
+        torch.library.opcheck(producer.default, arguments, test_utils=checks)
     torch.library.opcheck(ops.amax.default, (x,), test_utils=checks)
     for operator in (ops.fp8_cast.default, ops.fp8_cast_both.default):
         torch.library.opcheck(operator, (x, largest, E4M3), test_utils=checks)
@@ -206,6 +333,10 @@ def test_they_are_operators_as_torch_expects_them() -> None:
 def test_compiled_it_gives_the_same_bits() -> None:
     torch.manual_seed(0)
     x, weight, dy = (torch.randn(size).bfloat16() for size in ((2, 16, 48), (32, 48), (2, 16, 32)))
-    compiled = torch.compile(fp8_linear, backend="aot_eager", fullgraph=True)
-    eager, other = (outputs_and_gradients(function, x, weight, dy) for function in (fp8_linear, compiled))
-    assert all(torch.equal(*pair) for pair in zip(eager, other, strict=True))
+    functions: list[tuple[Callable[..., Tensor], list[Tensor]]] = [
+        (fp8_linear, [x, weight, dy]), (in_one, feed_forward_of("cpu")), (heads_in_one, heads_of("cpu"))
+    ]  # fmt: skip
+    for function, given in functions:
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        eager, other = (outputs_and_gradients(each, *given) for each in (function, compiled))
+        assert all(torch.equal(*pair) for pair in zip(eager, other, strict=True))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .errors import UserError
-from .torch_library import define, define_derivative
+from .torch_library import define, define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 from .triton_places import NUM_PROGRAMS
 
@@ -37,18 +37,33 @@ def add_rms_norm(
     For float32, bfloat16 and float16 on CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for shapes that
     differ, Unsupported for other formats and devices.
     """
+    wide = _checked(x, branch, weight)
+    normed, total, _ = torch.ops.steplab.add_rms_norm(x, branch, weight, eps, dtype or wide)
+    return normed, total
+
+
+def add_rms_norm_amax(
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """(normed, sum, amax): the same, and the largest magnitude of normed, a float32 scalar on its device without a
+    gradient; NaN if there is one."""
+    wide = _checked(x, branch, weight)
+    normed, total, _, amax = torch.ops.steplab.add_rms_norm_amax(x, branch, weight, eps, dtype or wide)
+    return normed, total, amax
+
+
+def _checked(x: Tensor, branch: Tensor, weight: Tensor) -> torch.dtype:
+    """The format of the sum."""
     if x.dim() == 0 or x.shape != branch.shape or weight.shape != x.shape[-1:]:
         shapes = f"{list(x.shape)}, {list(branch.shape)} and {list(weight.shape)}"
         raise UserError(f"add_rms_norm takes two tensors [..., C] and a weight [C], not {shapes}")
     for tensor in (x, branch, weight):
         refuse_unserved("add_rms_norm", tensor, _INSTEAD)
-    wide = torch.promote_types(x.dtype, branch.dtype)
-    normed, total, _ = torch.ops.steplab.add_rms_norm(x, branch, weight, eps, dtype or wide)
-    return normed, total
+    return torch.promote_types(x.dtype, branch.dtype)
 
 
 def _forward(
-    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype
+    x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
     from .rms_norm_kernels import add_rms_norm_kernel
 
@@ -57,7 +72,7 @@ def _forward(
     if x.numel():
         with on_device_of(x):
             add_rms_norm_kernel[(rstd.numel(),)](
-                x, branch, weight.contiguous(), normed, total, rstd, x.shape[-1], eps, BLOCK=_block(x),
+                x, branch, weight.contiguous(), normed, total, rstd, amax, x.shape[-1], eps, BLOCK=_block(x),
                 enable_fp_fusion=True, num_warps=FORWARD_WARPS,
             )  # fmt: skip
     return normed, total, rstd
@@ -109,16 +124,16 @@ def _fake_backward(
     return grad_x, grad_branch, weight.new_empty(weight.shape)
 
 
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor, Tensor]) -> None:
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
     x, branch, weight, _, _ = inputs
-    _, total, rstd = output
+    _, total, rstd, *amax = output
     ctx.dtypes = x.dtype, branch.dtype
-    ctx.mark_non_differentiable(rstd)
+    ctx.mark_non_differentiable(rstd, *amax)
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(total, weight, rstd)
 
 
-def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: None) -> tuple[Tensor | None, ...]:
+def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, *_: None) -> tuple[Tensor | None, ...]:
     refuse_second_derivative("add_rms_norm", _INSTEAD)
     total, weight, rstd = ctx.saved_tensors
     if grad is None:  # nothing reads the norm
@@ -130,12 +145,9 @@ def _differentiate(ctx: Any, grad: Tensor | None, grad_sum: Tensor | None, _: No
     return of_x, of_branch if of_branch.numel() else of_x, of_weight, None, None
 
 
-define(
-    "add_rms_norm",
-    "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype) -> (Tensor, Tensor, Tensor)",
-    _forward,
-    _fake_forward,
-)
+_ARGUMENTS = "(Tensor x, Tensor branch, Tensor weight, float eps, ScalarType dtype)"
+define("add_rms_norm", f"{_ARGUMENTS} -> (Tensor, Tensor, Tensor)", _forward, _fake_forward)
+define_with_amax("add_rms_norm", _ARGUMENTS, 3, _forward, _fake_forward)
 define(
     "add_rms_norm_backward",
     "(Tensor grad, Tensor? grad_sum, Tensor total, Tensor weight, Tensor rstd, ScalarType of_x, "
@@ -143,4 +155,5 @@ define(
     _backward,
     _fake_backward,
 )
-define_derivative("add_rms_norm", _differentiate, _save)
+for name in ("add_rms_norm", "add_rms_norm_amax"):
+    define_derivative(name, _differentiate, _save)

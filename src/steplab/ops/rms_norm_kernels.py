@@ -8,10 +8,19 @@ added by another kernel in the order of the programs, so that results are the sa
 import triton
 import triton.language as tl
 
+from .amax_kernels import amax_so_far, magnitude_bits, raise_amax
+
 
 @triton.jit
-def add_rms_norm_kernel(x_ptr, branch_ptr, weight_ptr, normed_ptr, sum_ptr, rstd_ptr, width, eps, BLOCK: tl.constexpr):
-    """sum = x + branch, rstd = 1 / sqrt(mean(sum^2) + eps), normed = sum rstd weight, for rows of `width` elements."""
+def add_rms_norm_kernel(
+    x_ptr, branch_ptr, weight_ptr, normed_ptr, sum_ptr, rstd_ptr, amax_ptr, width, eps, BLOCK: tl.constexpr
+):
+    """sum = x + branch, rstd = 1 / sqrt(mean(sum^2) + eps), normed = sum rstd weight, for rows of `width` elements.
+
+    amax [1]: the largest magnitude of normed, or None.
+    """
+    if amax_ptr is not None:
+        so_far = amax_so_far(amax_ptr)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -24,7 +33,10 @@ def add_rms_norm_kernel(x_ptr, branch_ptr, weight_ptr, normed_ptr, sum_ptr, rstd
     x = x.to(tl.float32)
     rstd = 1.0 / tl.sqrt_rn(tl.sum(x * x, 0) / width + eps)
     tl.store(rstd_ptr + row, rstd)
-    tl.store(normed_ptr + places, (x * rstd * weight).to(normed_ptr.dtype.element_ty), mask=inside)
+    normed = (x * rstd * weight).to(normed_ptr.dtype.element_ty)
+    tl.store(normed_ptr + places, normed, mask=inside)
+    if amax_ptr is not None:
+        raise_amax(amax_ptr, so_far, tl.where(inside, magnitude_bits(normed), 0))
 
 
 @triton.jit

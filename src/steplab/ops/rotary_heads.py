@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from .errors import Unsupported, UserError
-from .torch_library import define, define_derivative
+from .torch_library import define, define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 
@@ -59,6 +59,16 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
     return q_BTHD.transpose(1, 2), k_BTND.transpose(1, 2), v_BTND.transpose(1, 2)
 
 
+def rotary_heads_backward_amax(
+    dq_BHTD: Tensor, dk_BNTD: Tensor, dv_BNTD: Tensor, table_2TD: Tensor
+) -> tuple[Tensor, Tensor]:
+    """The gradient of merged for those of its heads, and the largest magnitude of it: a float32 scalar on its device,
+    NaN if there is one."""
+    gradients = (x.transpose(1, 2) for x in (dq_BHTD, dk_BNTD, dv_BNTD))
+    d_merged_BTE, amax = torch.ops.steplab.rotary_heads_backward_amax(*gradients, table_2TD)
+    return d_merged_BTE, amax
+
+
 def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
     """Whether the shapes are those of rotary_heads; its kernels read past the end of a table that is too small."""
     if len(merged) != 3 or len(table) != 3 or table[0] != 2 or table[1] < merged[1] or not table[2] or num_heads < 1:
@@ -82,7 +92,7 @@ def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Ten
     return q, k, v
 
 
-def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
+def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, amax: Tensor | None = None) -> Tensor:
     from .rotary_heads_kernels import rotary_heads_backward_kernel
 
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
@@ -93,7 +103,7 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor) -> Tensor:
         strides = [stride for x in (dq, dk, dv) for stride in x.stride()[:3]]
         with on_device_of(dq):
             rotary_heads_backward_kernel[_grid(dq, dk)](
-                dq, dk, dv, table, grad, table.stride(0), *strides,
+                dq, dk, dv, table, grad, amax, table.stride(0), *strides,
                 batch * context, context, num_heads, dk.shape[2], head_dim,
                 ROWS=_rows(head_dim), HALF=_half(head_dim), enable_fp_fusion=True, num_warps=NUM_WARPS,
             )  # fmt: skip
@@ -144,5 +154,7 @@ OPERATOR = define(
     "rotary_heads", "(Tensor merged, Tensor table, int num_heads) -> (Tensor, Tensor, Tensor)", _forward, _fake_forward
 )
 """steplab::rotary_heads, which selective checkpointing names."""
-define("rotary_heads_backward", "(Tensor dq, Tensor dk, Tensor dv, Tensor table) -> Tensor", _backward, _fake_backward)
+_GRADIENTS = "(Tensor dq, Tensor dk, Tensor dv, Tensor table)"
+define("rotary_heads_backward", f"{_GRADIENTS} -> Tensor", _backward, _fake_backward)
+define_with_amax("rotary_heads_backward", _GRADIENTS, 1, _backward, _fake_backward)
 define_derivative("rotary_heads", _differentiate, _save)

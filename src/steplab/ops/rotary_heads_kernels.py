@@ -8,6 +8,8 @@ which of them a program belongs is a branch that its threads take together.
 import triton
 import triton.language as tl
 
+from .amax_kernels import amax_so_far, magnitude_bits, raise_amax
+
 
 @triton.jit
 def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.constexpr):
@@ -88,6 +90,7 @@ def rotary_heads_backward_kernel(
     dv_ptr,
     table_ptr,
     grad_ptr,
+    amax_ptr,
     sine_distance,
     q_batch, q_token, q_head,
     k_batch, k_token, k_head,
@@ -102,8 +105,11 @@ def rotary_heads_backward_kernel(
 ):  # fmt: skip
     """Gradients of q, k and v -> grad [tokens, (heads + 2 kv_heads) head_dim], contiguous: each pair turned back.
 
-    Of the first three the strides of batch, token and head are given; the last dimension is contiguous.
+    Of the first three the strides of batch, token and head are given; the last dimension is contiguous. amax [1]: the
+    largest magnitude of grad, or None.
     """
+    if amax_ptr is not None:
+        so_far = amax_so_far(amax_ptr)
     half = head_dim // 2
     part, first, heads, column = _part(tl.program_id(0), num_tokens, num_heads, num_kv_heads, head_dim, ROWS)
     rows = first + tl.arange(0, ROWS)[:, None]
@@ -123,5 +129,8 @@ def rotary_heads_backward_kernel(
     width = (num_heads + 2 * num_kv_heads) * head_dim
     to_ptr = grad_ptr + tokens.to(tl.int64) * width + column + (rows % heads) * head_dim + columns
     kind = grad_ptr.dtype.element_ty
-    tl.store(to_ptr, (a * cosine + b * sine).to(kind), mask=inside)
-    tl.store(to_ptr + half, (b * cosine - a * sine).to(kind), mask=inside)
+    of_a, of_b = (a * cosine + b * sine).to(kind), (b * cosine - a * sine).to(kind)
+    tl.store(to_ptr, of_a, mask=inside)
+    tl.store(to_ptr + half, of_b, mask=inside)
+    if amax_ptr is not None:
+        raise_amax(amax_ptr, so_far, tl.maximum(magnitude_bits(of_a), magnitude_bits(of_b)))

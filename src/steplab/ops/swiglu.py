@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.nn.functional import silu
 
 from .errors import UserError
-from .torch_library import define, define_derivative
+from .torch_library import define, define_derivative, define_with_amax
 from .triton_device import on_device_of, refuse_second_derivative, refuse_unserved
 
 
@@ -33,14 +33,31 @@ def swiglu(gate_up: Tensor) -> Tensor:
     Computed in float32 and rounded once. For float32, bfloat16 and float16 on CUDA (or on a CPU under
     TRITON_INTERPRET=1). Raises UserError for an odd last dimension, Unsupported for other formats and devices.
     """
-    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
-        raise UserError(f"swiglu takes a gate and an up of equal widths side by side, not {list(gate_up.shape)}")
-    refuse_unserved("swiglu", gate_up, _INSTEAD)
+    _refuse(gate_up)
     output: Tensor = torch.ops.steplab.swiglu(gate_up)
     return output
 
 
-def _forward(gate_up: Tensor) -> Tensor:
+def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The same without a derivative, and its largest magnitude: a float32 scalar on its device, NaN if there is one."""
+    _refuse(gate_up)
+    output, amax = torch.ops.steplab.swiglu_amax(gate_up)
+    return output, amax
+
+
+def swiglu_backward_amax(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    """The gradient of gate_up [..., 2F] for that of the output [..., F], and its amax as of swiglu_amax."""
+    gradient, amax = torch.ops.steplab.swiglu_backward_amax(grad, gate_up)
+    return gradient, amax
+
+
+def _refuse(gate_up: Tensor) -> None:
+    if gate_up.dim() == 0 or gate_up.shape[-1] % 2:
+        raise UserError(f"swiglu takes a gate and an up of equal widths side by side, not {list(gate_up.shape)}")
+    refuse_unserved("swiglu", gate_up, _INSTEAD)
+
+
+def _forward(gate_up: Tensor, amax: Tensor | None = None) -> Tensor:
     from .swiglu_kernels import swiglu_kernel
 
     gate_up = gate_up.contiguous()
@@ -50,12 +67,13 @@ def _forward(gate_up: Tensor) -> Tensor:
     if out.numel():
         with on_device_of(out):
             swiglu_kernel[_grid(num_rows, width)](
-                gate_up, out, num_rows, width, ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=NUM_WARPS
-            )
+                gate_up, out, amax, num_rows, width,
+                ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=NUM_WARPS,
+            )  # fmt: skip
     return out
 
 
-def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
+def _backward(grad: Tensor, gate_up: Tensor, amax: Tensor | None = None) -> Tensor:
     from .swiglu_kernels import swiglu_backward_kernel
 
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
@@ -65,16 +83,9 @@ def _backward(grad: Tensor, gate_up: Tensor) -> Tensor:
     if grad.numel():
         with on_device_of(grad):
             swiglu_backward_kernel[_grid(num_rows, width)](
-                grad,
-                gate_up,
-                grad_joined,
-                num_rows,
-                width,
-                ROWS=ROWS,
-                COLUMNS=COLUMNS,
-                enable_fp_fusion=True,
-                num_warps=NUM_WARPS,
-            )
+                grad, gate_up, grad_joined, amax, num_rows, width,
+                ROWS=ROWS, COLUMNS=COLUMNS, enable_fp_fusion=True, num_warps=NUM_WARPS,
+            )  # fmt: skip
     return grad_joined
 
 
@@ -103,4 +114,6 @@ def _differentiate(ctx: Any, grad: Tensor) -> Tensor:
 
 define("swiglu", "(Tensor gate_up) -> Tensor", _forward, _fake_forward)
 define("swiglu_backward", "(Tensor grad, Tensor gate_up) -> Tensor", _backward, _fake_backward)
+define_with_amax("swiglu", "(Tensor gate_up)", 1, _forward, _fake_forward)
+define_with_amax("swiglu_backward", "(Tensor grad, Tensor gate_up)", 1, _backward, _fake_backward)
 define_derivative("swiglu", _differentiate, _save)

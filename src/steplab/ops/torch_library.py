@@ -9,6 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.library import Library, register_autograd, register_fake
 
 _library = Library("steplab", "FRAGMENT")
@@ -23,6 +24,28 @@ def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[...,
     _library.impl(name, real, "CompositeExplicitAutograd")
     register_fake(f"steplab::{name}", fake, lib=_library)
     return getattr(torch.ops.steplab, name)
+
+
+def define_with_amax(
+    name: str, arguments: str, num_results: int, real: Callable[..., Any], fake: Callable[..., Any]
+) -> None:
+    """steplab::{name}_amax of arguments such as "(Tensor x)": the results of `real`, then the largest magnitude of the
+    first, a float32 scalar on the device of the first argument.
+
+    `real` takes after the arguments a tensor, 0 before, into which its kernel writes that magnitude.
+    """
+
+    def results(found: Any, amax: Tensor) -> tuple[Tensor, ...]:
+        return (found, amax) if num_results == 1 else (*found, amax)
+
+    def real_amax(*given: Any) -> tuple[Tensor, ...]:
+        amax = given[0].new_zeros((), dtype=torch.float32)
+        return results(real(*given, amax), amax)
+
+    def fake_amax(*given: Any) -> tuple[Tensor, ...]:
+        return results(fake(*given), given[0].new_empty((), dtype=torch.float32))
+
+    define(f"{name}_amax", f"{arguments} -> ({', '.join(['Tensor'] * (num_results + 1))})", real_amax, fake_amax)
 
 
 def define_derivative(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:

@@ -1,7 +1,9 @@
 """Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
 
-Scales stay on the device: the host never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
-elsewhere the operators of reference.py, which give the same bits.
+Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
+elsewhere the operators of reference.py, which give the same bits. Tensors are bf16, else Unsupported is raised: a
+transposed float32 tile is moved between threads after its cast, as bytes, and for a tensor of one row Triton 3.6 and
+3.7.1 put wrong ones there (seen on an H200); a bf16 tile is moved before its cast.
 
 Shape suffixes: R rows, C columns.
 """
@@ -11,15 +13,16 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..errors import Unsupported
 from ..torch_library import define
 from ..triton_device import on_device_of
 from ..triton_places import runs_on
 from .reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
-AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 8, 8
+AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8
 CAST_BLOCK, CAST_WARPS = 4096, 4
-ROWS, COLUMNS, WARPS = 64, 64, 4
+ROWS, COLUMNS, WARPS = 64, 128, 8
 """The tile of a program of the cast to both layouts, and its warps."""
 
 
@@ -33,19 +36,28 @@ class Operand(NamedTuple):
 
 def amax(x: Tensor) -> Tensor:
     """The largest magnitude of x, a float32 scalar on its device; NaN if there is one. The same bits each time."""
+    _refuse_other_formats(x)
     found: Tensor = torch.ops.steplab.amax(x)
     return found
 
 
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
     """x in fp8, scaled so that amax becomes the largest finite number; larger magnitudes are cut off there."""
+    _refuse_other_formats(x)
     return Operand(*torch.ops.steplab.fp8_cast(x, amax, dtype))
 
 
 def cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> tuple[Operand, Operand]:
     """The same by rows [R, C] and by columns [C, R], in one pass over x."""
+    _refuse_other_formats(x_RC)
     rows_RC, columns_CR, inverse_scale = torch.ops.steplab.fp8_cast_both(x_RC, amax, dtype)
     return Operand(rows_RC, inverse_scale), Operand(columns_CR, inverse_scale)
+
+
+def _refuse_other_formats(x: Tensor) -> None:
+    if x.dtype != torch.bfloat16:
+        shown = str(x.dtype).removeprefix("torch.")
+        raise Unsupported(f"fp8 from {shown}", "scales and casts take bfloat16", "cast to it first")
 
 
 def _amax(x: Tensor) -> Tensor:

@@ -8,21 +8,20 @@ Transposed is the bf16 tile, which is then cast once more: shared memory is read
 import triton
 import triton.language as tl
 
+from ..amax_kernels import amax_so_far, magnitude_bits, raise_amax
+
 
 @triton.jit
 def amax_kernel(x_ptr, amax_ptr, num_elements, BLOCK: tl.constexpr):
-    """The largest magnitude of x, contiguous -> amax [1], float32 and 0 before.
-
-    Magnitudes are compared by their bits as int32: in the order of the numbers, with NaN above infinity. No maximum
-    depends on the order of programs.
-    """
+    """The largest magnitude of x, contiguous -> amax [1], float32 and 0 before."""
+    so_far = amax_so_far(amax_ptr)
     first = tl.program_id(0).to(tl.int64) * BLOCK
     top = tl.zeros([BLOCK], tl.int32)
     for start in range(first, num_elements, tl.num_programs(0) * BLOCK):
         places = start + tl.arange(0, BLOCK)
-        x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0).to(tl.float32)
-        top = tl.maximum(top, x.to(tl.int32, bitcast=True) & 0x7FFFFFFF)
-    tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), tl.max(top, 0), sem="relaxed")
+        x = tl.load(x_ptr + places, mask=places < num_elements, other=0.0)
+        top = tl.maximum(top, magnitude_bits(x))
+    raise_amax(amax_ptr, so_far, top)
 
 
 @triton.jit

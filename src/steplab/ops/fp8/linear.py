@@ -24,51 +24,84 @@ from .casts import E5M2, Operand, amax, cast, cast_both
 
 MULTIPLE = 16
 """Tokens, inputs and outputs are multiples of this: operands are read by 16 bytes."""
-_INSTEAD = "use torch.nn.functional.linear"
+INSTEAD = "use torch.nn.functional.linear"
+WeightGradient = Literal["fp8", "bf16"]
 
 
 def fp8_linear(
-    x: Tensor, weight_NK: Tensor, *, gradients: torch.dtype = E5M2, weight_gradient: Literal["fp8", "bf16"] = "fp8"
+    x: Tensor,
+    weight_NK: Tensor,
+    *,
+    x_amax: Tensor | None = None,
+    gradients: torch.dtype = E5M2,
+    weight_gradient: WeightGradient = "fp8",
 ) -> Tensor:
     """x [..., K] -> [..., N], in the format of x.
 
+    x_amax: the largest magnitude of x where its producer gives it (add_rms_norm_amax); x is read for it otherwise.
     gradients: the format to which that of the output is cast. weight_gradient: bf16 takes x and the gradient in their
     own format, so that neither is needed by columns. Saved for the backward pass are the weight by columns, and x by
     columns in fp8, or as it is. Raises Unsupported if T, K or N is not a multiple of 16.
     """
-    sizes = (x.numel() // x.shape[-1], x.shape[-1], weight_NK.shape[0])
+    refuse_sizes(x, weight_NK)
+    y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), x_amax, weight_NK, gradients, weight_gradient)  # type: ignore[no-untyped-call]
+    return y_TN.unflatten(0, x.shape[:-1])
+
+
+def refuse_sizes(x: Tensor, weight_NK: Tensor) -> None:
+    """Raise Unsupported for a layer whose products the GPU does not take."""
+    sizes = (x.numel() // x.shape[-1], *weight_NK.t().shape)
     if any(size % MULTIPLE for size in sizes):
         why = f"tokens, inputs and outputs must be multiples of {MULTIPLE}, not {sizes}"
-        raise Unsupported("fp8_linear of these sizes", why, _INSTEAD)
-    wide = weight_gradient == "bf16"
-    y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), weight_NK, gradients, wide)  # type: ignore[no-untyped-call]
-    return y_TN.unflatten(0, x.shape[:-1])
+        raise Unsupported("fp8_linear of these sizes", why, INSTEAD)
 
 
 class _Fp8Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x_TK: Tensor, w_NK: Tensor, gradients: torch.dtype, wide: bool) -> Tensor:
-        w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
-        if wide:
-            x8_TK = cast(x_TK, amax(x_TK))
-            ctx.save_for_backward(*w8_KN, x_TK)
-        else:
-            x8_TK, x8_KT = cast_both(x_TK, amax(x_TK))
-            ctx.save_for_backward(*w8_KN, *x8_KT)
+    def forward(
+        ctx: Any, x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, gradients: torch.dtype, kind: WeightGradient
+    ) -> Tensor:
+        y_TN, saved = output(x_TK, x_amax, w_NK, kind)
+        ctx.save_for_backward(*saved)
         ctx.gradients, ctx.weight_dtype = gradients, w_NK.dtype
-        return product(x8_TK, w8_NK, x_TK.dtype, fast=True)
+        return y_TN
 
     @staticmethod
-    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor, Tensor, None, None]:
-        refuse_second_derivative("fp8_linear", _INSTEAD)
-        w8_KN, x = Operand(*ctx.saved_tensors[:2]), ctx.saved_tensors[2:]
-        if len(x) == 1:
-            dy8_TN = cast(dy_TN, amax(dy_TN), ctx.gradients)
-            dw_NK = (dy_TN.t() @ x[0]).to(ctx.weight_dtype)
-        else:
-            dy8_TN, dy8_NT = cast_both(dy_TN, amax(dy_TN), ctx.gradients)
-            dw_NK = product(dy8_NT, Operand(*x), ctx.weight_dtype)
-        return product(dy8_TN, w8_KN, dy_TN.dtype), dw_NK, None, None
+    def backward(ctx: Any, dy_TN: Tensor) -> tuple[Tensor | None, ...]:
+        refuse_second_derivative("fp8_linear", INSTEAD)
+        dx_TK, dw_NK = input_and_weight_gradients(dy_TN, None, ctx.saved_tensors, ctx.gradients, ctx.weight_dtype)
+        return dx_TK, None, dw_NK, None, None
+
+
+def output(
+    x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
+) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """y [T, N], and what the backward pass needs: w by columns and its inverse scale, then the same of x, or x."""
+    w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
+    x_amax = amax(x_TK) if x_amax is None else x_amax
+    if weight_gradient == "bf16":
+        return product(cast(x_TK, x_amax), w8_NK, x_TK.dtype, fast=True), (*w8_KN, x_TK)
+    x8_TK, x8_KT = cast_both(x_TK, x_amax)
+    return product(x8_TK, w8_NK, x_TK.dtype, fast=True), (*w8_KN, *x8_KT)
+
+
+def input_and_weight_gradients(
+    dy_TN: Tensor,
+    dy_amax: Tensor | None,
+    saved: tuple[Tensor, ...],
+    gradients: torch.dtype,
+    weight_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor]:
+    """dx [T, K] and dw [N, K] for what output() says that the backward pass needs."""
+    w8_KN, x = Operand(*saved[:2]), saved[2:]
+    dy_amax = amax(dy_TN) if dy_amax is None else dy_amax
+    if len(x) == 1:
+        dy8_TN = cast(dy_TN, dy_amax, gradients)
+        dw_NK = (dy_TN.t() @ x[0]).to(weight_dtype)
+    else:
+        dy8_TN, dy8_NT = cast_both(dy_TN, dy_amax, gradients)
+        dw_NK = product(dy8_NT, Operand(*x), weight_dtype)
+    return product(dy8_TN, w8_KN, dy_TN.dtype), dw_NK
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
