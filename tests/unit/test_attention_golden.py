@@ -203,7 +203,7 @@ def test_newer_versions_of_triton_are_as_fast(records: dict[str, AttentionRun | 
 
 
 def test_autos_rule_is_the_fastest_within_three_per_cent(records: dict[str, AttentionRun | Run]) -> None:
-    """Of all that keep no scores, in each shape up to 128 columns of every benchmark since the Hopper kernels are done."""
+    """Of all that keep no scores, in each shape up to 128 columns of every benchmark since they are done."""
     taken: dict[tuple[str, AttentionSpec], dict[str, float]] = {}
     for record in records.values():
         if isinstance(record, AttentionRun) and record.id != PORTABLE and record.created_utc >= "2026-11-23":
