@@ -2,7 +2,7 @@
 
     python -m benchmarks.fp8_block fp8_block.json [--attention flash_triton]      # 2 minutes on an H200
 
-The block is that of 2.7b, 4 x 2,048 tokens. All cells alternate, on random data, in CUDA graphs of 30 ms; printed are
+The block is one of 2.7b, on 4 x 2,048 tokens. All cells alternate, on random data, in CUDA graphs of 30 ms; printed are
 medians over turns, TFLOP/s of the products, and the step if its 32 blocks took so much more or less than those of bf16:
 head, loss, optimizer and embedding stay as they are. Then the kernels that write values, with and without the largest
 magnitude of them. A cell that fails prints why, the others go on.

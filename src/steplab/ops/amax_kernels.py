@@ -11,7 +11,7 @@ import triton.language as tl
 
 @triton.jit
 def magnitude_bits(x):
-    """Of each element, in a format of at most 32 bits."""
+    """int32, for each element of a format of at most 32 bits."""
     return x.to(tl.float32).to(tl.int32, bitcast=True) & 0x7FFFFFFF
 
 

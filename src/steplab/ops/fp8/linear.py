@@ -92,7 +92,7 @@ def input_and_weight_gradients(
     gradients: torch.dtype,
     weight_dtype: torch.dtype,
 ) -> tuple[Tensor, Tensor]:
-    """dx [T, K] and dw [N, K] for what output() says that the backward pass needs."""
+    """dx [T, K] and dw [N, K]; saved comes from output()."""
     w8_KN, x = Operand(*saved[:2]), saved[2:]
     dy_amax = amax(dy_TN) if dy_amax is None else dy_amax
     if len(x) == 1:
