@@ -85,12 +85,10 @@ def test_a_layer_is_as_near_to_float64_as_its_formats_allow(
     check_layer(sizes, weight_gradient, gradients, "cuda")
 
 
-@pytest.mark.parametrize("dtype", [BF16, torch.float32], ids=str)
 @pytest.mark.parametrize("sizes", [(4, 2048, 32, 32, 80), (2, 1000, 8, 2, 128), (2, 5, 3, 1, 10)], ids=str)
-def test_producers_give_the_largest_magnitude_of_what_they_write(
-    sizes: tuple[int, int, int, int, int], dtype: torch.dtype
-) -> None:
-    check_producers(sizes, dtype, "cuda")
+def test_producers_give_the_largest_magnitude_of_what_they_write(sizes: tuple[int, int, int, int, int]) -> None:
+    """In bf16, which fp8 takes; in float32 a multiply and an add may be fused otherwise."""
+    check_producers(sizes, BF16, "cuda")
 
 
 @pytest.mark.parametrize("weight_gradient", WEIGHT_GRADIENTS)

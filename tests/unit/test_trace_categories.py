@@ -80,17 +80,20 @@ OWN = {
     "rotary_heads": {"elementwise"},
     "swiglu": {"elementwise"},
 }
-"""Folder of ops -> categories of the kernels in it, which a replayed CUDA graph shows by their names alone."""
+"""Operator -> categories of its kernels, which a replayed CUDA graph shows by their names alone."""
 
 
-@pytest.mark.parametrize("folder", OWN)
-def test_kernels_of_this_repository(folder: str) -> None:
+@pytest.mark.parametrize("operator", OWN)
+def test_kernels_of_this_repository(operator: str) -> None:
     """Those that are started; what they call (a name that begins with _, or a helper's) is part of them."""
-    texts = [path.read_text(encoding="utf-8") for path in (OPS_FOLDER / folder).glob("*.py")]
+    texts = [
+        path.read_text(encoding="utf-8")
+        for path in [*OPS_FOLDER.glob(f"{operator}_kernels.py"), *OPS_FOLDER.glob(f"{operator}/*.py")]
+    ]
     started = {name for text in texts for name in re.findall(r"\n@(?:triton|gluon)\.jit.*?\ndef (\w+)\(", text, re.S)}
     kernels = {name for name in started if name.endswith("_kernel") or name.startswith("attention_")}
     assert kernels
-    assert {kernel_category(name) for name in kernels} == OWN[folder]
+    assert {kernel_category(name) for name in kernels} == OWN[operator]
 
 
 @pytest.mark.parametrize(("name", "category"), OPS.items())
