@@ -66,7 +66,7 @@ def test_run_is_shown_in_the_format_asked_for(steplab: Program, format: str) -> 
 
 def test_run_writes_the_file_whole_and_in_the_format_of_its_ending(steplab: Program) -> None:
     old = steplab.write("row.csv", "id,created_utc,name\n1,2,an older file\n")
-    result = steplab("run", *tiny(), "--pass", "forward", "--output", old)
+    result = steplab("run", *tiny(), "--pass", "forward", "--output", old, "--force")
     assert result.code == 0, result.stderr
     assert result.stdout == ""
     [row] = csv.DictReader(io.StringIO(old.read_text()))

@@ -130,7 +130,9 @@ def test_all_results_err_at_most_twice_as_much_as_plain_attention(
 
 
 def tiles_of(queries: int, keys: int) -> object:
-    def found(kernel: Kernel, name: str, capability: object, bits: int, box: int, tokens: int) -> Tiles | None:
+    def found(
+        kernel: Kernel, name: str, capability: object, hopper: bool, bits: int, box: int, tokens: int
+    ) -> Tiles | None:
         if kernel == "backward":  # in one sweep, which no CPU interprets
             return None
         return Tiles(

@@ -30,7 +30,7 @@ from steplab.ops.attention.triton_launch import Call, Form, Start
 from steplab.ops.attention.triton_tensors import columns
 from steplab.ops.attention.triton_tuning import Kernel, Tiles, Variant
 
-COMPILER_OPTIONS = {"num_warps", "num_stages"}
+COMPILER_OPTIONS = {"num_warps", "num_stages", "enable_fp_fusion"}
 
 
 class Descriptor:
@@ -77,7 +77,7 @@ def test_a_compiled_kernel_gets_all_in_its_own_order_and_other_tensors() -> None
     start(*second)
     ((grid, args, options),) = kernel.by_triton
     assert (grid, args[0] is first[0], args[1].base is first[1], args[2:]) == ((3, 1, 1), True, True, (7,))
-    assert options == {"SIZE": 2, "FLAG": True, "num_warps": 4}
+    assert options == {"SIZE": 2, "FLAG": True, "num_warps": 4, "enable_fp_fusion": True}
     ((grid, args),) = kernel.compiled
     assert (grid, args[0] is second[0], args[1].base is second[1], args[2:]) == ((3, 1, 1), True, True, (7, True, 2))
     assert (args[1].shape, args[1].strides) == ([4], [1])

@@ -51,4 +51,4 @@ def planned_on(gpu: str) -> bool:
     the Triton installed here is too old."""
     words = gpu.removeprefix("NVIDIA ").split()
     installed = installed_triton()
-    return bool(words) and words[0].startswith(("H1", "H2", "GH")) and not (installed and too_old(installed))
+    return bool(words) and words[0].startswith(("H1", "H2", "H8", "GH")) and not (installed and too_old(installed))
