@@ -206,7 +206,7 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
 
 BLOCK, NUM_WARPS = 16384, 32
 """Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. It was the fastest
-of eight on an H200, where a multiprocessor then has one row at a time (python -m benchmarks.kernels cross_entropy --tiles)."""
+of eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy --tiles)."""
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 
