@@ -25,11 +25,16 @@ def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.const
 
 
 @triton.jit
-def _angles(table_ptr, sine_distance, position, half, columns, inside, turns):
-    """Cosines and sines of the rows' positions; those of an angle of zero for values."""
+def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
+    """Cosines and sines of the rows' positions; those of an angle of zero for values.
+
+    Values turn in no column: a block is compared, as the interpreter of Triton 3.9 widens a scalar's comparison to
+    int32, which is no mask.
+    """
     places = position * half + columns
-    cosine = tl.load(table_ptr + places, mask=inside & turns, other=1.0)
-    sine = tl.load(table_ptr + sine_distance + places, mask=inside & turns, other=0.0)
+    turning = inside & (columns < tl.where(part < 2, half, 0))
+    cosine = tl.load(table_ptr + places, mask=turning, other=1.0)
+    sine = tl.load(table_ptr + sine_distance + places, mask=turning, other=0.0)
     return cosine, sine
 
 
@@ -71,7 +76,7 @@ def rotary_heads_kernel(
     from_ptr = merged_ptr + tokens.to(tl.int64) * width + column + (rows % heads) * head_dim + columns
     a = tl.load(from_ptr, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(from_ptr + half, mask=inside, other=0.0).to(tl.float32)
-    cosine, sine = _angles(table_ptr, sine_distance, tokens % context, half, columns, inside, part < 2)
+    cosine, sine = _angles(table_ptr, sine_distance, tokens % context, half, columns, inside, part)
     kind = q_ptr.dtype.element_ty
     to_ptr = q_ptr
     if part == 1:
@@ -125,7 +130,7 @@ def rotary_heads_backward_kernel(
     from_ptr = from_ptr + columns
     a = tl.load(from_ptr, mask=inside, other=0.0).to(tl.float32)
     b = tl.load(from_ptr + half, mask=inside, other=0.0).to(tl.float32)
-    cosine, sine = _angles(table_ptr, sine_distance, tokens % context, half, columns, inside, part < 2)
+    cosine, sine = _angles(table_ptr, sine_distance, tokens % context, half, columns, inside, part)
     width = (num_heads + 2 * num_kv_heads) * head_dim
     to_ptr = grad_ptr + tokens.to(tl.int64) * width + column + (rows % heads) * head_dim + columns
     kind = grad_ptr.dtype.element_ty
