@@ -1,6 +1,6 @@
 """Counts the false alarms of comparisons of identical steps, and how often a planted slowdown is found.
 
-    PYTHONPATH=src python -m benchmarks.compare_alarms > benchmarks/results/compare_alarms_202611.md
+    python -m benchmarks.compare_alarms > benchmarks/results/compare_alarms_202611.md
 
 Identical pairs are drawn from recorded step times (tests/golden and benchmarks/results), with replacement and in runs
 of neighbours, as many as a comparison has; for turns, neighbours go to A and B alternately. B is then made slower. It
@@ -8,46 +8,25 @@ also lists by how much two processes of the same step differ, from which the thr
 come.
 """
 
-import gzip
 import itertools
-import lzma
 from functools import partial
-from pathlib import Path
 from statistics import median
 
 import numpy as np
+from benchmarks.tables import GOLDEN, RESULTS, read
 
 from steplab.comparison.samples import IN_TURNS, SEPARATE, compare_samples
-from steplab.errors import SteplabError
-from steplab.records.codec import decode
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import step_key
 from steplab.records.run import Run
 
-REPOSITORY = Path(__file__).parents[1]
 PAIRS = 1000
 
 
 def runs() -> list[Run]:
     """Every recorded run with ten steps or more."""
-    files = [*(REPOSITORY / "tests" / "golden").glob("*.jsonl.*z"), *(REPOSITORY / "benchmarks").glob("results/*.gz")]
-    found = []
-    for file in sorted(files):
-        unpack = lzma.decompress if file.suffix == ".xz" else gzip.decompress
-        for line in unpack(file.read_bytes()).splitlines():
-            try:
-                record = decode(line)
-            except SteplabError:
-                continue  # a file of something else than records
-            if isinstance(record, Run) and len(samples(record)) >= 10:
-                found.append(record)
-    return found
-
-
-def samples(run: Run) -> tuple[float, ...]:
-    """The measured step times."""
-    step = run.timing.phase("step") if run.timing else None
-    return step.best_s if step else ()
+    files = sorted(file for folder in (GOLDEN, RESULTS) for file in folder.glob("*.jsonl.*z"))
+    return [run for file in files for run in read(file, Run) if len(run.samples_s) >= 10]
 
 
 def drawn(pool: tuple[float, ...], count: int, length: int, random: np.random.Generator) -> list[float]:
@@ -90,17 +69,17 @@ def between_processes(all_runs: list[Run], *, disturbed: bool) -> list[float]:
             alike.setdefault(key, []).append(run)
     pairs = [pair for some in alike.values() for pair in itertools.combinations(some, 2)]
     chosen = [pair for pair in pairs if any(map(disturbances, pair)) == disturbed]
-    medians = [[median(samples(run)) for run in pair] for pair in chosen]
+    medians = [[median(run.samples_s) for run in pair] for pair in chosen]
     return sorted(max(pair) / min(pair) - 1 for pair in medians)
 
 
 def main() -> None:
     """Print the tables as Markdown."""
     every = runs()
-    quiet = [samples(run) for run in every if not disturbances(run)]
-    disturbed = [samples(run) for run in every if disturbances(run)]
+    quiet = [run.samples_s for run in every if not disturbances(run)]
+    disturbed = [run.samples_s for run in every if disturbances(run)]
     print("# False alarms of comparisons\n")
-    print("Made by `PYTHONPATH=src python -m benchmarks.compare_alarms`.\n")
+    print("Made by `python -m benchmarks.compare_alarms`.\n")
     print(f"{PAIRS} identical pairs each, from {len(quiet)} quiet and {len(disturbed)} disturbed recorded runs, at a")
     print(f"threshold of {IN_TURNS:.0%}. Found: B made 3 % slower.\n")
     print("| runs | samples a side | drawn in runs of | compared | false alarms | 3 % found |")
