@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from steplab.git import git
 from steplab.measurement.machine import nvml
 from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
@@ -143,14 +144,7 @@ def _dotted(version: int) -> str:
 def _git_commit() -> str | None:
     """The commit of the folder that steplab was started in, which usually holds the user's code."""
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    finished = subprocess.run(
-        ["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True
-    )
-    return finished.stdout.strip()
