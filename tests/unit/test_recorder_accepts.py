@@ -70,7 +70,7 @@ def comes_back(run: Run, folder: Path) -> None:
 @given(
     name=TEXTS,
     numbers=st.fixed_dictionaries(
-        {}, optional={key: NUMBERS for key in ("tokens_per_step", "flops_per_step", "warmup", "steps")}
+        {}, optional=dict.fromkeys(("tokens_per_step", "flops_per_step", "warmup", "steps"), NUMBERS)
     ),
     phases=st.lists(NAMES, max_size=3),
     raised=st.one_of(st.none(), TEXTS.map(ValueError), st.just(MuteError())),
@@ -159,14 +159,15 @@ def test_numbers_that_no_record_has_are_refused_before_the_loop(tmp_path: Path, 
 
 @pytest.mark.parametrize("error", [ValueError(f"cannot read {NOT_UTF_8}"), MuteError(), KeyboardInterrupt("\ud800")])
 def test_the_exception_of_the_loop_arrives_and_the_loop_is_kept(tmp_path: Path, error: BaseException) -> None:
-    with (
-        pytest.raises(type(error)) as caught,
-        recorder("mine", device="cpu", warmup=0, store=tmp_path / "store.db") as rec,
-    ):
-        for _ in range(20):
-            with rec.step():
-                pass
-        raise error
+    def loop() -> None:
+        with recorder("mine", device="cpu", warmup=0, store=tmp_path / "store.db") as rec:
+            for _ in range(20):
+                with rec.step():
+                    pass
+            raise error
+
+    with pytest.raises(type(error)) as caught:
+        loop()
     assert caught.value is error
     run = load(store=tmp_path / "store.db")
     assert isinstance(run, Run)

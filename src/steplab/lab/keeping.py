@@ -125,8 +125,7 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 
     Raises NotStored naming the file that holds the record, or, if nothing can be written, why.
     """
-    if place is not None:
-        record = record.within(place.study_id)
+    record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
     except SteplabError as error:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -14,7 +13,7 @@ from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.profiling import read_profile, with_profile
 from steplab.lab.utilization import with_given_flops
 from steplab.printing import text_of
-from steplab.records.validation import LARGEST, LARGEST_FLOPS, cleaned
+from steplab.records.validation import LARGEST, LARGEST_FLOPS
 from steplab.specs.layout import check_device
 from steplab.specs.step import FIELDS
 
@@ -119,12 +118,11 @@ def _number(what: str, given: object, least: float, most: float = LARGEST, *, wh
     """The number that an argument stands for, which may be numpy's or a tensor. Raises UserError if it is none that a
     record can have."""
     try:
-        number = operator.index(given)  # type: ignore[call-overload]
+        number = float(given)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
     except Exception:
-        try:
-            number = float(given)  # type: ignore[arg-type]
-        except Exception:
-            number = math.nan
+        number = math.nan
     if number >= most:
         rule = f"below {most:g}"
     elif whole and number != number // 1:
@@ -132,7 +130,7 @@ def _number(what: str, given: object, least: float, most: float = LARGEST, *, wh
     elif whole and number >= least:
         return int(number)
     elif number > 0:
-        return float(number)
+        return number
     else:
         rule = f"at least {least:g}" if whole else "above 0"
     raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
@@ -169,4 +167,4 @@ def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None
             run = with_profile(run, read_profile(recording.trace, "torch.profiler"))
         except Exception as error:  # what was timed is kept
             run = dataclasses.replace(run, notes=(*run.notes, f"profile: {error}"))
-    return keep(store, cleaned(run))
+    return keep(store, run)

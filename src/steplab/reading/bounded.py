@@ -40,7 +40,7 @@ def read_bounded(
     allow (None: the usual ones), and SteplabError as the function does.
     """
     limits = limits or Limits()
-    if paths[0].exists() and not paths[0].is_file():
+    if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):
         fix = "write it to a file and name that (.gz and .xz are read as they are)"
         raise UserError(f"{paths[0]} is no regular file, and another process is to read it; {fix}")
     request = msgspec.json.encode(Request(what, options or {}, limits.memory_bytes, limits.processor_s))

@@ -113,7 +113,7 @@ def not_ours(connection: sqlite3.Connection) -> str | None:
     for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
         is_added = str(name).startswith("lost_and_found") and str(sql).startswith(f"CREATE TABLE {name}(")
         if " ".join(str(sql).split()) not in _STATEMENTS and not is_added:
-            return f"the table, index, view or trigger {ascii(str(name)[:100])} otherwise than steplab makes it"
+            return f"the table, index, view or trigger {str(name)[:100]!a}"
     return None
 
 

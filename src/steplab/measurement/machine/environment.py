@@ -13,6 +13,7 @@ from steplab.git import git
 from steplab.measurement.machine import nvml
 from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.validation import cleaned
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -54,7 +55,7 @@ def read_environment(device: torch.device) -> Environment:
         flash_triton=_flash_triton(device),
         git_commit=_git_commit(),
         load_average=_load_average(),
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables={name: cleaned(os.environ[name]) for name in VARIABLES if name in os.environ},
         gaps=tuple(gaps),
     )
 
