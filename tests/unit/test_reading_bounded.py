@@ -141,6 +141,16 @@ def long_export(path: Path) -> Path:
     return path
 
 
+def started(*words: str, folder: Path | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "steplab", *words],
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        # a shell's background job, and so perhaps this test, ignores SIGINT, and would hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
 READERS = {
     "snapshot.pickle": ("import-snapshot", colliding),
     "trace.json": ("import-trace", long_trace),
@@ -156,8 +166,7 @@ def reading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subproce
     command_name, make = READERS[name := getattr(request, "param", "snapshot.pickle")]
     words = [command_name, str(make(tmp_path / name)), "--store", str(tmp_path / "store.db")]
     before = children()
-    command = [sys.executable, "-m", "steplab", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with started(*words) as process:
         while children() == before:
             time.sleep(0.1)
         time.sleep(2)
@@ -184,7 +193,7 @@ def test_ctrl_c_ends_an_import_and_nothing_of_it_is_stored(tmp_path: Path) -> No
     line = encode(make_run()) + b"\n"
     (tmp_path / "records.jsonl").write_bytes(line * (150 * MIB // len(line)))
     words = ["import", "records.jsonl", "--store", "store.db"]
-    with subprocess.Popen([sys.executable, "-m", "steplab", *words], stderr=subprocess.PIPE, cwd=tmp_path) as process:
+    with started(*words, folder=tmp_path) as process:
         opened = Path(f"/proc/{process.pid}/fd")
         while not any(os.path.realpath(link).endswith("records.jsonl") for link in opened.iterdir()):
             time.sleep(0.05)
