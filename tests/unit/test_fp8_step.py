@@ -15,6 +15,7 @@ from steplab.measurement.step.step import ModelStep
 from steplab.model import fp8_blocks
 from steplab.model.build import build_workload
 from steplab.model.fp8_blocks import Fp8Block, Fp8Linear, products_by_torchao
+from steplab.model.fused_block import AddRMSNorm, FusedBlock, FusedSelfAttention, FusedSwiGLU
 from steplab.ops.fp8 import kernels
 from steplab.ops.fp8.casts import E4M3, E5M2
 from steplab.ops.fp8.reference import plain_amax, plain_cast
@@ -113,8 +114,7 @@ def test_fused_operators_hand_on_magnitudes_and_change_no_bit_of_a_product(
     found = gradients(fused)
     weights, others = 4, 3  # a block: its weights, attention's output, and gradients of both branches
     assert len(searched) == 2 * ((2 if "checkpointing" in fields else 1) * (weights + 1) + others - 1)
-    monkeypatch.setitem(fp8_blocks._IN_FP8, fp8_blocks.FusedBlock, fp8_blocks.FusedBlock)
-    for kind in (fp8_blocks.AddRMSNorm, fp8_blocks.FusedSelfAttention, fp8_blocks.FusedSwiGLU):
+    for kind in (FusedBlock, AddRMSNorm, FusedSelfAttention, FusedSwiGLU):
         monkeypatch.setitem(fp8_blocks._IN_FP8, kind, kind)
     one_by_one = gradients(built("fp8", MERGED | fields | {"block_ops": "triton"}))
     assert all(torch.equal(found[name], each) for name, each in one_by_one.items())
@@ -173,5 +173,5 @@ def test_without_torchao_one_line_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "torchao.float8", None)
     with pytest.raises(Unsupported, match=r"^precision fp8_torchao is not supported: .*torchao.*; pip install torchao"):
         products_by_torchao(nn.Sequential())
-    with pytest.raises(Unsupported, match="fp8_torchao on a CPU .*; use --precision fp8$"):
+    with pytest.raises(Unsupported, match=r"fp8_torchao on a CPU .*; use --precision fp8$"):
         refuse_unserved("fp8_torchao", CPU)

@@ -150,8 +150,8 @@ class DdpStudy:
             raise UserError("cuda_graph step is not supported here, because ranks communicate; use --cuda-graph off")
         if self.step.precision in WITH_MASTERS:
             raise UserError(
-                f"precision {self.step.precision} is not supported here, because ranks would add up their gradients in bf16; use "
-                "--precision bf16"
+                f"precision {self.step.precision} is not supported here, because ranks would add up their gradients in "
+                "bf16; use --precision bf16"
             )
         baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))
