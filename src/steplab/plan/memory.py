@@ -136,7 +136,15 @@ def refuse_unknown_memory(spec: StepSpec) -> None:
     _refuse_what_is_not_known(spec, shape_of(spec.model, what), what)
 
 
+def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
+    """Raise Unsupported for products that torchao makes."""
+    if spec.precision == "fp8_torchao":
+        why = "what torchao's casts take is not known"
+        raise Unsupported(f"{what} in {spec.precision}", why, "use --precision fp8, or measure it with `steplab run`")
+
+
 def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:
+    refuse_unknown_formats(spec, what)
     if spec.model.kind == "hf":
         _refuse_what_transformers_has_not(spec, shape, what)
     if spec.device in ("cpu", "mps"):
@@ -162,6 +170,7 @@ def refuse_untraced(spec: StepSpec, what: str) -> None:
         raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
+    refuse_unknown_formats(spec, what)
     if spec.compile != "off":
         why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
         raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")

@@ -21,7 +21,7 @@ from steplab.specs.step_fields import StepField, declared_fields
 AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
     "bf16": "bf16",
     "fp16": "fp16",
-    **dict.fromkeys(WITH_MASTERS, "bf16"),  # type: ignore[arg-type]
+    **dict.fromkeys(WITH_MASTERS, "bf16"),
 }
 """Precisions of a forward pass under autocast -> the format in which autocast computes."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
