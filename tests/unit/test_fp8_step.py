@@ -126,7 +126,7 @@ def test_fused_operators_hand_on_magnitudes_and_change_no_bit_of_a_product(
     weights, others = 4, 3  # a block: its weights, attention's output, and gradients of both branches
     assert len(searched) == 2 * ((2 if "checkpointing" in fields else 1) * (weights + 1) + others - 1)
     dry = operators_of(resolve_step(PLANNED | MERGED | fields | {"precision": "fp8", "block_ops": "triton"}))
-    assert sorted(op.reads[0].num_bytes // 2 for op in dry if op.name == "amax") == sorted(searched)
+    assert sorted(op.reads[0].num_bytes // 2 for op in dry if op.name == "fp8_amax") == sorted(searched)
     for kind in (FusedBlock, AddRMSNorm, FusedSelfAttention, FusedSwiGLU):
         monkeypatch.setitem(fp8_blocks._IN_FP8, kind, kind)
     one_by_one = gradients(built("fp8", MERGED | fields | {"block_ops": "triton"}))
@@ -220,7 +220,7 @@ def test_a_plan_refuses_what_it_does_not_know() -> None:
     spec = resolve_step(FAST | MERGED | {"precision": "fp8_torchao"})
     for predict in (predict_memory, lambda spec: predict_step_time(spec, gpu_named("H200 SXM"))):
         with pytest.raises(
-            Unsupported, match="in fp8_torchao is not supported: .*; use --precision fp8, or measure it"
+            Unsupported, match=r"in fp8_torchao is not supported: .*; use --precision fp8, or measure it"
         ):
             predict(spec)
     with pytest.raises(Unsupported, match="no peak of A100 SXM 80GB is stated in fp8"):

@@ -57,10 +57,11 @@ def advise(
         advice.best, advice.overall.ratio
 
     With `keep_precision`, number formats stay as they are; `opt_in` names changes that are tried only so: fp8. After
-    `budget_s` seconds no further change is tried, and a change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
-    that leaves no time for a change. Of a step of several processes each turn starts them anew. `on_change` is called
-    with what is measured next, and `on_tried` with what came of each change. An interrupted walk is stored as far as it
-    got. Raises UserError for a step that cannot be measured.
+    `budget_s` seconds no further change is tried, and a change may take no longer than what is left; the step as given
+    is measured in any case, and a Remark says at once if that leaves no time for a change. Of a step of several
+    processes each turn starts them anew. `on_change` is called with what is measured next, and `on_tried` with what
+    came of each change. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot be
+    measured.
     """
     refuse_torchrun("walk")
     if unknown := set(opt_in).difference(OPT_IN):
