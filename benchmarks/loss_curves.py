@@ -76,6 +76,7 @@ VARIANTS = (
         fields=FAST | {"attention": "flash_triton", "precision": "bf16_master"},
         devices=("cuda",),
     ),
+    Variant(name="fp8", fields=FAST | {"attention": "flash_triton", "precision": "fp8"}, devices=("cuda",)),
     Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
     Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
     Variant(
