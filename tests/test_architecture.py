@@ -43,7 +43,7 @@ ARROWS = {
     "model": {"ops", "specs", "errors"},
     "measurement": {"model", "ops", "parallel", "records", "specs", "printing", "units", "errors"},
     "store": {"records", "specs", "sqlite_objects", "units", "errors"},
-    "report": {"costs", "records", "specs", "stats", "printing", "units", "errors"},
+    "report": {"comparison", "costs", "records", "specs", "stats", "printing", "units", "errors"},
     "lab": {
         *("measurement", "comparison", "costs", "explain", "reading", "plan", "fake_step", "store"),
         *("records", "specs", "limits", "unpacking", "printing", "units", "errors"),
