@@ -44,7 +44,7 @@ ARROWS = {
     "model": {"ops", "specs", "errors"},
     "measurement": {"model", "ops", "parallel", "records", "specs", "python", "git", "printing", "units", "errors"},
     "store": {"records", "specs", "units", "errors"},
-    "report": {"costs", "records", "specs", "stats", "printing", "units", "errors"},
+    "report": {"comparison", "costs", "records", "specs", "stats", "printing", "units", "errors"},
     "lab": {
         *("measurement", "comparison", "costs", "explain", "reading", "plan", "fake_step", "store"),
         *("records", "specs", "git", "limits", "unpacking", "printing", "units", "errors"),
