@@ -61,6 +61,7 @@ def executed_flops_per_token(
     num_embedding_parameters: int | None,
     num_layers: int | None,
     attention_width: int | None,
+    is_causal: bool = True,
 ) -> float | None:
     """Matmul FLOPs that the implementation executes per token, recomputation included: the numerator of HFU.
 
@@ -74,7 +75,7 @@ def executed_flops_per_token(
     product = 2.0 * num_layers * attention_width * spec.context
     linear = 2.0 * (num_parameters - num_embedding_parameters)
     materialised = implementation(spec.attention).materialises_scores
-    if not materialised:
+    if not materialised and is_causal:
         product /= 2
     flops = linear + 2 * product
     if spec.pass_name != "forward":

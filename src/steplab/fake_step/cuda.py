@@ -140,7 +140,8 @@ def _attention(
     width, on = query.shape[-1], torch.backends.cuda
     grouped, half = query.shape[-3] != key.shape[-3], query.dtype in (torch.bfloat16, torch.float16)
     given = {"dropout_p": dropout_p, "is_causal": is_causal, "scale": width**-0.5 if scale is None else scale}
-    if on.flash_sdp_enabled() and half and attn_mask is None and width <= _WIDEST_OF_FLASH:
+    equal = key.shape[-1] == value.shape[-1]
+    if on.flash_sdp_enabled() and half and equal and attn_mask is None and width <= _WIDEST_OF_FLASH:
         wider = (-width) % _ELEMENTS_OF_FLASH
         padded = [torch.nn.functional.pad(x, (0, wider)) if wider else x for x in (query, key, value)]
         output: Tensor = _aten._scaled_dot_product_flash_attention(*padded, **given)[0]

@@ -16,6 +16,8 @@ from steplab.plan.dry_run.sizes import Count
 
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Products -> position of the first factor."""
+_GROUPED = "_grouped_mm"
+"""Products of groups of rows, each with a matrix of its own."""
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
@@ -34,13 +36,28 @@ _CAUSAL = {
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
-    """Sizes of a matrix product or of a convolution; None for other operators."""
+    """Sizes of a matrix product; None for other operators. Of grouped ones, those of experts, the rows are taken to be
+    dealt out evenly."""
+    if name == _GROUPED:
+        rows, second = args[:2]
+        if second.dim() == 3:
+            groups = second.shape[0]
+            return Product(m=-(-rows.shape[0] // groups), n=second.shape[-1], k=rows.shape[-1], batch=groups)
+        groups = args[2].shape[0]
+        return Product(m=rows.shape[0], n=second.shape[-1], k=-(-rows.shape[-1] // groups), batch=groups)
     if name in _FACTORS:
         first, second = args[_FACTORS[name] :][:2]
         batch = first.shape[0] if first.dim() == 3 else 1
         sizes = {"m": first.shape[-2], "n": second.shape[-1], "k": first.shape[-1]}
         return Product(**sizes, batch=batch, transposed=first.stride(-1) != 1 and first.stride(-2) == 1)
     return None
+
+
+def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> float:
+    """Of grouped products those of the rows that there are."""
+    if name != _GROUPED:
+        return float(product.flops)
+    return 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
@@ -58,7 +75,7 @@ def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
 
 
 _UNKNOWN = (
-    *("convolution", "_grouped_mm", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
+    *("convolution", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
     "mkldnn_rnn",  # what torch runs on a CPU in place of cuDNN's
 )
 """Beginnings of the names of such operators."""

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -68,7 +69,9 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
             watcher,
         ):
             watcher.begin("build")
-            yield partial(_run, _built(spec, storages, watcher, doing), storages, watcher)
+            step = _built(spec, storages, watcher, doing)
+            with nullcontext() if spec.compile not in ("off", "block") else _masks_of_one_sequence():
+                yield partial(_run, step, storages, watcher)
     except ERRORS as error:
         raise own_error(error) from error.__cause__
     except Exception as error:
@@ -216,6 +219,27 @@ def _conversion_by_data() -> Iterator[None]:
         yield
     finally:
         torch.utils.swap_tensors = before
+
+
+@contextmanager
+def _masks_of_one_sequence() -> Iterator[None]:
+    """transformers looks at the positions of tokens to see whether several sequences are packed into one, and builds a
+    mask where it cannot, as on tensors without content and under a compiler. Eagerly positions that follow each other
+    show that none are packed, and attention is causal without a mask."""
+    masks: Any = sys.modules.get("transformers.masking_utils")
+    packed = getattr(masks, "find_packed_sequence_indices", None)
+    if packed is None:
+        yield
+        return
+
+    def none_packed(positions_BT: torch.Tensor) -> None:
+        (packed(positions_BT)[:, -1] == 0).all()
+
+    masks.find_packed_sequence_indices = none_packed
+    try:
+        yield
+    finally:
+        masks.find_packed_sequence_indices = packed
 
 
 @contextmanager

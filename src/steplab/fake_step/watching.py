@@ -13,7 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
-from steplab.fake_step.kernels import fused_attention, held_within, product_of, refuse_sparse, refuse_unknown
+from steplab.fake_step.kernels import (
+    flops_of_product,
+    fused_attention,
+    held_within,
+    product_of,
+    refuse_sparse,
+    refuse_unknown,
+)
 from steplab.fake_step.storages import FORMATS, Storages
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator
 from steplab.plan.dry_run.sizes import Count
@@ -239,7 +246,7 @@ class Watcher(TorchDispatchMode):
         if fused is not None:
             name, kind, product, flops = fused.name, "attention", fused.scores, fused.flops
         elif product is not None:
-            kind, flops = "matmul", float(product.flops)
+            kind, flops = "matmul", flops_of_product(name, args, product)
         else:
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))

@@ -10,7 +10,7 @@ from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
-from steplab.specs.hf_shape import refuse_experts, shape_of
+from steplab.specs.hf_shape import shape_of
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import options
 from steplab.specs.step import StepSpec
@@ -65,8 +65,6 @@ def planned_as(model: ModelSpec) -> str:
 
 
 def is_traced(spec: StepSpec) -> bool:
-    """Whether the operators of the model are known by running it on tensors without content, which needs torch. Raises
-    Unsupported for a mixture of experts."""
+    """Whether the operators of the model are known by running it on tensors without content, which needs torch."""
     needed = {"hf": ("torch", "transformers"), "factory": ("torch",)}.get(spec.model.kind, ())
-    refuse_experts(spec.model, f"a prediction for {spec.model.label}")
     return bool(needed) and all(importlib.util.find_spec(name) is not None for name in needed)

@@ -158,8 +158,8 @@ def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
 
 
 def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mfu", "hfu"], str, float | None]]:
-    """FLOPs of a step under each convention; those of a user's own model were counted as it ran, in one process."""
-    if spec.model.kind == "factory":
+    """FLOPs of a step under each convention; those without a closed form were counted as it ran, in one process."""
+    if model.is_counted:
         of_one: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
             ("mfu", "counted", model.needed_flops),
             ("hfu", "as_executed", model.counted_flops),
@@ -167,7 +167,7 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
         ranks = spec.layout.world_size
         return [(kind, name, None if flops is None else flops * ranks) for kind, name, flops in of_one]
     sizes: ModelSizes = {
-        "num_parameters": model.num_parameters,
+        "num_parameters": model.num_active_parameters or model.num_parameters,
         "num_embedding_parameters": model.num_embedding_parameters,
         "num_layers": model.num_layers,
         "attention_width": model.attention_width,
@@ -176,6 +176,7 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
     per_token: list[tuple[Literal["mfu", "hfu"], str, float | None]] = [
         ("mfu", name, model_flops_per_token(name, **sizes, context=spec.context, backward=backward))
         for name in get_args(Convention)
+        if model.is_causal or name != "causal"
     ]
-    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes)))
+    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes, is_causal=model.is_causal)))
     return [(kind, name, flops * spec.tokens_of_all if flops is not None else None) for kind, name, flops in per_token]

@@ -1,6 +1,12 @@
-"""Models of the transformers library: their configuration, random weights."""
+"""Models of the transformers library: their configuration, random weights, a loss.
+
+A configuration says by `architectures` which model it is. Without that a causal model is built, but of an encoder
+(BERT) the one for masked tokens, of an encoder-decoder (T5) the one for sequences, and of a vision model (ViT) the one
+that classifies images.
+"""
 
 import importlib.util
+from functools import partial
 from textwrap import shorten
 from typing import Any
 
@@ -9,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.attention import sdpa_kernel
 
 from steplab.errors import Unsupported, UserError
-from steplab.model.workload import Workload, random_tokens
+from steplab.model.workload import Workload, num_parameters, random_tokens
 from steplab.ops.attention.sdpa import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
@@ -21,10 +27,11 @@ _LONGEST_REASON = 300
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
-    """The causal language model a config.json describes; raises Unsupported without transformers."""
+    """The model that a config.json describes; raises Unsupported without transformers, and for a model of another
+    kind."""
     if importlib.util.find_spec("transformers") is None:
         raise Unsupported(f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'")
-    from transformers import AutoConfig, AutoModelForCausalLM
+    import transformers
 
     content = dict(spec.model.hf_config or {})
     if spec.attention not in _SERVED:
@@ -38,11 +45,14 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         raise UserError(f"num_hidden_layers in {spec.model.name} must be at most {_MOST_LAYERS}, not {layers}")
     attention = "eager" if spec.attention == "plain" else "sdpa"
     try:
-        config = AutoConfig.for_model(content.pop("model_type"), **content)
+        config = transformers.AutoConfig.for_model(content.pop("model_type"), **content)
         config.use_cache = False
+        task = _task_of(config, spec.model.name)
+        if task == "sequence" and getattr(config, "decoder_start_token_id", None) is None:
+            config.decoder_start_token_id = 0
         with device:
-            model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-    except RuntimeError:  # such as no memory, which is no fault of the configuration
+            model = getattr(transformers, _TASKS[task]).from_config(config, attn_implementation=attention)
+    except (RuntimeError, Unsupported):  # such as no memory, which is no fault of the configuration
         raise
     except Exception as error:  # the libraries' validators have errors of their own
         said = " ".join(str(error).split()) or type(error).__name__
@@ -51,20 +61,88 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         _checkpoint(model, spec)
     backend = spec.attention.removeprefix("sdpa_")
     module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
-    text = config.get_text_config()
-    heads = getattr(text, "num_attention_heads", None)
-    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-
-    def make_batch() -> dict[str, Tensor]:
-        tokens_BT = random_tokens(text.vocab_size, spec.batch, spec.context, device)
-        return {"input_ids": tokens_BT, "labels": tokens_BT}
-
     return Workload(
         module=module,
-        make_batch=make_batch,
-        num_layers=getattr(text, "num_hidden_layers", None),
-        attention_width=heads * head_dim if heads and head_dim else None,
+        make_batch=partial(_batch, task, config, spec, device),
+        knows_tokens=task != "image",
+        **(_sizes(config.get_text_config()) if task in ("causal", "masked") else {}),
+        is_causal=task == "causal",
+        num_active_parameters=_num_active(model, config),
     )
+
+
+_TASKS = {
+    "causal": "AutoModelForCausalLM",
+    "masked": "AutoModelForMaskedLM",
+    "sequence": "AutoModelForSeq2SeqLM",
+    "image": "AutoModelForImageClassification",
+}
+"""What a model is trained for, and what builds it."""
+_NAMES_OF_TASKS = {
+    "causal": "CAUSAL_LM",
+    "sequence": "SEQ_TO_SEQ_CAUSAL_LM",
+    "masked": "MASKED_LM",
+    "image": "IMAGE_CLASSIFICATION",
+}
+"""The same in the names of transformers' tables."""
+
+
+def _task_of(config: Any, name: str) -> str:
+    """What a configuration's model is trained for. Raises Unsupported for one that is none of these."""
+    from transformers.models.auto import modeling_auto
+
+    tables = {task: getattr(modeling_auto, f"MODEL_FOR_{part}_MAPPING_NAMES") for task, part in _NAMES_OF_TASKS.items()}
+    for architecture in config.architectures or ():
+        for task, table in tables.items():
+            if table.get(config.model_type) == architecture:
+                return task
+    can = [task for task, table in tables.items() if config.model_type in table]
+    if config.is_encoder_decoder and "sequence" in can:
+        return "sequence"
+    if "masked" in can and not getattr(config, "is_decoder", False):
+        return "masked"
+    if not can:
+        why = "it is neither a language model nor a classifier of images"
+        raise Unsupported(f"model {name}", why, "have a factory build it, and give package.module:function")
+    return can[0]
+
+
+def _batch(task: str, config: Any, spec: StepSpec, device: torch.device) -> dict[str, Tensor]:
+    if task == "image":
+        size = config.image_size
+        height, width = (size, size) if isinstance(size, int) else size
+        images_BCHW = torch.rand(spec.batch, config.num_channels, height, width, device=device)
+        return {"pixel_values": images_BCHW, "labels": torch.randint(config.num_labels, (spec.batch,), device=device)}
+    tokens_BT = random_tokens(config.get_text_config().vocab_size, spec.batch, spec.context, device)
+    return {"input_ids": tokens_BT, "labels": tokens_BT}
+
+
+def _sizes(text: Any) -> dict[str, int | None]:
+    """Layers and width of attention, for the count of FLOPs."""
+    heads = getattr(text, "num_attention_heads", None)
+    head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
+    return {
+        "num_layers": getattr(text, "num_hidden_layers", None),
+        "attention_width": heads * head_dim if heads and head_dim else None,
+    }
+
+
+def _num_active(model: nn.Module, config: Any) -> int | None:
+    """Parameters that one token uses, of a mixture of experts; None: all."""
+    text = config.get_text_config()
+    chosen = next((n for key in _CHOSEN if (n := getattr(text, key, None))), None)
+    inactive = 0.0
+    for part in model.modules() if chosen else ():
+        experts = getattr(part, "experts", None)
+        if not isinstance(experts, nn.Module):
+            continue
+        number = len(experts) if isinstance(experts, nn.ModuleList) else next(experts.parameters()).shape[0]
+        inactive += num_parameters(experts) * (1 - min(chosen, number) / number)
+    return round(num_parameters(model) - inactive) if inactive else None
+
+
+_CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
+"""Names under which configurations have the number of experts of a token."""
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:

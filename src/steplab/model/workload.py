@@ -24,6 +24,10 @@ class Workload:
     """The number of attention layers, for the FLOP count; None if unknown."""
     attention_width: int | None = None
     """Query heads x head dimension; None if unknown."""
+    is_causal: bool = True
+    """Whether a token attends to earlier ones alone."""
+    num_active_parameters: int | None = None
+    """Parameters that one token uses, of a mixture of experts; None: all."""
     knows_tokens: bool = True
     """Whether its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()
@@ -40,16 +44,16 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar to differentiate: what the module returns, its `.loss`, or the one scalar of a tuple such as (logits,
-    loss). Raises UserError if there is none."""
-    loss = getattr(output, "loss", output)
+    """The scalar to differentiate: what the module returns, its `.loss` or ["loss"], or the one scalar of a tuple such
+    as (logits, loss). Raises UserError if there is none."""
+    loss = output.get("loss", output) if isinstance(output, dict) else getattr(output, "loss", output)
     if isinstance(loss, (tuple, list)):
         scalars = [each for each in loss if isinstance(each, Tensor) and each.numel() == 1]
         loss = scalars[0] if len(scalars) == 1 else loss
     if not isinstance(loss, Tensor) or loss.numel() != 1:
         raise UserError(
-            f"the model returned {_shown(loss)}; a pass with gradients needs a scalar loss, an object with .loss, or a "
-            "tuple in which one tensor is a scalar"
+            f"the model returned {_shown(loss)}; a pass with gradients needs a scalar loss, an object with .loss, a "
+            'dict with a scalar "loss", or a tuple in which one tensor is a scalar'
         )
     return loss
 

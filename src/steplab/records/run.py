@@ -40,12 +40,21 @@ class ModelFacts:
     """Number of attention layers; None: not known."""
     attention_width: int | None = None
     """Query heads x head dimension; None: not known."""
+    is_causal: bool = True
+    """Whether a token attends to earlier ones alone."""
+    num_active_parameters: int | None = None
+    """Number of parameters that one token uses, of a mixture of experts; None: all."""
     counted_flops: float | None = None
     """FLOPs of one step of a user's own model in one process, counted by torch's FlopCounterMode (matmuls, convolutions
     and attention, nothing elementwise); None for models whose count has a closed form, and for compiled ones."""
     needed_flops: float | None = None
     """FLOPs that such a model needs for that step: three times those of its forward pass, but no more than it executes.
     A compiled model has them too, counted as it runs eagerly. None where they were not counted."""
+
+    @property
+    def is_counted(self) -> bool:
+        """Whether FLOPs are counted as the model runs, because no closed form has them."""
+        return self.num_layers is None or self.attention_width is None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

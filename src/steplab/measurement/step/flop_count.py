@@ -41,7 +41,8 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
     eagerly = torch.compiler.set_stance("force_eager")
     forward: float | None = None
-    with eagerly, sdpa_kernel(backends), FlopCounterMode(display=False) as counter:
+    grouped = {torch.ops.aten._grouped_mm: _grouped_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}
+    with eagerly, sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=grouped) as counter:
         for phase in phases:
             before = counter.get_total_flops()
             phase.run()
@@ -49,3 +50,8 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
                 forward = (forward or 0.0) + counter.get_total_flops() - before
     executed = float(counter.get_total_flops())
     return CountedFlops(executed=executed, needed=None if forward is None else min(3 * forward, executed))
+
+
+def _grouped_flops(a: Sequence[int], b: Sequence[int], *_: object, out_shape: object = None, **__: object) -> int:
+    """FLOPs of products whose rows, or whose inner dimension, are dealt out to groups: a row is in one of them."""
+    return 2 * a[-2] * a[-1] * b[-1]

@@ -186,7 +186,7 @@ class _Cell:
             if isinstance(warm.step, GraphedStep):
                 phase_peaks = tuple(warm.step.phase_peaks.values())
         self.check_weights(warm.step)
-        if spec.model.kind == "factory" and self.model is not None:
+        if self.model is not None and self.model.is_counted:
             self.count_flops(self.model, phases)
         peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
         timing = Timing(
@@ -367,4 +367,6 @@ def _facts(workload: Workload) -> ModelFacts | None:
         num_embedding_parameters=num_lookup_parameters(workload.module),
         num_layers=workload.num_layers,
         attention_width=workload.attention_width,
+        is_causal=workload.is_causal,
+        num_active_parameters=workload.num_active_parameters,
     )

@@ -1,0 +1,133 @@
+"""Models of transformers of every kind: what is built of a configuration, its FLOPs, and its operators."""
+
+import dataclasses
+from collections import Counter
+from typing import Any
+
+import pytest
+import torch
+from tests.runs import make_run
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from steplab.fake_step.step import operators_of_fake
+from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.session import _facts
+from steplab.measurement.step.step import ModelStep
+from steplab.model.build import build_workload
+from steplab.model.workload import loss_of
+from steplab.specs.model import ModelSpec
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
+
+CPU = torch.device("cpu")
+SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 500}
+BERT: dict[str, Any] = {"model_type": "bert", **SIZES, "vocab_size": 500}
+T5 = {"model_type": "t5", "d_model": 64, "d_ff": 128, "num_layers": 2, "num_heads": 4, "d_kv": 16, "vocab_size": 500}
+VIT = {"model_type": "vit", **SIZES, "image_size": 32, "patch_size": 8}
+MLA = {"model_type": "minicpm3", **SIZES, "vocab_size": 500, "q_lora_rank": 32, "kv_lora_rank": 16,
+       "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 24}  # fmt: skip
+
+
+def of_config(config: dict[str, Any], **fields: object) -> StepSpec:
+    model = ModelSpec(name="hf:config.json", kind="hf", hf_config=config)
+    return dataclasses.replace(resolve_step({"batch": 2, "context": 64, **fields}), model=model)
+
+
+def mixtral(experts: int) -> dict[str, Any]:
+    return LLAMA | {"model_type": "mixtral", "num_local_experts": experts, "num_experts_per_tok": 2}
+
+
+@pytest.mark.parametrize(
+    ("config", "kind"),
+    [
+        (LLAMA, "LlamaForCausalLM"),
+        (BERT, "BertForMaskedLM"),
+        (BERT | {"architectures": ["BertLMHeadModel"]}, "BertLMHeadModel"),
+        (BERT | {"is_decoder": True}, "BertLMHeadModel"),
+        (T5, "T5ForConditionalGeneration"),
+        (VIT, "ViTForImageClassification"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_a_configuration_builds_what_it_is_a_configuration_of(config: dict[str, Any], kind: str) -> None:
+    spec = of_config(config)
+    workload = build_workload(spec, CPU)
+    assert type(workload.module).__name__ == kind
+    assert workload.is_causal == (kind in ("LlamaForCausalLM", "BertLMHeadModel"))
+    assert workload.knows_tokens == (config is not VIT)
+    step = ModelStep(workload, spec, CPU)
+    step.run()
+
+
+def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_are_counted() -> None:
+    conventions = {}
+    for config in (LLAMA, BERT, T5):
+        facts = _facts(build_workload(of_config(config), CPU))
+        assert facts is not None
+        run = dataclasses.replace(make_run(), spec=of_config(config), model=facts)
+        conventions[config["model_type"]] = {u.convention for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))}
+        assert facts.is_counted == (config is T5)
+    assert conventions["llama"] == {"causal", "full", "params", "as_executed"}
+    assert conventions["bert"] == {"full", "params", "as_executed"}
+
+
+@pytest.mark.parametrize("experts", [4, 16])
+def test_experts_count_by_the_rows_that_they_execute(experts: int) -> None:
+    spec = of_config(mixtral(experts), attention="plain")
+    workload = build_workload(spec, CPU)
+    facts = _facts(workload)
+    assert facts is not None
+    assert facts.num_active_parameters is not None
+    of_an_expert = 3 * 64 * 128
+    assert facts.num_parameters - facts.num_active_parameters == 2 * (experts - 2) * of_an_expert
+    rows = 2 * 64
+    linear = 2 * 64 * (64 + 2 * 32 + 64) + 2 * 64 * experts + 2 * 2 * of_an_expert  # of a token in a block, and router
+    by_hand = 3 * rows * (2 * linear + 2 * 64 * 500) + 3 * 2 * 2 * 4 * 64 * 64 * rows // 2 * 1
+    counted = count_flops(ModelStep(workload, spec, CPU).phases, CPU).executed
+    assert counted == pytest.approx(by_hand, rel=1e-6)
+    run = dataclasses.replace(make_run(), spec=spec, model=facts)
+    (hfu,) = (u.flops for u in utilizations(run, PeakFigure(flops_per_s=1.0, source="")) if u.kind == "hfu")
+    assert hfu == pytest.approx(counted, rel=0.02)
+
+
+def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
+    loss = torch.zeros(())
+    assert loss_of({"loss": loss, "logits": torch.zeros(2)}) is loss
+
+
+class Operators(TorchDispatchMode):
+    """Names of the operators that compute, by how often each runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found = Counter[str]()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found[func.overloadpacket.__name__] += 1
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("config", [LLAMA, BERT, mixtral(4)], ids=lambda config: config["model_type"])
+def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
+    """Products and fused attention of a step on the CPU, and of the traced one."""
+    spec = of_config(config, attention="sdpa_math", **{"pass": "forward_backward"}, precision="bf16_pure")
+    step = ModelStep(build_workload(spec, CPU), spec, CPU)
+    with Operators() as seen:
+        step.run()
+    traced = Counter(op.name for op in operators_of_fake(spec))
+    for name in ("mm", "addmm", "bmm", "_grouped_mm", "cumsum", "embedding", "_softmax"):
+        assert seen.found[name] == traced[name], name
+
+
+@pytest.mark.parametrize("config", [LLAMA, MLA], ids=lambda config: config["model_type"])
+def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
+    """Flash attention does not serve values that are wider than queries."""
+    flops = {}
+    for compile in ("off", "default"):
+        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compile))
+        flops[compile] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
+    whole = 4 * 2 * 4 * 64 * 64 * 16
+    eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
+    assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}
