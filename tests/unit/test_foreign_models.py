@@ -67,7 +67,9 @@ def test_an_encoder_has_no_causal_convention_and_models_without_a_closed_form_ar
         facts = _facts(build_workload(of_config(config), CPU))
         assert facts is not None
         run = dataclasses.replace(make_run(), spec=of_config(config), model=facts)
-        conventions[config["model_type"]] = {u.convention for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))}
+        conventions[config["model_type"]] = {
+            u.convention for u in utilizations(run, PeakFigure(flops_per_s=1.0, source=""))
+        }
         assert facts.is_counted == (config is T5)
     assert conventions["llama"] == {"causal", "full", "params", "as_executed"}
     assert conventions["bert"] == {"full", "params", "as_executed"}
@@ -101,7 +103,7 @@ class Operators(TorchDispatchMode):
     """Names of the operators that compute, by how often each runs."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.found = Counter[str]()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -125,9 +127,9 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
 def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
     """Flash attention does not serve values that are wider than queries."""
     flops = {}
-    for compile in ("off", "default"):
-        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compile))
-        flops[compile] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
+    for compiled in ("off", "default"):
+        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
+        flops[compiled] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
     whole = 4 * 2 * 4 * 64 * 64 * 16
     eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
     assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}

@@ -440,7 +440,7 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     notes = ["without what runs before and after a step: loading data, logging, saving"]
     if spec.precision in FP8:
         notes.append(
-            "fp8: the rates of its products and casts were fitted to single layers on an H200, and no step in fp8 was; "
+            "fp8: the rates of its products and casts were set from single layers on an H200, and fitted to no step; "
             "utilization is told on the peak of bf16"
         )
     elif gpu.is_fitted and not has_own_rates(spec.precision, gpu):
