@@ -30,11 +30,11 @@ COMPILED = {"default": ("llama-S", "gpt2-S", "qwen2-M", "gpt_neox-L", "gemma3_te
 def configurations(size: str) -> dict[str, dict[str, object]]:
     """By family, as transformers' `config.json` has them."""
     width, layers, heads, _, _ = SIZES[size]
-    usual = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
+    usual: dict[str, object] = {"hidden_size": width, "num_hidden_layers": layers, "num_attention_heads": heads}
     usual |= {"max_position_embeddings": 8192}
     grouped = usual | {"intermediate_size": 11 * width // 4 // 64 * 64, "num_key_value_heads": heads // 4}
     grouped |= {"hidden_act": "silu"}
-    tied = {"vocab_size": 151936, "tie_word_embeddings": True}
+    tied: dict[str, object] = {"vocab_size": 151936, "tie_word_embeddings": True}
     found: dict[str, dict[str, object]] = {
         "gpt2": {"n_embd": width, "n_layer": layers, "n_head": heads, "n_positions": 4096, "vocab_size": 50257},
         "llama": grouped | {"vocab_size": 32000, "tie_word_embeddings": False},
