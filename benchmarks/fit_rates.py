@@ -388,9 +388,16 @@ def fit_rates(
     before = next((each for each in table if each.name == hardware.name), table[0])
     rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
     held = {name: list(values) for name, values in held_out.items()}
-    kept = before.attention if before.name == hardware.name else {}
-    attention = {name: rates.attention.get(name, kept.get(name, {})) for name in (kept | rates.attention)}
-    new = msgspec.structs.replace(rates, attention=attention, until_utc=records[-1].created_utc, held_out=held)
+    kept = before if before.name == hardware.name else rates
+    shares = kept.streaming.shares | rates.streaming.shares
+    new = msgspec.structs.replace(
+        rates,
+        products=kept.products | rates.products,
+        streaming=msgspec.structs.replace(rates.streaming, shares=shares),
+        attention=kept.attention | rates.attention,
+        until_utc=records[-1].created_utc,
+        held_out=held,
+    )
     fitted = [new, *(each for each in table if each.name != hardware.name)]
     names = {rates.name for rates in fitted}
     tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)
