@@ -180,7 +180,7 @@ def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> N
     assert ceilings_verdict(quiet).cautions == ()
     (caution,) = ceilings_verdict(busy).cautions
     assert caution.startswith("Warning: Other processes kept 1.9 of 2 processors busy")
-    assert "run `steplab doctor` again" in caution
+    assert "run `steplab doctor` on an idle machine" in caution
 
 
 @pytest.mark.parametrize(

@@ -33,7 +33,7 @@ def explain(run: Run | str | None = None, *, store: Path | str | None = None) ->
 
     found = run if isinstance(run, Run) else run_to_explain(run, store=store)
     with open_store(store, write=False) as opened:
-        ceilings = opened.latest_ceilings(found.environment.device.name) if found.environment else None
+        ceilings = next(iter(opened.ceilings(found.device_name)), None) if found.device_name else None
     return Findings(
         run_id=found.id,
         created_utc=now_utc(),

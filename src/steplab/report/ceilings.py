@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from steplab.ops.attention.hopper_kernels import remedy, too_old
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.disturbances import busy_machine
 from steplab.records.environment import Environment
 from steplab.records.rows import Row
 from steplab.report.environments import environment_section
@@ -64,8 +63,10 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
     against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
     cautions = []
-    if busy := busy_machine(ceilings.environment):
-        cautions = [f"Warning: {busy.text} The ceilings may be too low; run `steplab doctor` again on an idle machine."]
+    if ceilings.doubt:
+        cautions = [
+            f"Warning: {ceilings.doubt} MFU does not use such ceilings; run `steplab doctor` on an idle machine."
+        ]
     told_against = f"MFU on this device is relative to {against}."
     kernels = _attention_kernels(ceilings.environment)
     return Verdict(sentences=(*first, told_against, *kernels), cautions=tuple(cautions))
