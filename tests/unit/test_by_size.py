@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 import pytest
-from tests.runs import grid, make_run
+from tests.runs import ENVIRONMENT, grid, make_run
 
 from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
@@ -172,6 +172,9 @@ def test_each_reason_names_what_was_seen() -> None:
 def test_a_first_step_like_the_others_needs_no_reason() -> None:
     flat = Timing(warmup=(), back_to_back=WARMED.back_to_back)
     assert first_steps_reasons(cells_of([make_run(timing=flat)])) == []
+    busy = dataclasses.replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9, load_average=None)
+    disturbed = first_steps_reasons(cells_of([dataclasses.replace(warmed(), environment=busy)]))
+    assert [each.partition(":")[0] for each in disturbed] == ["Allocator"], "no cause from a busy machine"
 
 
 def test_the_first_step_after_compiling_is_not_the_first_call() -> None:

@@ -34,6 +34,7 @@ from steplab.report.profile.verdict import finding_sentences
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effects_of
 from steplab.report.run.narrative import gain_of
+from steplab.report.run.verdict import runs_verdict
 from steplab.report.sections import SECTIONS, Context
 from steplab.specs.resolve import resolve_step
 
@@ -69,11 +70,25 @@ def findings(run: Run) -> Findings:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
+def test_a_study_of_warm_up_begins_with_what_warm_up_does() -> None:
+    study = [
+        run
+        for run in records("tests/golden/step_h200_202611.jsonl.gz")
+        if isinstance(run, Run) and run.study == "729f4a0fa277"
+    ]
+    assert runs_verdict(cells_of(study)).sentences[0] == (
+        "The mean step of small is 37.5 ms ± 56.1 ms after 0 warm-up steps and 20.4 ms ± 421 µs after 5 warm-up steps."
+    )
+
+
 def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
-    assert told.sentences[0].startswith("The GPU waits for the CPU")
-    assert re.search(r": (--[\w-]+ \S+ )+saves (about|at most) ", told.sentences[0])
+    assert told.sentences[0].startswith("The CPU waits for the GPU"), "a CUDA graph holds no such wait"
+    assert told.sentences[1].startswith("Next: The GPU waits for the CPU")
+    only = replace(findings(late), findings=findings(late).findings[1:])
+    first = answer([late], Context(findings={late.id: only})).sentences[0]
+    assert re.search(r": (--[\w-]+ \S+ )+saves about .*, after the change for host_copies_and_syncs\.$", first)
     assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[0]
 
 

@@ -16,7 +16,7 @@ from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
-from steplab.records.finding import Finding, Findings, Trial
+from steplab.records.finding import Finding, Findings, Trial, in_order
 from steplab.records.run import Run
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
@@ -120,10 +120,8 @@ def try_findings(
         raise SteplabError(f"the step of run {run.id} did not run again: {failure_words(base.failure)}")
     _refuse_another_device(run, base.environment)
     trials = {key: _trial(base, outcome) for key, outcome in tried.items()}
-    return dataclasses.replace(
-        findings,
-        findings=tuple(dataclasses.replace(finding, trial=trials.get(_key(finding))) for finding in findings.findings),
-    )
+    measured = (dataclasses.replace(finding, trial=trials.get(_key(finding))) for finding in findings.findings)
+    return dataclasses.replace(findings, findings=in_order(measured))
 
 
 _Key = tuple[tuple[str, str], ...]
