@@ -650,7 +650,7 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
     """In turns it is not where the machine was slower for a while."""
     of_turns = dataclasses.replace(ratio(0.040, 0.020, "lower"), b=b_s)
     labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
-    compared = turns_document(labels, [of_turns], ["as it is", "the other"])
+    compared = turns_document([labels], [[of_turns]], ["as it is", "the other"])
     walked = advice_document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
     for document in (compared, walked):
         text = " ".join(render(document, "table", width=300).split())
@@ -712,7 +712,7 @@ def test_whatever_was_decided_is_said(decision: Decision, walked: str, in_turns:
     advice = dataclasses.replace(advice, tried=(dataclasses.replace(found, kept=decision == "lower", ratio=told),))
     assert walked in render(advice_document(advice), "csv")
     labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
-    assert in_turns in render(turns_document(labels, [told], ["as it is", "the other"]), "table", width=300)
+    assert in_turns in render(turns_document([labels], [[told]], ["as it is", "the other"]), "table", width=300)
 
 
 def test_a_walk_without_a_gain_says_so() -> None:
