@@ -59,17 +59,25 @@ def _one(run: Run) -> Iterator[str]:
         told.append(f"{rate} of model FLOPs{'' if used.exceeds_peak else share}")
     if told:
         yield f"That is {'; '.join(told)}."
-    yield from _fewer_threads(run)
+    yield from _fewer_threads([run])
     if used and used.value is None:
         yield f"Its MFU is not known: {used.peak_source}."
 
 
-def _fewer_threads(run: Run) -> Iterator[str]:
+def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
     """On a CPU, that one thread takes less time than all do."""
-    if not run.timing or not run.timing.one_thread_s or not run.spec:
+    tried = [(run, run.timing.one_thread_s) for run in runs if run.timing and run.timing.one_thread_s and run.spec]
+    ratios = [(run, compare_samples([run.samples_s], [alone], in_turns=False)) for run, alone in tried]
+    faster = [(run, ratio) for run, ratio in ratios if ratio.decision == "lower"]
+    if not faster:
         return
-    ratio = compare_samples([run.samples_s], [run.timing.one_thread_s], in_turns=False)
-    if ratio.decision == "lower":
+    run, ratio = min(faster, key=lambda pair: pair[1].ratio)
+    if len(runs) > 1:
+        yield (
+            f"With one thread {len(faster)} of {len(runs)} steps are faster, up to {times_words(1 / ratio.ratio)}: set "
+            "OMP_NUM_THREADS=1."
+        )
+    elif run.spec:
         yield (
             f"With one thread it takes {units.format_time(ratio.b)}, {times_words(1 / ratio.ratio)} as fast: "
             f"OMP_NUM_THREADS=1 steplab run {options(run.spec)}"
@@ -96,6 +104,7 @@ def _several(cells: Sequence[RunCell]) -> Iterator[str]:
         yield told
     effects = main_effects(cells)
     yield from map(effect_words, effects)
+    yield from _fewer_threads([cell.run for cell in cells])
     if not early and not told and not effects and (taken := _times_words(cells, fields)):
         yield taken
 
