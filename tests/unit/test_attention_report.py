@@ -30,7 +30,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.failure import Failure
 from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
-from steplab.report.attention.document import account_document, attention_document
+from steplab.report.attention.document import account_document, report_against
 from steplab.report.attention.figures import attention_rows, default_peer
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict
@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 def render_attention(
     run: AttentionRun, format: str = "table", *, against: str | None = None, width: int | None = None
 ) -> str:
-    return render(attention_document(run, against=against), format, width=width)
+    return render(report_against(against).document(run), format, width=width)
 
 
 def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:

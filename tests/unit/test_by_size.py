@@ -16,7 +16,7 @@ from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import cells_of
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
-from steplab.report.sections import SECTIONS
+from steplab.report.run.report import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
 TRAIN = ("forward", "backward", "optimizer", "step")
@@ -99,9 +99,8 @@ def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_several_runs_are_reported_with_these_tables_in_every_format(format: str) -> None:
-    together = SECTIONS["run"].together
-    assert together
-    text = render(together(STUDY), format)
+    (document,) = REPORT.documents(STUDY)
+    text = render(document, format)
     if format in ("table", "md", "latex"):
         for title in ("Phases of a step", "Choices by size", "bf16 instead of fp32", "The first steps"):
             assert title in text

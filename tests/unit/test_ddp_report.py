@@ -20,7 +20,8 @@ from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
-from steplab.report.ddp.document import ddp_cell_line, ddp_document
+from steplab.report.ddp.document import REPORT as DDP_REPORT
+from steplab.report.ddp.document import ddp_cell_line
 from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.words import facts
@@ -30,7 +31,7 @@ from steplab.store.database import Store
 
 
 def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None) -> str:
-    return render(ddp_document(run), format, width=width)
+    return render(DDP_REPORT.document(run), format, width=width)
 
 
 @pytest.fixture(scope="module")
@@ -270,7 +271,7 @@ def test_a_study_cut_short_is_listed_with_as_many_contenders_as_were_asked_for(r
     assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (asked, 2, 0, "interrupted")
     assert ddp_row(run)["warnings"] is None
     warning = f"Warning: the benchmark was interrupted: 2 of {asked} variants had ended, and the record has only these."
-    assert ddp_document(short).verdict.cautions[0] == warning
+    assert DDP_REPORT.document(short).verdict.cautions[0] == warning
 
 
 def test_the_model_takes_the_backward_pass_of_the_turns(run: DdpRun) -> None:

@@ -10,7 +10,8 @@ from tests.unit.memory_records import imported_snapshot
 from tests.unit.taking import FakeSession
 
 from steplab.errors import SteplabError, Unsupported, UserError
-from steplab.lab.explaining import explain, run_to_explain, try_findings
+from steplab.lab.explaining import explain, run_to_explain
+from steplab.lab.trying import try_findings
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Run
 from steplab.report.kit.table import sheet

@@ -31,11 +31,11 @@ from steplab.report.memory.verdict import memory_verdict
 from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
+from steplab.report.report import Context, report_of
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effects_of
 from steplab.report.run.narrative import gain_of
 from steplab.report.run.verdict import runs_verdict
-from steplab.report.sections import SECTIONS, Context
 from steplab.specs.resolve import resolve_step
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +51,7 @@ def records(path: str) -> list[Record]:
 def answer(found: Sequence[Record], context: Context = NOTHING_MORE, *, kind: str = "run") -> Verdict:
     cells = cells_of([record for record in found if isinstance(record, Run)])
     given = cells if kind == "run" else found
-    return SECTIONS[kind].verdict(given, replace(context, cells=cells))
+    return report_of(kind).verdict(given, replace(context, cells=cells))
 
 
 def steps(run: Run, *samples: float) -> Run:
