@@ -193,6 +193,7 @@ def tables() -> dict[str, tuple[Callable[[], Iterable[str | Table]], Path]]:
         "fast": (tables_fast.fast, RESULTS / "fast_h200_202611.md"),
         "eight_b": (tables_fast.eight_b, ROOT / "docs/layout.md"),
         "attention": (tables_attention.attention, ROOT / "docs/attention.md"),
+        "attention_bounds": (tables_attention.attention_bounds, RESULTS / "attention_h200_202611.md"),
         "memory": (memory, RESULTS / "memory_h200_202611.md"),
         "layouts": (layouts, RESULTS / "layout_h200_202611.md"),
     }
