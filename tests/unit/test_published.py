@@ -99,7 +99,7 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_layout",
         f"rank {100 * mean(every):.0f} % of {len(every)} pairs",
-        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}, of which {sum(few)} are right",
+        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}; {sum(few)} of these are right",
     )
 
 
