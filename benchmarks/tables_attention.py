@@ -1,4 +1,4 @@
-"""Tables of docs/attention.md and of the H200's results, from the committed benchmarks; the ceilings below are typed in."""
+"""Tables of docs/attention.md and of the H200's results, from committed benchmarks; the ceilings below are typed in."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
