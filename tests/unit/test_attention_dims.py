@@ -1,7 +1,8 @@
 """benchmarks/tables_attention.py: times of head dimensions beside what FLOPs in proportion say."""
 
+import pytest
 from benchmarks import tables_attention
-from benchmarks.tables import ROOT, between_marks, markdown
+from benchmarks.tables import ROOT, between_marks, markdown, tables
 from tests.attention_records import make_benchmark
 
 from steplab.records.attention import AttentionCell, AttentionRun
@@ -67,5 +68,7 @@ def test_the_grid_has_what_each_of_its_cells_is_set_beside() -> None:
     assert {spec.num_kv_heads for spec in specs if spec.heads == 32} == {32, 8, 4}
 
 
-def test_the_committed_tables_are_made_of_the_records() -> None:
-    assert between_marks(ROOT / "docs/attention.md", "attention") == markdown(tables_attention.attention())
+@pytest.mark.parametrize("name", ["attention", "attention_bounds"])
+def test_the_committed_tables_are_made_of_the_records(name: str) -> None:
+    make, page = tables()[name]
+    assert between_marks(page, name) == markdown(make())

@@ -91,7 +91,7 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_time",
         f"has {len(published())} steps that others measured, with the file and line of each; {len(checked())} are",
-        f"Of {len(every)} pairs of one job",
+        f"In {len(every)} pairs of one job",
         f"{100 * mean(every):.0f} % are predicted in the measured order: "
         f"{100 * mean(of_vtrain):.0f} % of vTrain's {len(of_vtrain)},",
         f"and {sum(few)} of BigScience's {len(few)},",
@@ -99,7 +99,7 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_layout",
         f"rank {100 * mean(every):.0f} % of {len(every)} pairs",
-        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}, of which {sum(few)} are right",
+        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}; {sum(few)} of these are right",
     )
 
 
