@@ -8,6 +8,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from statistics import median
 from typing import Any
@@ -18,9 +19,11 @@ from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 from steplab.costs.flops import model_flops_per_token
 from steplab.lab.outlook import step_s
 from steplab.records.advice import Advice
+from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.report.kit.document import Table
+from steplab.report.run.listing import list_document
 from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12
@@ -31,12 +34,16 @@ ADAMW_BYTES = 28
 """That an update reads and writes for each parameter (docs/cross_entropy.md)."""
 OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
 """Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
-PHASES = ("forward", "backward", "optimizer")
 SAME_RUN = timedelta(minutes=10)
 """Two records of one GPU that are no further apart are of one run."""
 STEP = (
-    *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
-    "optimizer",
+    *("model", "context", "precision", "attention", "loss", "block_ops", "compile", "cuda_graph", "optimizer"),
+    *("step_time_s", "forward_s", "backward_s", "optimizer_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes"),
+    "id",
+)
+STEP_CAPTION = (
+    "Medians of the measured steps. An overlapped update has no time of its own: it is in the backward pass. What the "
+    "CUDA graphs of `reduce-overhead` keep is reserved, and not counted as allocated."
 )
 
 
@@ -70,47 +77,10 @@ def _parameters(run: Run) -> int:
 
 
 def steps(runs: Sequence[Run]) -> Table:
-    """Step and phase times, MFU and memory of each run."""
-    rows = []
-    for run in runs:
-        assert run.spec is not None
-        assert run.timing is not None
-        spec, peak = run.spec, run.memory.peak("step") if run.memory else None
-        projections = spec.model.shape.projections if spec.model.shape else ""
-        rows.append(
-            (
-                *(spec.model.name, str(spec.context), spec.precision, spec.attention, spec.loss, projections),
-                *(
-                    spec.block_ops,
-                    spec.compile,
-                    spec.cuda_graph,
-                    spec.optimizer,
-                    _ms(run.median_s),
-                    _ms(min(run.samples_s)),
-                ),
-                *(_phase_ms(run, name) for name in PHASES),
-                f"{run.mfu:.1%}" if run.mfu else "–",
-                *(f"{size / 2**30:.1f}" if size else "–" for size in _sizes(peak)),
-                run.id,
-            )
-        )
-    headers = (
-        *STEP,
-        "step",
-        "shortest",
-        "forward",
-        "backward",
-        "update",
-        "MFU (causal)",
-        "allocated",
-        "reserved",
-        "record",
-    )
-    caption = (
-        "Milliseconds, medians of the measured steps; GiB at the peak. What the CUDA graphs of `reduce-overhead` keep "
-        "is reserved, and not counted as allocated."
-    )
-    return table(headers, rows, (*STEP, "record"), caption)
+    """Step and phase times, MFU and memory of each run, as `steplab list --columns` has them."""
+    [listed] = list_document([run_row(run) for run in runs], STEP).sections[0].blocks
+    assert isinstance(listed, Table)
+    return replace(listed, caption=STEP_CAPTION)
 
 
 def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
@@ -175,19 +145,6 @@ def _in_one_run(a: Run, b: Run) -> bool:
     gpus = {run.environment.device.uuid for run in (a, b) if run.environment}
     apart = datetime.fromisoformat(a.created_utc) - datetime.fromisoformat(b.created_utc)
     return len(gpus) == 1 and abs(apart) <= SAME_RUN
-
-
-def _phase_ms(run: Run, name: str) -> str:
-    assert run.spec is not None
-    assert run.timing is not None
-    if name == "optimizer" and run.spec.updates_in_backward:
-        return "in backward"
-    phase = run.timing.phase(name)
-    return _ms(median(phase.best_s)) if phase else "–"
-
-
-def _sizes(peak: object) -> tuple[int | None, int | None]:
-    return getattr(peak, "peak_allocated_bytes", None), getattr(peak, "peak_reserved_bytes", None)
 
 
 def shares(runs: Sequence[Run]) -> Table:
