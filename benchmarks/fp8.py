@@ -23,8 +23,7 @@ from steplab.model.fused_block import FusedBlock, Stream
 from steplab.model.transformer import NORM_EPS, Block, rotary_table
 from steplab.ops.attention.api import AttentionFn, attention_named
 from steplab.ops.fp8.casts import E5M2, amax, cast, cast_both
-from steplab.ops.fp8.joined import fp8_heads, fp8_swiglu
-from steplab.ops.fp8.linear import fp8_linear, product
+from steplab.ops.fp8.linear import fp8_heads, fp8_linear, fp8_swiglu, product
 from steplab.ops.rms_norm import add_rms_norm, add_rms_norm_amax
 from steplab.ops.rotary_heads import rotary_heads_backward_amax
 from steplab.ops.swiglu import swiglu, swiglu_amax, swiglu_backward_amax

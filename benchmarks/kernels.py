@@ -38,7 +38,7 @@ from steplab.ops.adamw import OneKernelAdamW
 from steplab.ops.attention.api import attention as any_attention
 from steplab.ops.cross_entropy import linear_cross_entropy
 from steplab.ops.cross_entropy_chunks import Terms
-from steplab.ops.cross_entropy_table import chunk_tokens, padded_entries
+from steplab.ops.triton_places import chunk_tokens, padded_entries
 from steplab.specs.model import MODEL_SIZES
 
 BATCH, CONTEXT = 4, 512

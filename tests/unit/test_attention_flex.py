@@ -7,7 +7,7 @@ import torch
 from torch.nn.attention.flex_attention import create_block_mask
 
 from steplab.ops.attention.api import attention
-from steplab.ops.attention.flex import _compiled, causal_mask
+from steplab.ops.attention.peers import _compiled, causal_mask
 from steplab.ops.errors import Unsupported
 
 LISTS = ["kv", "full_kv", "q", "full_q"]
@@ -64,7 +64,7 @@ def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.Monkey
         compiled.append(graph)
         return graph
 
-    monkeypatch.setattr("steplab.ops.attention.flex._compiled", _compiled.__wrapped__)
+    monkeypatch.setattr("steplab.ops.attention.peers._compiled", _compiled.__wrapped__)
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=2):

@@ -140,7 +140,7 @@ def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: 
 @pytest.mark.parametrize(("head_dim", "num_tensors"), [(64, 11), (80, 13)])
 def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim: int, num_tensors: int) -> None:
     hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
-    portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    portable = importlib.import_module("steplab.ops.attention.triton_portable")
     noted = [
         KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.attention_backward, portable.attention_finish)
     ]
@@ -186,7 +186,7 @@ def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:
-    home = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    home = importlib.import_module("steplab.ops.attention.triton_portable")
     noted = KernelWithoutGpu(list(home.attention_prepare.arg_names))
     shape, strides = (1, 4, 50, 64), (12800, 3200, 64, 1)
     with patch.object(home, "attention_prepare", noted):

@@ -17,8 +17,16 @@ from steplab.model.compiling import repeated_blocks
 from steplab.model.stages import TransformerStage, blocks_of, cut
 from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
 from steplab.model.transformer import LossFn, Transformer, call_plainly
-from steplab.parallel.layout import Sharding, Unit, data_share, lay_out, no_gradient_sync, open_mesh
-from steplab.parallel.pipeline import Pipeline, stage_numbers
+from steplab.parallel.layout import (
+    Pipeline,
+    Sharding,
+    Unit,
+    data_share,
+    lay_out,
+    no_gradient_sync,
+    open_mesh,
+    stage_numbers,
+)
 from steplab.specs.layout import Layout
 from steplab.specs.step import STAGES_A_RANK, StepSpec
 

@@ -10,16 +10,19 @@ from .shapes import refuse_unserved
 from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     Call,
+    Made,
     Start,
     base_two,
     hopper_options,
+    in_a_row,
+    kind_of,
+    laid_out_as,
     num_multiprocessors,
     portable_options,
     positive_scale,
     precision,
     tile_form,
 )
-from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, task_table
 from .triton_tensors import Shape, columns, copy_back, readable, writable
 from .triton_tuning import Tiles, tiles_for
@@ -101,7 +104,7 @@ def _start(
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
-        from .triton_portable_forward import attention_forward
+        from .triton_portable import attention_forward
 
         num_programs, rows, main, rest = num_tasks, tiles.queries, tiles.box, 0
         options = portable_options(tiles, call.products)
