@@ -26,7 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.ops.attention import triton_backward, triton_forward, triton_launch, triton_tuning
+from steplab.ops.attention import triton_backward, triton_forward, triton_repeats, triton_tuning
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.functions import FlashAttentionTriton
 from steplab.ops.errors import Unsupported
@@ -80,7 +80,7 @@ def choose_anew() -> None:
     triton_tuning._found.cache_clear()
     triton_backward._layout.cache_clear()
     triton_backward._starts_of_one_sweep.cache_clear()
-    triton_launch.forget()
+    triton_repeats.forget()
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -488,7 +488,7 @@ def test_a_call_on_the_memory_of_another_reads_what_is_there_now(variant: str) -
                 right = (expected, *torch.autograd.grad(expected, wide, do.double()))
                 for x, y in zip(found, right, strict=True):
                     assert (x.double() - y).norm() <= 0.01 * y.norm(), (i, name, causal, scale)
-    assert len(triton_launch._known) >= 2 * 4 * 3, "calls were made again"
+    assert len(triton_repeats._known) >= 2 * 4 * 3, "calls were made again"
 
 
 def test_profilers_and_counters_see_the_operators_that_are_passed_by_without_them() -> None:

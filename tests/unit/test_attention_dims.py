@@ -7,8 +7,7 @@ from tests.attention_records import make_benchmark
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.records.timing import PhaseSamples
 from steplab.report.kit.markup import markdown_table
-from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import AttentionStudy, cells_of_grid
+from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of_grid
 
 
 def cell(milliseconds: float, **sizes: int) -> AttentionCell:

@@ -40,7 +40,7 @@ from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.attention_steps import attention_step_rows, attention_steps
 from steplab.report.run.listing import list_document
-from steplab.specs.attention_study import Grid
+from steplab.specs.attention import Grid
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]

@@ -15,8 +15,8 @@ from triton import knobs
 from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
-from steplab.ops.attention import triton_launch
-from steplab.ops.attention.triton_launch import (
+from steplab.ops.attention import triton_repeats
+from steplab.ops.attention.triton_repeats import (
     Address,
     Kind,
     Made,
@@ -64,7 +64,7 @@ def test_a_call_without_a_stream_or_whose_launch_cannot_be_repeated_is_not_kept(
 
 
 def test_no_more_calls_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "MOST_KEPT", 3)
+    monkeypatch.setattr(triton_repeats, "MOST_KEPT", 3)
     kind, tensors = a_kind(), [torch.zeros(1) for _ in range(4)]
     for x in tensors:
         kind.keep([x], [lambda: None])
@@ -72,7 +72,7 @@ def test_no_more_calls_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_no_more_kinds_are_kept_than_are_useful(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_launch, "MOST_KEPT", 3)
+    monkeypatch.setattr(triton_repeats, "MOST_KEPT", 3)
     kinds = [kind_of(like_the_first, (torch.zeros(1, 1, i, 16),) * 3) for i in range(1, 5)]
     again = [kind_of(like_the_first, (torch.zeros(1, 1, i, 16),) * 3) for i in (4, 1)]
     assert again[0] is kinds[3]
@@ -129,7 +129,7 @@ class OnDevice(torch.Tensor):
 def test_kinds_or_addresses_differ_wherever_a_launch_would(monkeypatch: pytest.MonkeyPatch) -> None:
     """In address, shape, strides, type, what else is asked for, and stream; and not by the objects."""
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
-    monkeypatch.setattr(triton_launch, "_stream", lambda device: 7)
+    monkeypatch.setattr(triton_repeats, "_stream", lambda device: 7)
     room = torch.zeros(4, 1024, dtype=torch.bfloat16)
 
     def key(*shape: int, at: int = 0, causal: bool = True, dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -141,7 +141,7 @@ def test_kinds_or_addresses_differ_wherever_a_launch_would(monkeypatch: pytest.M
     assert first == key(2, 4, 64)
     assert first[0].stream == 7
     others = [key(4, 2, 64), key(2, 4, 64, at=8), key(2, 4, 64, causal=False), key(2, 4, 64, dtype=torch.float16)]
-    monkeypatch.setattr(triton_launch, "_stream", lambda device: 8)
+    monkeypatch.setattr(triton_repeats, "_stream", lambda device: 8)
     others.append(key(2, 4, 64))
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert key(2, 4, 64)[0].stream is None, "of a device that is not current"

@@ -11,8 +11,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import steplab.ops.attention.operators  # noqa: F401  # defines torch.ops.steplab
-from steplab.costs.attention_operators import _FUSED, FUSED_ATTENTION, fused_attention_cost
-from steplab.costs.operators import Tensor, operator_cost
+from steplab.costs.operators import _FUSED, FUSED_ATTENTION, Tensor, fused_attention_cost, operator_cost
 from steplab.reading.traces.digest import digest
 from steplab.reading.traces.reading import read_trace
 

@@ -9,10 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.unit.allocator_model import KIB, MIB, CachingAllocator
 
-from steplab.reading.snapshots.allocator import rounded_sizes
 from steplab.reading.snapshots.building import build_history
 from steplab.reading.snapshots.history import AllocatorSettings, History
-from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
+from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes, rounded_sizes
 
 SIZES = (1, 512, 513, 700 * KIB, MIB, MIB + 1, 2 * MIB + 3, 5 * MIB, 9 * MIB + 512, 10 * MIB, 19 * MIB, 33 * MIB + 7)
 MOVES = st.lists(st.tuples(st.integers(0, 9), st.integers(0, 10_000)), max_size=80)

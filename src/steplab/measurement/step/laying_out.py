@@ -14,8 +14,15 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.step.distributed import Distributed
 from steplab.model.checkpointing import wrap_block
 from steplab.model.compiling import repeated_blocks
-from steplab.model.stages import TransformerStage, blocks_of, cut
-from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
+from steplab.model.layout import (
+    TransformerStage,
+    arrive_whole,
+    blocks_of,
+    cut,
+    loss_over_ranks,
+    ready_for_loss,
+    tensor_plan,
+)
 from steplab.model.transformer import LossFn, Transformer, call_plainly
 from steplab.parallel.layout import (
     Pipeline,

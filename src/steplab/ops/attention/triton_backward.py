@@ -14,14 +14,9 @@ from .triton_launch import (
     SUMS_WIDTH,
     Call,
     Form,
-    Launch,
-    Made,
     Start,
     base_two,
     hopper_options,
-    in_a_row,
-    kind_of,
-    laid_out_as,
     num_multiprocessors,
     number_form,
     portable_options,
@@ -30,6 +25,7 @@ from .triton_launch import (
     sums_form,
     tile_form,
 )
+from .triton_repeats import Launch, Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, heads_in_a_row
 from .triton_tensors import (
     Columns,

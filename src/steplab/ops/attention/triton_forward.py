@@ -10,19 +10,16 @@ from .shapes import refuse_unserved
 from .triton_launch import (
     ROWS_OF_A_CONSUMER,
     Call,
-    Made,
     Start,
     base_two,
     hopper_options,
-    in_a_row,
-    kind_of,
-    laid_out_as,
     num_multiprocessors,
     portable_options,
     positive_scale,
     precision,
     tile_form,
 )
+from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, task_table
 from .triton_tensors import Shape, columns, copy_back, readable, writable
 from .triton_tuning import Tiles, tiles_for

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .triton_launch import refuse_while_capturing
+from .triton_repeats import refuse_while_capturing
 
 CACHE_SHARE = 16 * 2**20
 """Bytes of the L2 cache (an H200's has 60 MiB) for what a group of heads reads: by trial, 8 to 32 MiB are alike."""

@@ -8,7 +8,7 @@ import torch
 
 from .hopper_kernels import is_tried, remedy, too_old
 from .plain import plain_attention
-from .triton_launch import forget, refuse_while_capturing
+from .triton_repeats import forget, refuse_while_capturing
 
 CLOSE = 0.02
 """Largest relative error, by norm, that passes: bf16 makes 0.002 to 0.01, a wrong kernel about 1."""

@@ -1,0 +1,199 @@
+"""Calls that were made before on the same memory, and the launches that they consisted of.
+
+In a training step the caching allocator gives the tensors of a layer the addresses that they had in the step before.
+What kernels are started with depends on addresses, shapes, strides, type, device, stream and a few numbers, and on
+nothing else; so where all of these were seen before, the same launches are made again, and nothing is looked at twice.
+
+Such launches are made of what Triton's launcher is made of, which this file alone knows. Triton makes a launch in two
+steps. Python puts descriptors of tensors into the form that the driver takes, which encodes each of them anew; then a
+function in C reads the arguments and calls the driver. Where a kernel starts again on the same memory, what the first
+step gives is what it gave before, and the second takes a few microseconds.
+
+The arguments are those that Triton's own Python gives to that function, so that their order and form, which change
+between versions, are nowhere written down here. Where this Triton is built otherwise, there are no such launches.
+"""
+
+from collections.abc import Callable, Hashable, Sequence
+from copy import copy
+from dataclasses import dataclass
+from functools import cache, lru_cache, partial
+from inspect import getclosurevars, isfunction
+from threading import Lock
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import Unsupported
+from .triton_tensors import Shape
+
+Launch = Callable[[], object]
+
+
+class Address:
+    """A tensor's place in memory, of which a launch takes nothing else; so that none is kept alive by it."""
+
+    __slots__ = ("_address",)
+
+    def __init__(self, address: int) -> None:
+        self._address = address
+
+    def data_ptr(self) -> int:
+        """As a tensor's."""
+        return self._address
+
+
+class Launcher:
+    """Prepares launches of a compiled kernel that has run before."""
+
+    def __init__(self, compiled: Any, grid: Sequence[int]) -> None:
+        from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+        run, metadata = compiled.run, compiled.metadata
+        if metadata.global_scratch_size or metadata.profile_scratch_size:
+            raise AttributeError("memory is allocated for each launch")
+        self._in_c = getclosurevars(run.launch).nonlocals["launcher"] if isfunction(run.launch) else run.launch
+        self._read: list[tuple[Any, ...]] = []
+        self._reading = Lock()
+        descriptors = getattr(metadata, "tensordesc_meta", None)
+        self._reader = copy(run)
+        self._reader.launch = wrap_handle_tensordesc(self._note, compiled.src.signature, descriptors)
+        self._grid, self._of_kernel = grid, (compiled.function, compiled.packed_metadata, None, None, None)
+
+    def _note(self, *given: Any) -> None:
+        self._read.append(given)
+
+    def ready(self, stream: int, arguments: Sequence[Any]) -> Launch:
+        """The launch on a raw stream, with all arguments read; without Triton's hooks, for which see `hooked`."""
+        with self._reading:
+            self._reader(*self._grid, stream, *self._of_kernel, *arguments)
+            return partial(self._in_c, *self._read.pop())
+
+
+def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
+    """None where this Triton's launcher is not as expected here."""
+    try:
+        return Launcher(compiled, grid)
+    except (ImportError, AttributeError, KeyError, TypeError):
+        return None
+
+
+def hooked() -> bool:
+    """Whether a hook is to be called at each launch, as Triton's profiler asks: only Triton's own launches call it."""
+    runtime = _runtime()
+    before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
+    return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
+
+
+@cache
+def _runtime() -> Any:
+    from triton import knobs
+
+    return knobs.runtime
+
+
+MOST_KEPT = 1024
+"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. And kinds of
+these."""
+
+Made = tuple[Shape, Shape, torch.dtype]
+"""Sizes, strides and type of a tensor that a call makes."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Kind:
+    """Calls that differ in the addresses of their tensors alone."""
+
+    stream: int | None
+    """The raw stream; None where launches are not kept: on a CPU, or a GPU that is not the current one."""
+    device: torch.device
+    """That of all tensors."""
+    made: tuple[Made, ...]
+    """What such a call makes."""
+
+    def tensors(self) -> list[Tensor]:
+        """Those that a call makes, without content."""
+        if self.stream is None or _empty is None:
+            return [torch.empty_strided(*laid, dtype=dtype, device=self.device) for *laid, dtype in self.made]
+        return [_empty(*like) for like in self.made]
+
+    def made_again(self, tensors: Sequence[Tensor]) -> bool:
+        """Make the launches of the call on these tensors, where they are known."""
+        known = _known.get((self, *map(_address, tensors)))
+        if known is None or hooked():
+            return False
+        for launch in known[0]:
+            launch()
+        return True
+
+    def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
+        """Keep the launches of a call, unless one is not to be had, and what they read besides the call's tensors."""
+        ready = [launch for launch in launches if launch is not None]
+        if self.stream is None or len(ready) < len(launches) or hooked():
+            return
+        if len(_known) >= MOST_KEPT:  # addresses that do not come back: begin anew
+            _known.clear()
+        _known[self, *map(_address, tensors)] = ready, needed
+
+
+_known: dict[tuple[Hashable, ...], tuple[Sequence[Launch], object]] = {}
+_kinds: dict[Hashable, Kind] = {}
+
+
+def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
+    """The kind of a call; `make` gives for its inputs what it makes, and `more` is all that is asked for besides.
+
+    inputs begin with q and k, whose shapes and type decide all others'.
+    """
+    q, k, *_ = inputs
+    device = q.get_device()
+    stream = _stream(device) if q.is_cuda and device == torch.cuda.current_device() else None
+    seen = (make, stream, device, q.dtype, q.shape, k.shape, *more, *map(Tensor.stride, inputs))
+    kind = _kinds.get(seen)
+    if kind is None:
+        if len(_kinds) >= MOST_KEPT:
+            forget()
+        kind = _kinds[seen] = Kind(stream, q.device, make(*inputs))
+    return kind
+
+
+def forget() -> None:
+    """Forget all calls: for who changes by which kernels a call is made."""
+    _known.clear()
+    _kinds.clear()
+
+
+def laid_out_as(x: Tensor) -> Made:
+    """A tensor of the sizes and type of x, its dimensions in memory in the order of x's: as torch.empty_like has it."""
+    return tuple(x.shape), _strides_like(x.shape, x.stride()), x.dtype
+
+
+def in_a_row(sizes: Sequence[int], dtype: torch.dtype) -> Made:
+    """A contiguous tensor."""
+    return tuple(sizes), torch.empty(tuple(sizes), device="meta").stride(), dtype
+
+
+@lru_cache(maxsize=256)
+def _strides_like(shape: Shape, strides: Shape) -> Shape:
+    return torch.empty_like(torch.empty_strided(shape, strides, device="meta")).stride()
+
+
+def refuse_while_capturing(device: torch.device) -> None:
+    """Raise Unsupported where a CUDA graph is recorded: at a first call kernels are loaded and tables copied."""
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        raise Unsupported(
+            "the first call of 'flash_triton' for a shape while a CUDA graph is recorded",
+            "its kernels are loaded and its tables are copied then, which a graph cannot record",
+            "call it once before, forward and backward, with tensors of the same shapes and strides",
+        )
+
+
+def _raw_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+_address = Tensor.data_ptr
+# What torch's own compiled code takes, where torch has these: a stream without a Python object around it, and a tensor
+# on the current GPU in half the time of `empty_like`, which goes through the dispatcher.
+_stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
+_empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)
