@@ -30,7 +30,6 @@ from steplab.ops.swiglu import swiglu, swiglu_amax, swiglu_backward_amax
 from steplab.specs.model import MODEL_SIZES
 
 LAYERS = (8192, 2560, 10240), (8192, 10240, 2560), (32768, 4096, 11008)
-"""Tokens, inputs, outputs."""
 BATCH, CONTEXT = 4, 2048
 SHAPE = replace(MODEL_SIZES["2.7b"], projections="merged")
 BF16 = torch.bfloat16

@@ -174,7 +174,6 @@ def trainer(rounds: str = "7") -> None:
 
 
 def phase_s(run: steplab.Run, name: str) -> float:
-    """The median of a phase in a record."""
     samples = run.timing.phase(name) if run.timing else None
     assert samples is not None
     return median(samples.best_s)

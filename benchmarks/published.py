@@ -82,8 +82,6 @@ _PASSES = {"step": "train", "forward (no grad)": "forward", "forward+backward": 
 
 
 class PublicModel(msgspec.Struct, frozen=True):
-    """The model of a row."""
-
     key: str | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -100,8 +98,6 @@ class PublicModel(msgspec.Struct, frozen=True):
 
 
 class PublicLayout(msgspec.Struct, frozen=True):
-    """How its GPUs share a step."""
-
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -111,8 +107,6 @@ class PublicLayout(msgspec.Struct, frozen=True):
 
 
 class PublicRow(msgspec.Struct, frozen=True):
-    """A row, as far as a prediction needs it."""
-
     id: str
     group: str
     gpu: str
@@ -145,7 +139,6 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has the whole model."""
         return (self.layout.tp or 1) > 1 or (self.layout.pp or 1) > 1
 
     @property
@@ -156,7 +149,6 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def measured_s(self) -> float | None:
-        """Seconds of a step."""
         found = (self.derived or {}).get("step_time_s") or self.measured.get("step_time_s")
         return float(found) if found else None
 
@@ -170,7 +162,6 @@ class PublicRow(msgspec.Struct, frozen=True):
 
 
 def read_rows(path: Path = TABLE) -> list[PublicRow]:
-    """The rows of a table."""
     return msgspec.convert(msgspec.json.decode(lzma.decompress(path.read_bytes()))["rows"], list[PublicRow])
 
 
@@ -341,13 +332,10 @@ _NETWORK = {
 communication is taken to be hidden."""
 
 Loaded = tuple[PublicRow, PublicLoad, float]
-"""A row, its load and its measured seconds."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RowCheck:
-    """A prediction beside the measured seconds of a row."""
-
     row: PublicRow
     measured_s: float
     predicted_s: float | None = None
@@ -356,7 +344,6 @@ class RowCheck:
     constant_s: float | None = None
     """By one share of the stated peak, the best for all rows of the source on this GPU."""
     unsupported: str | None = None
-    """Why there is no prediction."""
 
     @property
     def error(self) -> float | None:
@@ -368,7 +355,6 @@ class RowCheck:
 
     @property
     def inside(self) -> bool:
-        """Whether the measured time lies in the interval."""
         return self.predicted_s is not None and abs(self.measured_s / self.predicted_s - 1) <= self.spread
 
 
@@ -378,7 +364,6 @@ def counts(row: PublicRow) -> bool:
 
 
 def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
-    """The rows that count and can be predicted."""
     for row in rows:
         measured = row.measured_s
         if not counts(row) or measured is None or row.card is None or row.is_split:
@@ -391,7 +376,6 @@ def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
 
 
 def check_rows(rows: Sequence[PublicRow]) -> list[RowCheck]:
-    """A check of every row whose time counts, in their order."""
     scored = [row for row in rows if counts(row)]
     loaded = list(loaded_rows(scored))
     stacks, constants = unseen_stacks(loaded), _constants(scored)
@@ -442,7 +426,6 @@ def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, floa
 
 
 def fitted_stack(own: Sequence[Loaded]) -> StackRates:
-    """The factors of a source on a GPU by these rows of it."""
     many, several_nodes = len(own) >= _MANY_ROWS, any(load.hops for _, load, _ in own)
     start = dict.fromkeys(_KINDS, 1.0) if many else {"all": 1.0}
     start |= _NETWORK[many] if several_nodes else {}
@@ -516,7 +499,6 @@ def ranking(checks: Sequence[RowCheck]) -> dict[str, list[bool]]:
 
 
 def times(rows: Sequence[PublicRow]) -> None:
-    """The times of all rows that count, as Markdown."""
     checks = check_rows(rows)
     print("| source | steps | median | p90 | worst | in the interval | best constant: median | p90 |")
     print("|---|---|---|---|---|---|---|---|")
@@ -562,7 +544,6 @@ def spec_of(row: PublicRow) -> StepSpec:
 
 
 def memory(rows: Iterable[PublicRow]) -> None:
-    """Rows that state the memory of a rank."""
     print("| row | GPUs | layout | kind | stated | predicted | error |\n|---|---|---|---|---|---|---|")
     for published in rows:
         row, stated = published, published.measured.get("memory_gib") or published.measured.get("memory_gb")

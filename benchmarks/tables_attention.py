@@ -36,7 +36,6 @@ Times = dict[AttentionSpec, dict[str, float]]
 
 
 def attention() -> Iterator[Table]:
-    """The tables as they stand in the page."""
     runs = read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun)
     newest = next(run for run in reversed(runs) if run.study.name == "peers")
     told = f"record {newest.id} of {newest.created_utc[:10]} {newest.created_utc[11:16]} UTC"
@@ -164,7 +163,6 @@ def _bound_row(spec: AttentionSpec, name: str, seconds: float) -> tuple[str, ...
 
 
 def pairs_of_head(spec: AttentionSpec) -> int:
-    """Pairs of a query and a key that it sees."""
     square = min(spec.queries, spec.num_keys)
     if not spec.causal:
         return spec.queries * spec.num_keys

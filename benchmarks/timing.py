@@ -26,8 +26,6 @@ Constants = Mapping[str, int]
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """Something to time."""
-
     name: str
     make: Callable[[], Call]
     """Makes a set of tensors, and gives the call on them."""
@@ -59,7 +57,6 @@ def sample_s(calls: list[Call], flush: Tensor) -> tuple[float, float]:
 
 
 def measure(cases: Iterable[Case], repeats: int) -> list[dict[str, Any]]:
-    """A row for each case, with its samples in turns."""
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
     ready, rows = list[tuple[Case, list[Call], dict[str, Any]]](), list[dict[str, Any]]()
     for case in cases:
@@ -94,13 +91,11 @@ def measure(cases: Iterable[Case], repeats: int) -> list[dict[str, Any]]:
 
 
 def put(case: Case) -> None:
-    """Set the constants of a case's module."""
     for name, value in case.constants.items():
         setattr(case.module, name, value)
 
 
 def in_tiles(cases: list[Case], module: Any, tiles: list[Constants]) -> Iterator[Case]:
-    """Each case with each choice of constants."""
     for case in cases:
         for constants in tiles:
             yield Case(**{**vars(case), "module": module, "constants": constants})

@@ -71,16 +71,11 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The outcome of tasks whose process gave no results."""
-
     why: str
-    """The reason, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The timing of one candidate on one shape."""
-
     tiles: Tiles
     shape: AttentionSpec
     device_s: tuple[float, ...]
@@ -88,7 +83,6 @@ class Trial:
 
     @property
     def time_s(self) -> float:
-        """The median of these."""
         return median(self.device_s)
 
     @property
@@ -103,7 +97,6 @@ class Trial:
 
 
 def box_of(head_dim: int) -> int:
-    """Columns of the tile that holds a head dimension."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
