@@ -130,7 +130,8 @@ def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start,
 )
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant, head_dim: int) -> None:
     """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
-    home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
+    file = "portable" if variant == "portable" else f"hopper_{kernel}"
+    home = importlib.import_module(f"steplab.ops.attention.triton_{file}")
     noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))
     with patch.object(home, f"attention_{kernel}", noted):
         start, num_tensors = starts(kernel, variant, head_dim)
