@@ -64,7 +64,7 @@ FACTS = (
     "steplab.ops.attention.implementations",
     "steplab.ops.attention.choice_rule",
     "steplab.ops.attention.hopper_kernels",
-    "steplab.ops.cross_entropy_table",
+    "steplab.ops.triton_places",
     "steplab.ops.triton_places",
     "steplab.parallel.sizes",
     "steplab.parallel.errors",

@@ -8,15 +8,20 @@ from statistics import mean, median
 
 import msgspec
 import pytest
-from benchmarks.published import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
-from benchmarks.published_check import (
+from benchmarks.published import (
+    PublicLayout,
+    PublicRow,
     RowCheck,
+    StackRates,
     check_rows,
     counts,
     fitted_stack,
     groups_of,
+    load_of,
     loaded_rows,
     ranking,
+    read_rows,
+    step_of,
     summary,
     unseen_stacks,
 )

@@ -1,7 +1,7 @@
 """How long a kernel of the dry run takes: its sizes, and the name by which the rates have it (costs.kernel_time)."""
 
-from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
+from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.costs.rates import Gpu
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.fusion import Kernel

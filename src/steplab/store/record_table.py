@@ -17,8 +17,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
-from steplab.store.prefix import id_beginning, unique_id
-from steplab.store.selection import Selection
+from steplab.store.selection import Selection, id_beginning, unique_id
 
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)

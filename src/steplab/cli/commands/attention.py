@@ -13,7 +13,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from steplab.cli.options import GivenFields, OutputOptions, field_options
-from steplab.specs.attention_study import FIELDS
+from steplab.specs.attention import FIELDS
 from steplab.specs.layout import DEVICES_TOLD
 
 _CELLS = Group.create_ordered(

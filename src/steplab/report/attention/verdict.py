@@ -29,7 +29,7 @@ _WIDE = 0.1
 """Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
-"""The failure without a package (ops.attention.flash_attn_4), also in the words of older records."""
+"""The failure without a package (ops.attention.peers), also in the words of older records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
