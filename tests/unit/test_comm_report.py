@@ -232,21 +232,6 @@ def test_what_was_timed_at_too_few_sizes_has_no_line_and_a_note_says_why() -> No
 # --- shown ------------------------------------------------------------------------------------------------
 
 
-def failing() -> CommRun:
-    """Four cells, of which one failed."""
-    lists: dict[str, Sequence[object]] = {
-        "collective": ["all_reduce", "send_recv"],
-        "size": ["1MB", "100MB"],
-        "world_size": [2],
-    }
-    run = make_comm(lists, ranks=2, id="c0ffee000001")
-    cells = [make_failure(cell.spec) if index == 2 else cell for index, cell in enumerate(run.cells)]
-    even = tuple(times for times in cells[0].ranks)
-    cells[0] = make_comm_cell(cells[0].spec, ranks=(even[0], even[0]))
-    cells[1] = make_comm_cell(cells[1].spec, ranks=(cells[1].ranks[0], cells[1].ranks[0]))
-    return make_comm(lists, ranks=2, id="c0ffee000001", cells=tuple(cells), profile=profile_of(cells))
-
-
 def test_the_terminal_begins_with_the_answer() -> None:
     text = render_comm(failing(), width=119)
     assert text.startswith(GOLDEN)
