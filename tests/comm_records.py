@@ -87,3 +87,9 @@ def failing() -> CommRun:
     cells[0] = make_comm_cell(cells[0].spec, ranks=(even[0], even[0]))
     cells[1] = make_comm_cell(cells[1].spec, ranks=(cells[1].ranks[0], cells[1].ranks[0]))
     return make_comm(lists, ranks=2, id="c0ffee000001", cells=tuple(cells), profile=profile_of(cells))
+
+
+def told_benchmarks() -> list[CommRun]:
+    """One of which a cell failed, and one over two numbers of ranks."""
+    lists: dict[str, Sequence[object]] = {"collective": ["all_reduce"], "size": ["1MB", "10MB", "100MB"]}
+    return [failing(), make_comm(lists | {"world_size": [2, 4]}, id="c0ffee000002")]

@@ -121,11 +121,13 @@ CASES = {
         ("compare 76558195ed1b 8e3728f304ab --allow compile",),
         num_shown=1,
     ),
-    "made_memory": Case({}, tuple(f"show {number:02d}{number:02d}" for number in range(1, 8)), made=memory_records.told_runs),
-    "made_profiles": Case({}, ("show 0101", "show 0202", "show 0303"), made=profiles.told_runs),
+    "made_memory": Case(
+        {}, tuple(f"show {number:02d}{number:02d}" for number in range(1, 8)), made=memory_records.told_runs
+    ),
+    "made_profiles": Case({}, ("show 0101", "show 0202", "show 0303", "explain 0303"), made=profiles.told_runs),
     "made_precision": Case({}, ("report",), made=precision_records.told_records),
     "made_attention": Case({}, ("report",), made=lambda: [make_benchmark("peers")]),
-    "made_comm": Case({}, ("report",), made=lambda: [comm_records.failing()]),
+    "made_comm": Case({}, ("report c0ffee000001", "report c0ffee000002"), made=comm_records.told_benchmarks),
     "made_ddp": Case({}, ("report",), made=lambda: [make_ddp_run(broken=("flat",))]),
     "made_walk": Case({}, ("report",), made=lambda: [some_advice()]),
 }
@@ -153,7 +155,7 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Pro
     time.tzset()
 
 
-@pytest.mark.parametrize(("name", "format"), [(name, format) for name in CASES for format in CASES[name].formats])
+@pytest.mark.parametrize(("name", "format"), [(name, kind) for name in CASES for kind in CASES[name].formats])
 def test_the_commands_print_what_was_approved(
     name: str, format: str, programs: dict[str, Program], request: pytest.FixtureRequest
 ) -> None:
