@@ -72,3 +72,24 @@ def make_comm(lists: Mapping[str, Sequence[object]] | None = None, *, ranks: int
         "profile": profile_of(measured),
     }
     return CommRun(**(values | overrides))
+
+
+def failing() -> CommRun:
+    """Four cells, of which one failed."""
+    lists: dict[str, Sequence[object]] = {
+        "collective": ["all_reduce", "send_recv"],
+        "size": ["1MB", "100MB"],
+        "world_size": [2],
+    }
+    run = make_comm(lists, ranks=2, id="c0ffee000001")
+    cells = [make_failure(cell.spec) if index == 2 else cell for index, cell in enumerate(run.cells)]
+    even = tuple(times for times in cells[0].ranks)
+    cells[0] = make_comm_cell(cells[0].spec, ranks=(even[0], even[0]))
+    cells[1] = make_comm_cell(cells[1].spec, ranks=(cells[1].ranks[0], cells[1].ranks[0]))
+    return make_comm(lists, ranks=2, id="c0ffee000001", cells=tuple(cells), profile=profile_of(cells))
+
+
+def told_benchmarks() -> list[CommRun]:
+    """One of which a cell failed, and one over two numbers of ranks."""
+    lists: dict[str, Sequence[object]] = {"collective": ["all_reduce"], "size": ["1MB", "10MB", "100MB"]}
+    return [failing(), make_comm(lists | {"world_size": [2, 4]}, id="c0ffee000002")]

@@ -521,3 +521,12 @@ def imported_run(**overrides: Any) -> Run:
         "notes": ("timing, memory: an imported trace has only profiled steps",),
     }
     return Run(**(values | overrides))
+
+
+def told_runs() -> list[Run]:
+    """A step whose host is late, one on a CPU, and a trace of someone else's, in a store of their own."""
+    made = {"late": launch_bound_run(), "cpu": cpu_run(), "trace": imported_run()}
+    return [
+        replace(run, id=f"{number:02d}" * 6, name=name, created_utc=f"2026-11-21T07:{number:02d}:00Z", utilizations=())
+        for number, (name, run) in enumerate(made.items(), start=1)
+    ]

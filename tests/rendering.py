@@ -1,6 +1,8 @@
-"""Runs and rows as text, in the formats that commands write."""
+"""Runs and rows as text, in the formats that commands write; and what holds of every page."""
 
+import re
 from collections.abc import Sequence
+from html.parser import HTMLParser
 
 from steplab.records.memory_references import MemoryReferences
 from steplab.records.rows import Row
@@ -33,3 +35,31 @@ def run_text(
     """One run in full."""
     (document,) = REPORT.documents([run], Context(references=references))
     return render(document, format, width=width, color=color)
+
+
+class _Balance(HTMLParser):
+    """Every element that is opened is closed, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        if tag not in ("meta", "br", "link", "img"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        pass
+
+
+def assert_whole(page: str) -> None:
+    """Fail unless a page is well formed, needs nothing from elsewhere, runs nothing and shows no None."""
+    balance = _Balance()
+    balance.feed(page)
+    assert balance.open == []
+    assert not re.findall(r"(?:src|href)=\"(?!#)", page)
+    assert "<script" not in page
+    assert "None" not in re.sub(r"<style>.*?</style>", "", page, flags=re.DOTALL)

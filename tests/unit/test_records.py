@@ -183,7 +183,7 @@ def test_fields_that_an_earlier_version_did_not_write_take_their_defaults() -> N
     assert decode(line) == Run(id="a", created_utc="b", steplab_version="0.0.1")
 
 
-@pytest.mark.parametrize("kind", ["run", "ceilings"])
+@pytest.mark.parametrize("kind", ["run", "ceilings", "attention", "comm"])
 def test_a_newer_major_format_is_refused_with_the_fix(kind: str) -> None:
     with pytest.raises(SteplabError, match=rf"steplab\.{kind}/2.*upgrade steplab"):
         decode(json.dumps({"schema": f"steplab.{kind}/2", "id": "a"}))

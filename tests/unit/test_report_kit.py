@@ -25,6 +25,7 @@ from steplab.report.kit.document import (
     Verdict,
 )
 from steplab.report.kit.html import section_html
+from steplab.report.kit.kernel_names import last_part, short_kernel, short_kernels
 from steplab.report.kit.quantities import BYTES, LABEL, SHARE, TIME
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.kit.table import drawn, sheet
@@ -214,3 +215,65 @@ def test_the_caption_explains_the_columns_that_a_table_has_and_no_other() -> Non
     rows = tuple(dict(row) for row in ROWS)
     table = dataclasses.replace(TABLE, columns=noted, rows=rows)
     assert sheet(table).caption == "Medians. Median time is explained."
+
+
+@pytest.mark.parametrize(
+    ("name", "short"),
+    [
+        ("aten::mm", "aten::mm"),
+        ("ampere_sgemm_128x64_tn", "ampere_sgemm_128x64_tn"),
+        ("void cutlass::Kernel2<cutlass_80_simt_sgemm_128x64_8x5_tn_align1>(cutlass_80::Params)",
+         "cutlass_80_simt_sgemm_128x64_8x5_tn_align1"),
+        ("ncclDevKernel_AllReduce_Sum_f32_RING_LL(ncclDevKernelArgsStorage<4096ul>)",
+         "ncclDevKernel_AllReduce_Sum_f32_RING_LL"),
+        ("void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false>(float*, float const*, int)",
+         "softmax_warp_forward<float,float,float,10,false>"),
+        ("void at::native::elementwise_kernel<128, 2, at::native::gpu_kernel_impl<at::native::(anonymous namespace)::"
+         "masked_fill_kernel(at::TensorIterator&, c10::Scalar const&)::{lambda()#1}::operator()() const::"
+         "{lambda(float, bool)#1}> >(int, at::native::X)", "elementwise_kernel<gpu_kernel_impl<masked_fill_kernel>>"),
+        ("void at::native::(anonymous namespace)::multi_tensor_apply_kernel<at::native::(anonymous namespace)::"
+         "TensorListMetadata<4>, at::native::(anonymous namespace)::FusedAdamMathFunctor<float, 4, "
+         "(at::native::ADAM_MODE)1, false>, float const*, double>(int)",
+         "multi_tensor_apply_kernel<Ten…Metadata,FusedAdamMathFunctor>"),
+        ("std::enable_if<!(false), void>::type gemvx::kernel<int, float>(int)", "kernel<int,float>"),
+        ("", ""),
+        ("()", "()"),
+    ],
+)  # fmt: skip
+def test_short_names(name: str, short: str) -> None:
+    assert short_kernel(name) == short
+    assert len(short_kernel(name, 20)) <= 20
+
+
+SGEMM = "cutlass_80_simt_sgemm_of_{}_with_a_long_name_that_all_of_them_share_to_its_very_end"
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        [SGEMM.format(tile) for tile in ("128x64", "64x128", "256x128_split_k")],
+        [f"void fill<{kind}, std::array<char*, 1ul>, a_long_argument_of_the_template_{kind}>()" for kind in "ab"],
+        ["void at::kernel<int>(int)", "void at::native::kernel<int>(int)", "void at::kernel<int>(float)"],
+        ["k" * 5000 + "a", "k" * 5000 + "b"],  # not even their beginnings differ
+        ["x…y", "x", ""],
+    ],
+)
+@pytest.mark.parametrize("most", [16, 44, 60])
+def test_different_kernels_have_different_short_names(names: list[str], most: int) -> None:
+    short = short_kernels(names, most)
+    assert list(short) == names
+    assert len(set(short.values())) == len(names)
+    assert max(map(len, short.values())) <= most
+    assert short_kernels([names[0]], most) == {names[0]: short_kernel(names[0], most)}
+
+
+def test_a_gigantic_name_is_cut_quickly() -> None:
+    assert len(short_kernel("k<" + "(" * 500_000 + ")" * 500_000, 60)) <= 60
+
+
+@pytest.mark.parametrize(
+    ("range", "part"),
+    [("blocks.*.attention.scores", "scores"), ("blocks.*", "blocks"), ("loss", "loss"), ("", "")],
+)
+def test_last_part_of_a_range(range: str, part: str) -> None:
+    assert last_part(range) == part
