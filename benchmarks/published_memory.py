@@ -18,9 +18,10 @@ from benchmarks.published import PublicLayout, PublicRow, read_rows, step_of
 from steplab.errors import SteplabError
 from steplab.plan.cards import outside_bytes
 from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.model import own_model
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import rank_groups
-from steplab.plan.layout.traffic import gathered_elements
+from steplab.plan.layout.traffic import updated_elements
 from steplab.plan.memory import workspace_of
 from steplab.records.prediction import RankMemory
 from steplab.specs.hardware import hardware_named
@@ -99,7 +100,7 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
     if "nvidia-smi" in str(row.measured.get("memory_kind")):
         size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     kept = str(row.precision.get("parameters"))
-    weights = gathered_elements(spec, group)
+    weights = updated_elements(spec, group, own_model(spec))
     ours = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes
     if kept.startswith("fp32 shards"):
         return size - ours + 16 * weights / spec.layout.fsdp

@@ -56,12 +56,13 @@ def model_flops_per_token(
 
 def executed_flops_per_token(
     spec: StepSpec,
+    is_causal: bool = True,
+    /,
     *,
     num_parameters: int,
     num_embedding_parameters: int | None,
     num_layers: int | None,
     attention_width: int | None,
-    is_causal: bool = True,
 ) -> float | None:
     """Matmul FLOPs that the implementation executes per token, recomputation included: the numerator of HFU.
 

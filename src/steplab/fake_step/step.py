@@ -29,6 +29,7 @@ from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 
@@ -37,11 +38,14 @@ _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 
 @contextmanager
-def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
+def fake_step(
+    spec: StepSpec, workspace: Count, listen: Listener, *, cut: Callable[[ModelStep], None] = lambda step: None
+) -> Iterator[Callable[[], None]]:
     """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does.
 
     Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. A value
-    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors.
+    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors. cut:
+    takes blocks off the step once it is built.
 
     Raises UserError as `build_workload` does, and Unsupported for a model whose course depends on such values, or with
     operators whose costs are not known.
@@ -71,7 +75,7 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
             watcher,
         ):
             watcher.begin("build")
-            step = _built(spec, storages, watcher, doing)
+            step = _built(spec, storages, watcher, doing, cut)
             with nullcontext() if spec.compile not in ("off", "block") else _masks_of_one_sequence():
                 yield partial(_run, step, storages, watcher)
     except ERRORS as error:
@@ -155,13 +159,28 @@ def telling_operators(
     operators.extend(found)
 
 
-def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> ModelStep:
+@contextmanager
+def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
+    """A context with the step as it is built, on tensors without content. Raises as `fake_step` does."""
+    found: list[ModelStep] = []
+    with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
+        yield found[0]
+
+
+_ALONE: dict[str, Any] = {"layout": SINGLE, "pass_name": "forward_backward", "data_parallel": "bucketed"}
+"""Fields of a step that one process takes, without an optimizer."""
+
+
+def _built(
+    spec: StepSpec, storages: Storages, watcher: Watcher, doing: str, cut: Callable[[ModelStep], None]
+) -> ModelStep:
     workload = build_workload(spec, _CPU)
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
     # An overlapped update needs the same memory and operators, and then there is a phase in which its state is made.
     step = ModelStep(workload, dataclasses.replace(spec, update=AFTER), _CPU)
+    cut(step)
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
     storages.call(step.module.buffers(), "parameters")
     for name, parameter in step.module.named_parameters():

@@ -23,6 +23,7 @@ from steplab.fake_step.kernels import (
 )
 from steplab.fake_step.storages import FORMATS, Storages
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator
+from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten
@@ -70,7 +71,7 @@ class Watcher(TorchDispatchMode):
         self._fused_optimizer, self._updates_in_backward = fused_optimizer, updates_in_backward
         self._doing = doing
         self._phase = "build"
-        self._where = ""
+        self._where = self._first = ""
         self._begins: list[tuple[int, str]] = []
         """Numbers of autograd's nodes from which on a part of the model made them."""
         self._handles: set[str] = set()
@@ -84,17 +85,19 @@ class Watcher(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
         self._phase = phase
-        self._where = ""
+        self._where = self._first if phase == "forward" else ""
         if phase == "forward":
-            self._begins = []
+            self._begins = [(0, self._first)]
         if phase != "optimizer" or not self._updates_in_backward:
             self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
-        """Say where operators of these run: 'block 3'."""
+        """Say where operators run: before these, in 'block 3', behind them."""
+        blocks = list(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
-            block.register_forward_hook(self._entering(""))
+            block.register_forward_hook(self._entering(BEHIND if block is blocks[-1] else ""))
+        self._first = BEFORE if blocks else ""
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
         """The model makes a tensor at this place of its code without naming a device."""

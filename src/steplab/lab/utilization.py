@@ -175,5 +175,5 @@ def _flops_per_step(spec: StepSpec, model: ModelFacts) -> list[tuple[Literal["mf
         for name in get_args(Convention)
         if model.is_causal or name != "causal"
     ]
-    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, **sizes, is_causal=model.is_causal)))
+    per_token.append(("hfu", "as_executed", executed_flops_per_token(spec, model.is_causal, **sizes)))
     return [(kind, name, flops * spec.tokens_of_all if flops is not None else None) for kind, name, flops in per_token]

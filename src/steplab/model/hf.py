@@ -61,11 +61,13 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
         _checkpoint(model, spec)
     backend = spec.attention.removeprefix("sdpa_")
     module: nn.Module = WithSdpaBackend(model, backend) if backend in SDPA_BACKENDS else model
+    num_layers, attention_width = _sizes(config.get_text_config()) if task in ("causal", "masked") else (None, None)
     return Workload(
         module=module,
         make_batch=partial(_batch, task, config, spec, device),
         knows_tokens=task != "image",
-        **(_sizes(config.get_text_config()) if task in ("causal", "masked") else {}),
+        num_layers=num_layers,
+        attention_width=attention_width,
         is_causal=task == "causal",
         num_active_parameters=_num_active(model, config),
     )
@@ -117,20 +119,17 @@ def _batch(task: str, config: Any, spec: StepSpec, device: torch.device) -> dict
     return {"input_ids": tokens_BT, "labels": tokens_BT}
 
 
-def _sizes(text: Any) -> dict[str, int | None]:
+def _sizes(text: Any) -> tuple[int | None, int | None]:
     """Layers and width of attention, for the count of FLOPs."""
     heads = getattr(text, "num_attention_heads", None)
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
-    return {
-        "num_layers": getattr(text, "num_hidden_layers", None),
-        "attention_width": heads * head_dim if heads and head_dim else None,
-    }
+    return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
 
 
 def _num_active(model: nn.Module, config: Any) -> int | None:
     """Parameters that one token uses, of a mixture of experts; None: all."""
     text = config.get_text_config()
-    chosen = next((n for key in _CHOSEN if (n := getattr(text, key, None))), None)
+    chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
     inactive = 0.0
     for part in model.modules() if chosen else ():
         experts = getattr(part, "experts", None)

@@ -25,8 +25,6 @@ from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
-from steplab.specs.hf_shape import shape_of
-from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 from steplab.units import counted, listed
@@ -39,8 +37,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
 
     Raises Unsupported for a step whose operators are not known, does not run on CUDA, or spans several processes, and
     for a number format that the GPU has no peak in. `operators`: those of an eager step of the spec, where they are
-    known by other means than the dry run (fake_step). A configuration of transformers without them is predicted as
-    steplab's Transformer with the same parts.
+    known by other means than the dry run (fake_step).
     """
     asked, spec = spec, _known_step(spec, gpu, operators)
     parts = throttled(_parts(spec, gpu, operators), gpu)
@@ -87,10 +84,7 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
 
 
 def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
-    """The step that is predicted in place of `spec`. Raises Unsupported as `predict_step_time` does."""
-    if operators is None and spec.model.kind == "hf":
-        shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
-        spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
+    """The step. Raises Unsupported as `predict_step_time` does."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     return spec
 
@@ -425,11 +419,6 @@ def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> lis
                 f"{_at(MADE_BY_HOST, operators)}, which the host makes and copies to the GPU; that is not predicted"
             )
         return notes
-    if spec.model.kind == "hf":
-        return [
-            "predicted as steplab's Transformer with the same parts: where torch and transformers are installed, the "
-            "operators of transformers are traced"
-        ]
     return []
 
 
