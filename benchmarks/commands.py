@@ -180,7 +180,9 @@ def write_snapshot(path: Path, gb: float, num_frames: int) -> None:
             order += [("free_requested", number), ("free_completed", number)]
         for action, number in order:
             time_us += 7
-            events.append(event(action, *blocks[number], time_us, lists[number]))
+            address, size = blocks[number]
+            of_event = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": time_us}
+            events.append(of_event | {"compile_context": "", "user_metadata": "", "frames": lists[number]})
     settings = {"PYTORCH_CUDA_ALLOC_CONF": "", "max_split_size": -1, "expandable_segments": False}
     snapshot = {"segments": segments, "device_traces": [events], "allocator_settings": settings}
     gc.disable()
@@ -188,34 +190,17 @@ def write_snapshot(path: Path, gb: float, num_frames: int) -> None:
         pickle.dump(snapshot, file, protocol=4)
 
 
-def event(action: str, address: int, size: int, time_us: int, frames: list[dict[str, Any]]) -> dict[str, Any]:
-    return {
-        "action": action,
-        "addr": address,
-        "size": size,
-        "stream": 0,
-        "time_us": time_us,
-        "compile_context": "",
-        "user_metadata": "",
-        "frames": frames,
-    }
-
-
 def segment(address: int, size: int) -> dict[str, Any]:
     free = {"address": address, "size": size, "requested_size": 0, "state": "inactive", "frames": []}
-    return {
-        "device": 0,
-        "address": address,
+    kept = {
         "total_size": size,
         "allocated_size": 0,
         "active_size": 0,
-        "stream": 0,
         "segment_type": "large",
         "segment_pool_id": (0, 0),
-        "is_expandable": False,
-        "frames": [],
-        "blocks": [free],
     }
+    where = {"device": 0, "address": address, "stream": 0, "is_expandable": False, "frames": []}
+    return where | kept | {"blocks": [free]}
 
 
 # --- a trace -------------------------------------------------------------------------------------------------------

@@ -115,10 +115,9 @@ class KernelTimes:
     sums: list[KernelSum]
     attention: dict[str, dict[str, AttentionRates]]
 
-    def without(self, size: str) -> "KernelTimes":
-        """The same without the steps of one size of the model."""
-        products = [each for each in self.products if each.size != size]
-        return KernelTimes(products, [each for each in self.sums if each.size != size], self.attention)
+    def of(self, runs: Sequence[Run]) -> "KernelTimes":
+        """What these steps show, with the same rates of attention, which are fitted to no step."""
+        return KernelTimes(product_times(runs), streaming_sums(runs), self.attention)
 
 
 def kernel_times(records: Sequence[Record], hardware: HardwareSpec) -> KernelTimes:
@@ -328,11 +327,12 @@ def _median_s(runs: Sequence[Run], phase: str) -> float | None:
 def _spread(records: Sequence[Record], times: KernelTimes, hardware: HardwareSpec) -> dict[str, float]:
     """Half of the interval: the error, as a share of the measured time, in most phases of sizes that a fit of the
     others has not seen."""
-    sizes = sorted({run.spec.model.label for run in _runs(records) if run.spec and run.profile})
+    runs = _runs(records)
+    sizes = sorted({run.spec.model.label for run in runs if run.spec and run.profile})
     errors: dict[str, list[float]] = {"eager": [], "compiled": []}
     for size in sizes:
-        gpu = fit_kernels(times.without(size), hardware, "")
-        cells = phase_cells(_runs(records), gpu)
+        gpu = fit_kernels(times.of([run for run in runs if _size(run) != size]), hardware, "")
+        cells = phase_cells(runs, gpu)
         paces = host_paces(cells)
         ahead = loaded(never_waited(cells, paces), gpu)
         rates = fit_step([each for each in ahead if _size(each.cell.run) != size])
@@ -355,7 +355,7 @@ def leave_one_out(records: Sequence[Record], hardware: HardwareSpec) -> list[flo
         gpu, seen = whole, ahead
         if spec in profiled:  # its kernels were fitted too
             others = [run for run in runs if run.spec != spec]
-            gpu = fit_kernels(KernelTimes(product_times(others), streaming_sums(others), times.attention), hardware, "")
+            gpu = fit_kernels(times.of(others), hardware, "")
             known = {(cell.run.id, cell.phase) for cell in ahead}
             seen = [cell for cell in phase_cells(runs, gpu) if (cell.run.id, cell.phase) in known]
         each = loaded(seen, gpu)
@@ -379,14 +379,25 @@ def fit_rates(
     """The committed table of rates, with those of one GPU fitted anew to `records`, which are `records_to_fit`.
 
     held_out: values of fields of a step whose records are left out, to be checked against later; others: steps, of
-    which those of GPUs without a fit tell how far off borrowed rates are. Raises UserError for an unknown GPU, and
-    where the records lack what a fit needs.
+    which those of GPUs without a fit tell how far off borrowed rates are. An implementation of attention that the
+    records do not have, as the portable kernels on a GPU with kernels of its own, keeps its rates.
+
+    Raises UserError for an unknown GPU, and where the records lack what a fit needs.
     """
     hardware, table = hardware_named(gpu), fitted_rates()
     before = next((each for each in table if each.name == hardware.name), table[0])
     rates = fit_gpu(records, hardware, source_of(records, hardware), before.step.spread["elsewhere"])
     held = {name: list(values) for name, values in held_out.items()}
-    new = msgspec.structs.replace(rates, until_utc=records[-1].created_utc, held_out=held)
+    kept = before if before.name == hardware.name else rates
+    shares = kept.streaming.shares | rates.streaming.shares
+    new = msgspec.structs.replace(
+        rates,
+        products=kept.products | rates.products,
+        streaming=msgspec.structs.replace(rates.streaming, shares=shares),
+        attention=kept.attention | rates.attention,
+        until_utc=records[-1].created_utc,
+        held_out=held,
+    )
     fitted = [new, *(each for each in table if each.name != hardware.name)]
     names = {rates.name for rates in fitted}
     tried = borrowers([run for run in others if _name_of_gpu(run) not in names], new)

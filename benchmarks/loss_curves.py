@@ -3,7 +3,7 @@
     python -m benchmarks.loss_curves                                            # a GPU: small, context 512, 4 seeds
     python -m benchmarks.loss_curves --device cpu --model tiny --context 64 --seeds 0 1 2
     python -m benchmarks.loss_curves --seeds 3 --output seed_3.json             # one seed a process, on GPUs of its own
-    python -m benchmarks.loss_curves --read seed_*.json --output all.json --picture loss_curves.png
+    python -m benchmarks.loss_curves --read seed_*.json --output all.json
 
 The steps are those that `steplab run` measures, from the same builder. A seed decides the initial weights and the order
 of the sequences; with one seed every variant begins with the same weights and sees the same batches. Two figures decide
@@ -76,6 +76,7 @@ VARIANTS = (
         fields=FAST | {"attention": "flash_triton", "precision": "bf16_master"},
         devices=("cuda",),
     ),
+    Variant(name="fp8", fields=FAST | {"attention": "flash_triton", "precision": "fp8"}, devices=("cuda",)),
     Variant(name="plain, bf16", fields=PLAIN | {"precision": "bf16"}, devices=("cuda",)),
     Variant(name="flash_triton", fields=FAST | {"attention": "flash_triton"}, devices=("cuda",)),
     Variant(
@@ -280,34 +281,8 @@ def beside(reference_ST: Losses, variant_ST: Losses) -> Beside:
     )
 
 
-def draw(curves: Curves, found: Mapping[str, Beside], seeds: Sequence[int], path: str) -> None:
-    """Above, the curves; below, what seeds and variants differ by."""
-    import matplotlib
-
-    matplotlib.use("svg" if path.endswith("svg") else "agg")
-    import matplotlib.pyplot as plt
-
-    figure, (above, below) = plt.subplots(2, 1, figsize=(8, 8), sharex=True, layout="constrained")
-    for number, (name, of_seeds) in enumerate(curves.items()):
-        losses_ST = in_order(of_seeds, seeds)
-        for order, losses_T in enumerate(losses_ST):
-            style = {"lw": 2.5, "alpha": 0.4} if name == REFERENCE else {"lw": 0.8}
-            above.plot(losses_T, color=f"C{number}", label=name if order == 0 else None, **style)
-    above.set(ylabel="loss, nats a token", title="Loss of each step, one line for each seed")
-    steps = len(next(iter(curves[REFERENCE].values())))
-    for number, (name, each) in enumerate(found.items(), 1):
-        middles = np.array([part.mean() for part in np.array_split(np.arange(steps), len(each.seeds))])
-        if number == 1:
-            below.plot(middles, each.seeds, color="C0", lw=2.5, alpha=0.4, label="seeds of the reference (SD)")
-        below.plot(middles, each.paired, color=f"C{number}", marker=".", label=f"{name} (RMS, same seed)")
-    below.set(yscale="log", xlabel="step", ylabel="nats a token", title="Difference in windows of steps")
-    above.legend()
-    below.legend()
-    figure.savefig(path)
-
-
-def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
-    """Print the table, draw the picture, and give the exit code. A variant that lacks a seed of the reference, because
+def report(results: Sequence[Mapping[str, Any]]) -> int:
+    """Print the table, and give the exit code. A variant that lacks a seed of the reference, because
     its run was ended before it, is left out."""
     every = joined(results)
     seeds = sorted(every[REFERENCE])
@@ -335,8 +310,6 @@ def report(results: Sequence[Mapping[str, Any]], picture: str) -> int:
     print()
     for name, words in commands_of(results).items():
         print(f"{name}: `{words}`")
-    if picture:
-        draw(curves, found, seeds, picture)
     return 0 if all(each.passes for name, each in found.items() if name not in controls) else 1
 
 
@@ -350,13 +323,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2, 3])
     parser.add_argument("--output", default="", help="a file for the losses, in JSON; with --read, for those of all")
     parser.add_argument("--read", nargs="+", default=[], help="files of --output, in place of training")
-    parser.add_argument("--picture", default="", help="a file for the picture, .svg or .png")
     options = parser.parse_args(arguments)
     results = [json.loads(Path(path).read_text()) for path in options.read] or [train(options)]
     if options.read and options.output:
         whole = {"about": results[0]["about"], "commands": commands_of(results), "curves": joined(results)}
         Path(options.output).write_text(json.dumps(whole) + "\n")
-    return report(results, options.picture)
+    return report(results)
 
 
 if __name__ == "__main__":

@@ -45,7 +45,7 @@ _NETWORKS = {
 of the node's, 200 Gbit/s for each GPU of Selene, 3200 for a p5 node."""
 _BY_DTENSOR = ("KempnerForge", "torchtitan")
 """Programs that split tensors by torch's DTensor, which costs Python time; Megatron's and nanotron's layers do not."""
-_PADDED_VOCABULARY = 128
+PADDED_VOCABULARY = 128
 """Megatron-LM pads the vocabulary to a multiple of this times its tensor-parallel ranks
 (--make-vocab-size-divisible-by)."""
 _ACTIVATIONS = {"gelu": "gelu", "relu": "gelu", "silu": "swiglu", "swiglu": "swiglu"}
@@ -169,7 +169,7 @@ def step_of(row: PublicRow) -> StepSpec:
     vocab, hidden, ffn, layers, heads, seq, batch = (size or 0 for size in sizes)
     tp, pp, micro_batches = layout.tp or 1, layout.pp or 1, row.grad_accum or 1
     if tp > 1 or "Megatron" in row.framework:
-        vocab = -(-vocab // (_PADDED_VOCABULARY * tp)) * _PADDED_VOCABULARY * tp
+        vocab = -(-vocab // (PADDED_VOCABULARY * tp)) * PADDED_VOCABULARY * tp
     learned = "learned" in str(model.positions)
     try:
         shape = TransformerShape(

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Iterable
 
 import msgspec
-from benchmarks.published import PublicLayout, PublicRow, read_rows, step_of
+from benchmarks.published import PADDED_VOCABULARY, PublicLayout, PublicRow, read_rows, step_of
 
 from steplab.errors import SteplabError
 from steplab.plan.cards import outside_bytes
@@ -30,25 +30,20 @@ from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.units import GIB
 
-PADDING = 128
-"""The vocabulary is padded to a multiple of that for each rank of tp, as Megatron-LM does
-(--make-vocab-size-divisible-by)."""
 WITH_WHOLE_TOKENS = ("bigscience",)
 """Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp has all tokens between the
 products."""
-UNSTATED = {"A100 (unstated kind)": "A100 SXM 80GB"}
 ALIKE_IN_MEMORY = {"H100 SXM 96GB HBM2e 500W": "H100 SXM"}
 """A GPU that is not in the catalogue: torch's memory depends on its architecture alone."""
 
 
 def spec_of(row: PublicRow) -> StepSpec:
     """The row's step with its layout. Raises SteplabError where steplab has none such."""
-    plain = msgspec.structs.replace(row, layout=PublicLayout(), steplab_gpu=row.steplab_gpu or UNSTATED.get(row.gpu))
-    step, given = step_of(plain), row.layout
+    step, given = step_of(msgspec.structs.replace(row, layout=PublicLayout())), row.layout
     shape = step.model.shape
     assert shape is not None
     tp, pp = given.tp or 1, given.pp or 1
-    padded = -(-shape.vocab_size // (PADDING * tp)) * PADDING * tp if tp > 1 else shape.vocab_size
+    padded = -(-shape.vocab_size // (PADDED_VOCABULARY * tp)) * PADDED_VOCABULARY * tp if tp > 1 else shape.vocab_size
     untied = dataclasses.replace(shape, head="untied", vocab_size=padded)  # a pipeline's ends have a copy each
     data = (row.gpus or 1) // tp // pp
     sharded = "fsdp" in str(given.shard)
@@ -61,10 +56,6 @@ def spec_of(row: PublicRow) -> StepSpec:
         accumulation=1 if pp > 1 else microbatches,
         microbatches=microbatches if pp > 1 else None,
     )
-
-
-def name_of_gpu(row: PublicRow) -> str:
-    return row.steplab_gpu or UNSTATED[row.gpu]
 
 
 def memory(rows: Iterable[PublicRow]) -> None:
@@ -82,7 +73,7 @@ def memory(rows: Iterable[PublicRow]) -> None:
             continue
         kind = str(row.measured.get("memory_kind"))
         reserved = "reserved" in kind or "nvidia-smi" in kind
-        name = hardware_named(name_of_gpu(row)).device_names[0]
+        name = hardware_named(row.card or row.gpu).device_names[0]
         splits = row.group not in WITH_WHOLE_TOKENS
         ranks = memory_by_rank(spec, workspace_of(name).value, sequence_parallel=splits)
         found = max(with_state(row, spec, rank, place, reserved=reserved) for place, rank in enumerate(ranks)) / GIB

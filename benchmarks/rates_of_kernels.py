@@ -58,8 +58,6 @@ class ProductTime:
     product: Product
     dtype: str
     seconds: float
-    size: str = ""
-    """The model's."""
 
 
 def product_times(runs: Sequence[Run]) -> list[ProductTime]:
@@ -77,7 +75,7 @@ def product_times(runs: Sequence[Run]) -> list[ProductTime]:
             product = _product(op.name, op.inputs)
             if product is not None and op.calls and op.device_s > 0:
                 dtype = "tf32" if tf32 and op.dtype == "fp32" else op.dtype
-                found.append(ProductTime(product, dtype, op.device_s / op.calls, run.spec.model.label))
+                found.append(ProductTime(product, dtype, op.device_s / op.calls))
     return found
 
 
@@ -116,8 +114,6 @@ def _sizes(product: Product) -> tuple[int, int]:
 class KernelSum:
     """Kernels that bandwidth bounds and that a record tells together, such as those of an operator in a phase."""
 
-    size: str
-    """The model's."""
     kernels: Counter[tuple[str, int]]
     """How many there are, by the name of their rate and the bytes that each moves."""
     seconds: float
@@ -178,8 +174,7 @@ def _eager_sums(runs: Sequence[Run]) -> list[KernelSum]:
                 narrows = each.name == "copy" and each.written_bytes < each.read_bytes
                 key = each.phase, _told_apart(each.name, "widening" if widens(each) else "narrowing" if narrows else "")
                 kernels[key][streaming_name(kernel), kernel.moved_bytes] += 1
-        size = run.spec.model.label
-        found += [KernelSum(size, kernels[key], measured[key]) for key in kernels if measured.get(key)]
+        found += [KernelSum(kernels[key], measured[key]) for key in kernels if measured.get(key)]
     return found
 
 
@@ -224,7 +219,7 @@ def _optimizer_sums(runs: Sequence[Run]) -> list[KernelSum]:
         operators = [op for op in operators_of(spec) if op.phase == "optimizer"]
         counted = Counter((op.name, op.moved_bytes) for op in operators if op.kind == "streaming")
         if counted.total() == 1:
-            found.append(KernelSum(spec.model.label, counted, median(times[key])))
+            found.append(KernelSum(counted, median(times[key])))
     return found
 
 
@@ -248,7 +243,7 @@ def _fused_sums(runs: Sequence[Run]) -> list[KernelSum]:
                 )
                 if own and measured:
                     counted = Counter((streaming_name(kernel), kernel.moved_bytes) for kernel in own)
-                    found.append(KernelSum(run.spec.model.label, counted, measured / run.profile.num_steps))
+                    found.append(KernelSum(counted, measured / run.profile.num_steps))
     return found
 
 

@@ -3,113 +3,131 @@
     python -m benchmarks.tables                     # writes all of them into their pages
     python -m benchmarks.tables steps memory        # some of them
 
-Each table stands between two comments with its name.
+Each table stands between two comments with its name. Every figure is computed from the samples in the records.
 """
 
+import gzip
+import lzma
 import sys
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from statistics import mean, median
-
-from benchmarks import tables_attention, tables_eight_b, tables_fast
-from benchmarks.page_tables import GOLDEN, RESULTS, ROOT, read, table_of_texts, write_between_marks
+from typing import TypeVar
 
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
+from steplab.records.codec import decode
 from steplab.records.memory_profile import MEMORY_CATEGORIES
+from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.report.kit.document import Column, Table
 from steplab.report.kit.markup import markdown_table
+from steplab.report.kit.quantities import LABEL, TEXT
 from steplab.specs.step import StepSpec
 from steplab.units import GIB
 
+ROOT = Path(__file__).parents[1]
+RESULTS, GOLDEN = ROOT / "benchmarks/results", ROOT / "tests/golden"
 SIZES = ("small", "medium", "large", "xl", "2.7b")
+Kind = TypeVar("Kind", bound=Record)
 
 
-def markdown(headers: Sequence[str], rows: Iterable[Sequence[str]], *, texts: int) -> str:
-    """A table whose first columns are texts, and the others figures."""
-    numeric = [place >= texts for place in range(len(headers))]
-    return markdown_table(table_of_texts("table", headers, rows, numeric=numeric))
+def read(path: Path, kind: type[Kind]) -> list[Kind]:
+    """The records of a kind in a file, the oldest first."""
+    unpack = lzma.decompress if path.suffix == ".xz" else gzip.decompress
+    found = [record for record in map(decode, unpack(path.read_bytes()).splitlines()) if isinstance(record, kind)]
+    return sorted(found, key=lambda record: record.created_utc)
+
+
+def table(headers: Sequence[str], rows: Iterable[Sequence[str]], texts: Sequence[str], caption: str = "") -> Table:
+    """A table of cells that are texts already; `texts` are the headers of columns that hold no figures."""
+    columns = tuple(
+        Column(key=str(place), header=header, quantity=TEXT if header in texts else LABEL)
+        for place, header in enumerate(headers)
+    )
+    cells = tuple({str(place): text for place, text in enumerate(row)} for row in rows)
+    return Table(name="table", columns=columns, rows=cells, caption=caption)
+
+
+def markdown(parts: Iterable[str | Table]) -> str:
+    """Titles and tables as they stand in a page."""
+    return "\n\n".join(part if isinstance(part, str) else markdown_table(part) for part in parts)
+
+
+def between_marks(page: Path, name: str) -> str:
+    """The tables of this name in a page. Raises ValueError if the page has no marks of that name."""
+    _, begin, rest = page.read_text(encoding="utf-8").partition(f"<!-- begin: benchmarks/tables.py {name} -->")
+    text, end, _ = rest.partition(f"<!-- end: benchmarks/tables.py {name} -->")
+    if not begin or not end:
+        raise ValueError(f"{page} has no marks of {name}")
+    return text.strip()
 
 
 # --- training steps -----------------------------------------------------------------------------------------------
 
 
-def steps() -> str:
+def steps() -> Iterator[str | Table]:
     """Step times of every size, beside transformers, and by the number of warm-up steps."""
     runs = [run for run in read(GOLDEN / "step_h200_202611.jsonl.gz", Run) if run.spec]
-    titled = {
-        "Eager, scores materialised": _grid(runs, "sizes"),
-        "Compiled, scores materialised": _grid(runs, "compiled"),
-        "Beside transformers, compiled, bf16, context 512, both with torch's scaled_dot_product_attention": _peers(
-            [run for run in runs if run.spec and run.spec.attention == "sdpa"]
-        ),
-        "0, 1, 2 and 5 warm-up steps: mean of the ten steps that follow, milliseconds": _warmup(
-            [run for run in runs if run.name == "warmup"]
-        ),
-    }
-    return "\n\n".join(f"## {title}\n\n{table}" for title, table in titled.items())
+    yield "## Eager, scores materialised"
+    yield _grid(runs, "sizes")
+    yield "## Compiled, scores materialised"
+    yield _grid(runs, "compiled")
+    yield "## Beside transformers, compiled, bf16, context 512, both with torch's scaled_dot_product_attention"
+    yield _peers(run for run in runs if run.spec and run.spec.attention == "sdpa")
+    yield "## 0, 1, 2 and 5 warm-up steps: mean of the ten steps that follow, milliseconds"
+    means: dict[str, list[str]] = defaultdict(list)
+    for run in sorted(
+        (run for run in runs if run.name == "warmup"), key=lambda run: run.spec.warmup if run.spec else 0
+    ):
+        assert run.spec
+        means[run.spec.model.label].append(f"{mean(run.samples_s) * 1e3:.1f}")
+    rows = [(model, *means[model]) for model in sorted(means, key=SIZES.index)]
+    yield table(("model", "0", "1", "2", "5"), rows, ("model",))
 
 
-def _grid(runs: Sequence[Run], name: str) -> str:
+def _grid(runs: Sequence[Run], name: str) -> Table:
     cells: dict[tuple[str, int, str], dict[str, Run]] = defaultdict(dict)
     for run in runs:
         if run.name == name and run.spec and run.spec.attention == "plain":
             cells[run.spec.model.label, run.spec.context, run.spec.precision][run.spec.pass_name] = run
     rows = []
     for key in sorted(cells, key=lambda key: (SIZES.index(key[0]), key[1], key[2] != "fp32")):
-        train = cells[key].get("train")
-        mfu = train.utilization("mfu", "causal") if train else None
-        peak = train.memory.peak("step") if train and train.memory else None
-        times = (_milliseconds(cells[key].get(name)) for name in ("forward", "forward_backward", "train"))
-        share = f"{100 * mfu.value:.1f} %" if mfu and mfu.value else "–"
-        rows.append((*map(str, key), *times, share, f"{peak.peak_allocated_bytes / GIB:.1f}" if peak else "–"))
-    times_of = ("forward ms", "forward + backward ms", "train ms")
-    return markdown(("model", "context", "precision", *times_of, "MFU (causal)", "peak GiB"), rows, texts=3)
+        train, passes = cells[key]["train"], ("forward", "forward_backward", "train")
+        mfu, peak = train.utilization("mfu", "causal"), train.memory and train.memory.peak("step")
+        assert mfu is not None
+        assert mfu.value is not None
+        assert peak
+        times = (f"{median(cells[key][each].samples_s) * 1e3:.1f}" for each in passes)
+        rows.append((*map(str, key), *times, f"{100 * mfu.value:.1f} %", f"{peak.peak_allocated_bytes / GIB:.1f}"))
+    texts = ("model", "context", "precision")
+    headers = (*texts, "forward ms", "forward + backward ms", "train ms", "MFU (causal)", "peak GiB")
+    return table(headers, rows, texts)
 
 
-def _peers(runs: Iterable[Run]) -> str:
+def _peers(runs: Iterable[Run]) -> Table:
     """All processes of a row on one GPU, one after the other; the median of all samples."""
     found: dict[tuple[str, bool], list[tuple[float, ...]]] = defaultdict(list)
     for run in runs:
         assert run.spec
-        size = "small" if "small" in run.spec.model.name else "2.7b"
-        found[size, run.spec.model.kind == "hf"].append(_step(run))
+        found["small" if "small" in run.spec.model.name else "2.7b", run.spec.model.kind == "hf"].append(run.samples_s)
     rows = []
     for size in ("small", "2.7b"):
         both = found[size, False], found[size, True]
         ours, theirs = (median(chain.from_iterable(processes)) for processes in both)
         each = "; ".join(", ".join(f"{median(one) * 1e3:.2f}" for one in processes) for processes in both)
         rows.append((size, each, f"{ours * 1e3:.2f}", f"{theirs * 1e3:.2f}", f"{ours / theirs:.3f}"))
-    headers = ("model", "processes: steplab; transformers", "steplab ms", "transformers ms", "steplab / transformers")
-    return markdown(headers, rows, texts=2)
-
-
-def _warmup(runs: Iterable[Run]) -> str:
-    means: dict[str, dict[int, str]] = defaultdict(dict)
-    for run in runs:
-        assert run.spec
-        means[run.spec.model.label][run.spec.warmup] = f"{mean(_step(run)) * 1e3:.1f}"
-    counts = (0, 1, 2, 5)
-    rows = [(model, *(found[count] for count in counts)) for model, found in means.items()]
-    return markdown(("model", *map(str, counts)), rows, texts=1)
-
-
-def _step(run: Run) -> tuple[float, ...]:
-    step = run.timing.phase("step") if run.timing else None
-    return step.best_s if step else ()
-
-
-def _milliseconds(run: Run | None) -> str:
-    return f"{median(_step(run)) * 1e3:.1f}" if run and _step(run) else "–"
+    texts = ("model", "processes: steplab; transformers")
+    return table((*texts, "steplab ms", "transformers ms", "steplab / transformers"), rows, texts)
 
 
 # --- memory -------------------------------------------------------------------------------------------------------
 
 
-def memory() -> str:
+def memory() -> Iterator[str | Table]:
     """Peaks by the allocator, as predicted, and what they are made of."""
     fields = ("model", "context", "pass", "precision", "attention", "optimizer", "compile", "checkpointing")
     rows, errors = list[tuple[str, ...]](), dict[str, list[float]]({"Eager": [], "Compiled": []})
@@ -130,14 +148,14 @@ def memory() -> str:
         )
     rows.sort(key=lambda row: (row[6], row[0], int(row[1]), *row[2:8]))
     figures = ("peak, bytes", "GiB", "predicted, bytes", "error", *(c.replace("_", " ") for c in MEMORY_CATEGORIES))
-    verdicts = (
+    yield table((*fields, *figures), rows, fields)
+    yield "\n".join(
         f"{kind}: {len(off)} cells, median error {100 * median(off):.4f} %, worst {100 * max(off):.3f} %."
         for kind, off in errors.items()
     )
-    return "\n".join([markdown((*fields, *figures), rows, texts=len(fields)), "", *verdicts])
 
 
-def layouts() -> str:
+def layouts() -> Iterator[Table]:
     """Peaks of every kind of rank of a layout, measured and predicted."""
     rows = []
     for run in read(RESULTS / "layout_h200_202611.jsonl.gz", Run):
@@ -156,31 +174,35 @@ def layouts() -> str:
             time = f"{1e3 * median(step.best_s):.1f} ms"
             rows.append((_layout_words(run.spec), rank.ranks, time, *chain.from_iterable(figures)))
     headers = ("layout", "ranks", "step", "allocated", "predicted", "error", "reserved", "predicted", "error")
-    return markdown(headers, rows, texts=2)
+    yield table(headers, rows, ("layout", "ranks"))
 
 
 def _layout_words(spec: StepSpec) -> str:
-    usual = {"reshard_after_forward": "auto", "accumulation": 1, "checkpointing": "none", "compile": "off"}
-    usual = {"pipeline_schedule": "1f1b", **usual}
+    usual = {"pipeline_schedule": "1f1b", "reshard_after_forward": "auto", "accumulation": 1, "checkpointing": "none"}
+    usual |= {"compile": "off"}
     told = {name: getattr(spec, name) for name, value in usual.items() if getattr(spec, name) != value}
     return " ".join([str(spec.layout), *(f"--{name.replace('_', '-')} {value}" for name, value in told.items())])
 
 
-TABLES: dict[str, tuple[Callable[[], str], Path]] = {
-    "steps": (steps, RESULTS / "step_h200_202611.md"),
-    "fast": (tables_fast.written, RESULTS / "fast_h200_202611.md"),
-    "eight_b": (tables_eight_b.written, ROOT / "docs/layout.md"),
-    "attention": (tables_attention.written, ROOT / "docs/attention.md"),
-    "memory": (memory, RESULTS / "memory_h200_202611.md"),
-    "layouts": (layouts, RESULTS / "layout_h200_202611.md"),
-}
-"""Name -> what makes a table, and the page that it stands in."""
+def tables() -> dict[str, tuple[Callable[[], Iterable[str | Table]], Path]]:
+    """Name -> what makes its parts, and the page that they stand in."""
+    from benchmarks import tables_attention, tables_fast  # which take `table` and `read` from here
+
+    return {
+        "steps": (steps, RESULTS / "step_h200_202611.md"),
+        "fast": (tables_fast.fast, RESULTS / "fast_h200_202611.md"),
+        "eight_b": (tables_fast.eight_b, ROOT / "docs/layout.md"),
+        "attention": (tables_attention.attention, ROOT / "docs/attention.md"),
+        "memory": (memory, RESULTS / "memory_h200_202611.md"),
+        "layouts": (layouts, RESULTS / "layout_h200_202611.md"),
+    }
 
 
 def main() -> None:
-    for name in sys.argv[1:] or TABLES:
-        written, page = TABLES[name]
-        write_between_marks(page, name, written())
+    for name in sys.argv[1:] or tables():
+        make, page = tables()[name]
+        content, before = page.read_text(encoding="utf-8"), between_marks(page, name)
+        page.write_text(content.replace(before, markdown(make())), encoding="utf-8")
 
 
 if __name__ == "__main__":

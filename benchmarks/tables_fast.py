@@ -1,22 +1,26 @@
-"""The tables of the fastest steps, from their records and from walks of `steplab advise`.
+"""The tables of the fastest steps and of the 8b step on two GPUs, from records and walks of `steplab advise`.
 
-Every figure is computed from the samples in the records; nothing is typed in but the ceilings below.
+Typed in are the ceilings below. The steps of 8b are what eight_b_study.py recorded; its traces were imported by
+`steplab import-trace TRACE.json.gz --name ours`.
 """
 
+import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from datetime import datetime, timedelta
 from statistics import median
+from typing import Any
 
-from benchmarks.page_tables import RESULTS, read, table_of_texts
-from benchmarks.tables_attention import waited
+from benchmarks.tables import RESULTS, read, table
+from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.costs.flops import model_flops_per_token
+from steplab.lab.outlook import step_s
 from steplab.records.advice import Advice
 from steplab.records.run import Run
+from steplab.records.timing import waits_for_host
 from steplab.report.kit.document import Table
-from steplab.report.kit.markup import markdown_table
 from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12
@@ -43,31 +47,22 @@ def measured() -> tuple[list[Run], list[Advice]]:
     return [run for run in runs if not run.failure], [walk for walk in walks if walk.spec and walk.best_s]
 
 
-def written() -> str:
-    """The tables as they stand in the page."""
-    return "\n\n".join(parts(*measured()))
-
-
-def parts(runs: Sequence[Run], walks: Sequence[Advice] = ()) -> Iterator[str]:
+def fast() -> Iterator[str | Table]:
     """The page, piece by piece: each size beside others and by `advise`, its fastest step and the distance of that to
     the roofline, all steps, and where the time of profiled ones goes."""
+    runs, walks = measured()
     order = sorted(runs, key=lambda run: (_parameters(run), run.spec.context if run.spec else 0, run.median_s))
     fastest = dict[tuple[str, int], Run]()
     for run in order:
         assert run.spec is not None
         if run.spec.model.kind == "transformer":
             fastest.setdefault((run.spec.model.name, run.spec.context), run)
-    yield "## Beside transformers, and by `advise`"
-    yield markdown_table(beside(runs, walks))
-    yield "## The fastest step of each size"
-    yield markdown_table(steps(list(fastest.values())))
-    yield "## Their distance to the roofline"
-    yield markdown_table(floors(list(fastest.values())))
-    yield "## All steps"
-    yield markdown_table(steps(order))
-    if profiled := [run for run in order if run.profile and run.spec and run.spec.pass_name == "train"]:
-        yield "## Where the time goes"
-        yield markdown_table(shares(profiled))
+    yield from ("## Beside transformers, and by `advise`", beside(runs, walks))
+    yield from ("## The fastest step of each size", steps(list(fastest.values())))
+    yield from ("## Their distance to the roofline", floors(list(fastest.values())))
+    yield from ("## All steps", steps(order))
+    profiled = [run for run in order if run.profile and run.spec and run.spec.pass_name == "train"]
+    yield from ("## Where the time goes", shares(profiled))
 
 
 def _parameters(run: Run) -> int:
@@ -115,9 +110,7 @@ def steps(runs: Sequence[Run]) -> Table:
         "Milliseconds, medians of the measured steps; GiB at the peak. What the CUDA graphs of `reduce-overhead` keep "
         "is reserved, and not counted as allocated."
     )
-    return table_of_texts(
-        "steps", headers, rows, numeric=[h not in (*STEP, "record") for h in headers], caption=caption
-    )
+    return table(headers, rows, (*STEP, "record"), caption)
 
 
 def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
@@ -138,7 +131,7 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         rows.append(
             (
                 *(size[0], str(size[1]), _ms(_step_s(recipe)), _ms(walked.best_s if walked else None)),
-                _ms(peer.median_s if peer else None) + "†" * (peer is not None and waited(peer)),
+                _ms(peer.median_s if peer else None) + "†" * (peer is not None and _waited(peer)),
                 f"{_step_s(recipe) / _step_s(peer):.3f}" if peer else "–",
                 _ms(autocast.median_s if autocast else None),
                 ", ".join(record.id for record in (recipe, walked, peer, autocast) if record),
@@ -155,9 +148,11 @@ def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
         "With fp32 weights: the recipe with `--precision bf16`, which is autocast "
         "over fp32 weights."
     )
-    return table_of_texts(
-        "beside", headers, rows, numeric=[h not in (*own, "records") for h in headers], caption=caption
-    )
+    return table(headers, rows, (*own, "records"), caption)
+
+
+def _waited(run: Run) -> bool:
+    return run.timing is not None and waits_for_host(run.timing.back_to_back)
 
 
 def _size(record: Run | Advice) -> tuple[str, int] | None:
@@ -200,14 +195,9 @@ def shares(runs: Sequence[Run]) -> Table:
     rows = []
     for run in runs:
         assert run.spec is not None
-        assert run.profile is not None
         assert run.model is not None
-        spec, profile, model = run.spec, run.profile, run.model
-        count = profile.num_steps
-        idle_s = sum(phase.idle_s + phase.host_bound_s for phase in profile.phases) / count
-        lasted_s = defaultdict[str, float](float)
-        for kernel in profile.kernels:
-            lasted_s["attention" if kernel.name in OWN_ATTENTION else kernel.category] += kernel.total_s / count
+        spec, model = run.spec, run.model
+        lasted_s = _lasted_s(run)
         products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
         all_s = sum(lasted_s.values())
         rest_s = all_s - products_s - attention_s - adamw_s
@@ -223,7 +213,7 @@ def shares(runs: Sequence[Run]) -> Table:
                     _ms(flops / MATMUL_FLOPS_PER_S),
                 ),
                 *(_ms(adamw_s), _tera(moved, adamw_s, digits=2), _ms(moved / COPY_BYTES_PER_S)),
-                *(_ms(attention_s), _ms(rest_s), _ms(all_s - profile.busy_s / count), _ms(idle_s), run.id),
+                *(_ms(attention_s), _ms(rest_s), _ms(all_s - _busy_s(run)), _ms(_idle_s(run)), run.id),
             )
         )
     own = ("model", "context", "precision", "block ops", "compile", "graph")
@@ -238,9 +228,7 @@ def shares(runs: Sequence[Run]) -> Table:
         "by memory. Durations are those of the kernels: where an overlapped update runs beside others, both take "
         "longer, and both columns have that time, which the step has once (at once). Idle: no kernel ran."
     )
-    return table_of_texts(
-        "shares", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
-    )
+    return table(headers, rows, (*own, "record"), caption)
 
 
 def floors(runs: Sequence[Run]) -> Table:
@@ -269,9 +257,7 @@ def floors(runs: Sequence[Run]) -> Table:
         f"dense peak; AdamW: {ADAMW_BYTES} bytes for each parameter at the stated bandwidth. Together, if nothing "
         "overlapped."
     )
-    return table_of_texts(
-        "floors", headers, rows, numeric=[h not in (*own, "record") for h in headers], caption=caption
-    )
+    return table(headers, rows, (*own, "record"), caption)
 
 
 def _linear_flops_per_token(run: Run) -> float:
@@ -306,3 +292,120 @@ def _step_s(run: Run) -> float:
 
 def _ms(seconds: float | None) -> str:
     return "–" if seconds is None else f"{seconds * 1e3:.2f}" if seconds < 0.1 else f"{seconds * 1e3:.1f}"
+
+
+# --- the 8b step on two GPUs ----------------------------------------------------------------------------------------
+
+COLLECTIVES = "communication"
+PARTS = ("matmul", "attention", COLLECTIVES)
+"""Categories of kernels with a row of their own."""
+NAMES = {"ours": "examples/eight_b.py", "peer": "of torch's own parts"}
+
+
+def eight_b() -> Iterator[Table]:
+    """The tables of the 8b step as they stand in the page: the walk, the runs of which each step's time is known, and
+    the profiles."""
+    path = RESULTS / "eight_b_h200_202611"
+    [advice], runs = read(path.with_suffix(".jsonl.gz"), Advice), read(path.with_suffix(".jsonl.gz"), Run)
+    recorded = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
+    yield _walk(advice, {run.id: run for run in runs})
+    yield _recorded([run for run in recorded if "step_s" in run])
+    yield _parts({run.name: run for run in runs if run.profile})
+
+
+def _walk(advice: Advice, runs: dict[str, Run]) -> Table:
+    """What each change of a walk was predicted to save, what it saved, and the step and its memory with it."""
+    rows = []
+    for tried in advice.tried:
+        ratio, peak = tried.ratio, tried.peak_bytes or 0
+        saved = "–", "–"
+        if ratio:
+            saved = f"{(tried.predicted_share or 0) * ratio.a:.2f}", f"{ratio.a - ratio.b:.2f}"
+        rows.append((tried.words, *saved, f"{step_s(runs[tried.run_id or '']) or 0:.2f}", f"{peak / 1e9:.1f}"))
+    headers = ("change", "predicted", "saved", "step", "allocated")
+    caption = (
+        "Seconds; GB (1e9 bytes) of the first rank at the peak. Predicted is the share that the plan says, of the step "
+        "as measured. The step as given runs out of memory. "
+        f"Record {advice.id} of {advice.created_utc[:10]}."
+    )
+    return table(headers, rows, ("change",), caption)
+
+
+def _flops() -> dict[str, float]:
+    """FLOPs that a GPU needs for a step, a multiply-add being two: products outside of attention, forward and backward,
+    of all parameters but the embedding's; of attention two products forward and five backward, under the mask."""
+    block = 4 * WIDTH**2 + 3 * WIDTH * FF
+    linear = LAYERS * block + VOCABULARY * WIDTH
+    return {"matmul": 6.0 * CONTEXT * linear, "attention": 7.0 * WIDTH * CONTEXT**2 * LAYERS}
+
+
+def _recorded(runs: list[dict[str, Any]]) -> Table:
+    """Seconds and memory of each run."""
+    needed = sum(_flops().values())
+    rows = []
+    for run in runs:
+        median_s = median(run["step_s"])
+        rows.append(
+            (
+                *(
+                    run["created_utc"][:16].replace("T", " "),
+                    NAMES.get(run["what"], run["what"]),
+                    str(len(run["step_s"])),
+                ),
+                *(f"{median_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
+                f"{needed / MATMUL_FLOPS_PER_S / median_s:.0%}",
+                *(f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved")),
+            )
+        )
+    headers = ("UTC", "what", "steps", "step", "range", "of the bound", "allocated", "reserved")
+    caption = (
+        "Seconds from barrier to barrier by the host's clock of the first rank, medians; GB (1e9 bytes) at the peak. "
+        f"The bound is the time of the needed FLOPs ({needed:.3g} a GPU) at {MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s, "
+        "which a product of 8192³ reaches."
+    )
+    return table(headers, rows, ("UTC", "what"), caption)
+
+
+def _parts(found: dict[str, Run]) -> Table:
+    """Where the time of a profiled step goes, beside what its FLOPs take at the rate of a large product."""
+    needed, rows = _flops(), []
+    lasted = {name: _lasted_s(run) for name, run in found.items()}
+    for part in PARTS[:2]:
+        cells = [f"{lasted[name][part]:.2f} ({needed[part] / lasted[name][part] / 1e12:.0f})" for name in found]
+        rows.append((_WORDS[part], f"{needed[part]:.3g}", f"{needed[part] / MATMUL_FLOPS_PER_S:.2f}", *cells))
+    rest = {name: sum(s for part, s in lasted[name].items() if part not in PARTS) for name in found}
+    rows.append(("other kernels", "–", "–", *(f"{rest[name]:.2f}" for name in found)))
+    rows.append((_WORDS[COLLECTIVES], "–", "–", *(f"{lasted[name][COLLECTIVES]:.2f}" for name in found)))
+    shared = [f"{sum(lasted[name].values()) - _busy_s(run):.2f}" for name, run in found.items()]
+    rows.append(("at once, counted twice above", "–", "–", *shared))
+    rows.append(("no kernel", "–", "–", *(f"{_idle_s(run):.3f}" for run in found.values())))
+    headers = ("part", "FLOPs", "at 790", *(NAMES.get(name, name) for name in found))
+    caption = (
+        "Seconds of the first rank in a profiled step, and in brackets TFLOP/s of the FLOPs that are needed: what is "
+        "computed again is not among them. At 790: their seconds at 790 TFLOP/s. "
+        f"Records: {', '.join(run.id for run in found.values())}."
+    )
+    return table(headers, rows, ("part",), caption)
+
+
+_WORDS = {"matmul": "products", "attention": "attention", COLLECTIVES: "collectives"}
+
+
+def _lasted_s(run: Run) -> dict[str, float]:
+    assert run.profile is not None
+    lasted = defaultdict[str, float](float)
+    for kernel in run.profile.kernels:
+        lasted["attention" if kernel.name in OWN_ATTENTION else kernel.category] += (
+            kernel.total_s / run.profile.num_steps
+        )
+    return lasted
+
+
+def _busy_s(run: Run) -> float:
+    assert run.profile is not None
+    return run.profile.busy_s / run.profile.num_steps
+
+
+def _idle_s(run: Run) -> float:
+    assert run.profile is not None
+    return sum(phase.idle_s + phase.host_bound_s for phase in run.profile.phases) / run.profile.num_steps

@@ -4,16 +4,17 @@ Runs in the processes of `tune_attention`, one function for each kind of task; r
 share are cached between them.
 """
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from steplab.measurement.attention.error import Inputs, Reference
-from steplab.measurement.attention.repeats import MOST_FLUSHES, flush_buffer
+from steplab.measurement.attention.repeats import Repeats
 from steplab.measurement.attention.variant import make_inputs
 from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.machine.failures import failure_of
@@ -119,50 +120,24 @@ def _wrong(task: CheckTask) -> str:
 
 
 def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
-    """The seconds of each repeat of each candidate, in turns, each with a cold cache."""
+    """The seconds of each repeat of each candidate, in turns and with a cold cache, as those of `steplab attention`."""
     device = _opened(task.device)
-    flush = _flush(task.device)
-    problem = _timed(task.device, task.shape)
-    marks: list[list[tuple[object, object]]] = [[] for _ in task.candidates]
-    num_flushes = 1
-
-    def once(run: Callable[[], tuple[Tensor, ...]]) -> tuple[object, object]:
-        """Run with the device busy until Python has launched the kernel, as in `repeats`."""
-        nonlocal num_flushes
-        while True:
-            if flush is not None:
-                for _ in range(num_flushes):
-                    flush.zero_()
-            start = device.mark()
-            run()
-            span = start, device.mark()
-            if flush is None or num_flushes == MOST_FLUSHES or not device.has_passed(start):
-                return span
-            num_flushes = min(2 * num_flushes, MOST_FLUSHES)
-
+    repeats, problem = Repeats(device), _timed(task.device, task.shape)
     with torch.no_grad():
-        runs = [launcher(candidate, task.shape, problem) for candidate in task.candidates]
-        calls_s = [_warm_up(lambda run=run: once(run), device) for run in runs]  # type: ignore[misc]
-        repeats = int(min(max(_MEASURED_S * len(runs) / sum(calls_s), _LEAST_REPEATS), _MOST_REPEATS))
-        device.reserve_marks(2 * repeats * len(runs))
-        for repeat in range(repeats):
+        runs: list[Any] = [  # what Repeats takes for a variant whose forward pass is the kernel
+            SimpleNamespace(forward=launcher(candidate, task.shape, problem), num_flushes=1, num_waits=0)
+            for candidate in task.candidates
+        ]
+        calls_s = [repeats.warm_up("forward", run, _WARMUP_S) for run in runs]
+        rounds = int(min(max(_MEASURED_S * len(runs) / sum(calls_s), _LEAST_REPEATS), _MOST_REPEATS))
+        device.reserve_marks(2 * rounds * len(runs))
+        marks: list[list[tuple[object, object]]] = [[] for _ in runs]
+        for first in range(rounds):
             for turn in range(len(runs)):
-                number = (turn + repeat) % len(runs)
-                marks[number].append(once(runs[number]))
+                number = (turn + first) % len(runs)
+                marks[number].append(repeats.run_ahead("forward", runs[number]))
         device.synchronize()
     return [tuple(device.seconds_between(start, end) for start, end in spans) for spans in marks]
-
-
-def _warm_up(call: Callable[[], object], device: Device) -> float:
-    """The seconds of a call once the device is up to speed, everything included."""
-    call()  # reads the compiled kernel from Triton's cache
-    device.synchronize()
-    started, calls = time.perf_counter(), 0
-    while calls < 3 or time.perf_counter() - started < _WARMUP_S:
-        call()
-        device.synchronize()
-        calls += 1
-    return (time.perf_counter() - started) / calls
 
 
 def launcher(tiles: Tiles, shape: AttentionSpec, problem: _Problem) -> Callable[[], tuple[Tensor, ...]]:
@@ -205,8 +180,3 @@ def _timed(device: str, shape: AttentionSpec) -> _Problem:
     seen = torch.arange(1, shape.queries + 1, device=inputs.q.device) if shape.causal else torch.tensor(shape.num_keys)
     lse = (seen.float().log() + 0.5).to(inputs.q.device).expand(shape.batch, shape.heads, shape.queries)
     return _Problem(inputs, 0.1 * inputs.do, lse.contiguous())
-
-
-@cache
-def _flush(device: str) -> Tensor | None:
-    return flush_buffer(open_device(device))

@@ -24,6 +24,10 @@ settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--approve", action="store_true", help="write what the commands print to tests/approved")
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Have the second of the parallel test processes import the test files in reverse order.
 

@@ -21,4 +21,6 @@ def console() -> None:
 
 
 if __name__ == "__main__":
+    if not sys.flags.safe_path:
+        del sys.path[0]  # the working folder, where a user's types.py may lie
     console()

@@ -41,6 +41,14 @@ def remark(text: str) -> str:
     return text if len(text) <= _LONGEST else f"{text[: _LONGEST - 300]} … {text[-300:]}"
 
 
+def text_of(value: object) -> str:
+    """The text of anything; of a value that has none (a long int, an object of a user's that fails), its class."""
+    try:
+        return str(value)
+    except Exception:
+        return type(value).__name__
+
+
 def say(text: str) -> None:
     """Print a remark for the user on standard error; it may quote a file, which must not steer the terminal.
 

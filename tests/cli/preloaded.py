@@ -16,6 +16,7 @@ import importlib
 import json
 import os
 import pkgutil
+import re
 import runpy
 import selectors
 import signal
@@ -38,7 +39,9 @@ _MAINS = {
     "torch.distributed.run": "torch.distributed.run:main",
     "steplab.measurement.entry.child": "steplab.measurement.entry.child:main",
 }
-"""What `python -m` calls of each module that is started by forking."""
+"""The function that is called of each module that is started by forking."""
+_OWN = re.compile(r"from (\S+) import main; main\(\)$")
+"""How the code ends with which steplab starts a process of its own (steplab.python)."""
 _LAUNCHERS_OWN = "torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler"
 """Where torch's launcher, by which ranks are started, has a Popen by its own name."""
 
@@ -135,7 +138,9 @@ class ForkingPopen(subprocess.Popen[bytes]):
 
     def _execute_child(self, args: list[str], *others: Any) -> None:
         words = [word for word in args[1:] if word != "-u"]  # which torchrun adds
-        if words[:1] != ["-m"] or words[1] not in _MAINS:
+        own = _OWN.search(words[2]) if words[:2] == ["-P", "-c"] else None
+        module, *arguments = [own[1], *words[4:]] if own else words[1:] if words[:1] == ["-m"] else [""]
+        if module not in _MAINS:
             super()._execute_child(args, *others)  # type: ignore[misc]
             return
         _, _, _, pass_fds, folder, environment, *_ = others
@@ -153,14 +158,15 @@ class ForkingPopen(subprocess.Popen[bytes]):
                 os.environ.update(environment)
             if folder is not None:
                 os.chdir(folder)
-                sys.path.insert(0, str(folder))
+            if own:
+                del sys.path[0]  # the working folder of the command
             # -1: as this process has it
             _take(tuple(own if given < 0 else given for own, given in enumerate(streams)), keep=pass_fds)
-            pkgutil.resolve_name(_MAINS[words[1]])()
+            pkgutil.resolve_name(_MAINS[module])()
 
         self.pid = os.fork()
         if self.pid == 0:
-            _run(main, words[1:])
+            _run(main, [module, *arguments])
         self._child_created = True
         self._close_pipe_fds(*ends)  # type: ignore[attr-defined]
 

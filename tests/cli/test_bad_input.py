@@ -92,7 +92,7 @@ USAGE: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "option given twice": (("run", "--context", "8", "--context", "16"), ("--context",)),
     "word without an option": (("run", "small"), ("small",)),
     "unknown command": (("measure",), ("measure", "run")),
-    "unknown precision": (("run", "--precision", "fp8"), ("fp8", "bf16")),
+    "unknown precision": (("run", "--precision", "int4"), ("int4", "bf16")),
     "unknown pass": (("run", "--pass", "backward"), ("pass", "forward_backward")),
     "unknown attention": (("run", "--attention", "flash"), ("flash", "sdpa_flash")),
     "unknown device": (("run", "--device", "gpu"), ("gpu", "cuda")),

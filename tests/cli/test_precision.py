@@ -10,8 +10,8 @@ from tests.cli.program import Program, complaint, tiny
     ("arguments", "said"),
     [
         (
-            ("--precision", "fp8"),
-            "precision 'fp8' is not known; choose one of fp32, tf32, bf16, fp16, bf16_master, bf16_pure",
+            ("--precision", "int4"),
+            "precision 'int4' is not known; choose one of fp32, tf32, bf16, fp16, bf16_master, bf16_pure",
         ),
         (("--only", "weights"), 'Invalid value "weights" for --only'),
         (("--format", "csv"), "--format csv holds one table; choose it with --only"),

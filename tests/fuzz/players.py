@@ -24,7 +24,7 @@ class Player(subprocess.Popen[bytes]):
     """Where the files are."""
 
     def __init__(self, words: Sequence[str], **options: Any) -> None:
-        if words[1:2] != ["-m"]:
+        if words[1:3] != ["-P", "-c"]:
             NotStarted.__init__(self, words)  # type: ignore[arg-type]
         rank = (options.get("env") or {}).get("RANK", "0")
         told = str(self.folder / f"told-{rank}")

@@ -1,7 +1,7 @@
 """benchmarks/tables_attention.py: times of head dimensions beside what FLOPs in proportion say."""
 
 from benchmarks import tables_attention
-from benchmarks.page_tables import ROOT, between_marks
+from benchmarks.tables import ROOT, between_marks, markdown
 from tests.attention_records import make_benchmark
 
 from steplab.records.attention import AttentionCell, AttentionRun
@@ -32,7 +32,6 @@ def test_times_are_beside_those_between_64_and_128_and_of_heads_of_their_own() -
         cell(0.95, dim=64, kv_heads=8),
     )
     table = tables_attention.dims_table([run])
-    assert table is not None
     lines = markdown_table(table).splitlines()
     forward = {line.split("|")[1].strip(): line.split("|")[3].strip() for line in lines if "flash" in line}
     assert forward == {
@@ -48,7 +47,6 @@ def test_compared_cells_are_of_the_newest_record_that_has_them_all() -> None:
     earlier = [cell(1.0, dim=64), cell(2.0, dim=128), cell(1.0, dim=64, queries=64), cell(2.0, dim=128, queries=64)]
     later = [cell(1.5, dim=64), cell(2.5, dim=128), cell(1.5, dim=64, queries=64)]
     table = tables_attention.dims_table([run_of("a" * 12, *earlier), run_of("b" * 12, *later)])
-    assert table is not None
     text = markdown_table(table)
     assert [line.split("|")[3].strip() for line in text.splitlines() if "flash" in line] == [
         "1.50",
@@ -70,4 +68,4 @@ def test_the_grid_has_what_each_of_its_cells_is_set_beside() -> None:
 
 
 def test_the_committed_tables_are_made_of_the_records() -> None:
-    assert between_marks(ROOT / "docs/attention.md", "attention") == tables_attention.written()
+    assert between_marks(ROOT / "docs/attention.md", "attention") == markdown(tables_attention.attention())

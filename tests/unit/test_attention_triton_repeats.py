@@ -181,6 +181,7 @@ def compiled_kernel(started: list[tuple[Any, ...]], **metadata: int) -> Compiled
     run = nvidia.CudaLauncher.__new__(nvidia.CudaLauncher)
     run.num_ctas, run.launch_cooperative_grid, run.launch_pdl = 1, False, False
     run.arg_annotations, run.kernel_signature = ["annotations"], b"signature"
+    run.gsan_enabled = False  # from Triton 3.9 on
     scratch = {f"{kind}_scratch_{what}": 0 for kind in ("global", "profile") for what in ("size", "align")}
     vars(run).update(scratch)
 

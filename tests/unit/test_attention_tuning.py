@@ -29,6 +29,7 @@ from benchmarks.tune_attention import (
 from tests.unit.worker_tasks import behave
 from torch import Tensor
 
+from steplab.measurement.attention import repeats
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
@@ -206,10 +207,10 @@ def test_candidates_take_turns_and_each_gets_its_own_time(monkeypatch: pytest.Mo
     monkeypatch.setattr(tile_trials, "launcher", launcher)
     three = tuple(tile(stages=stages) for stages in (2, 3, 4))
     times = time_candidates(TimeTask(device="cpu", candidates=three, shape=SMALL))
-    repeats = len(times[0])
-    assert times == [(float(stages),) * repeats for stages in (2, 3, 4)]
-    turns = order[-3 * repeats :]
-    assert [sorted(turns[i : i + 3]) for i in range(0, len(turns), 3)] == [[2, 3, 4]] * repeats
+    rounds = len(times[0])
+    assert times == [(float(stages),) * rounds for stages in (2, 3, 4)]
+    turns = order[-3 * rounds :]
+    assert [sorted(turns[i : i + 3]) for i in range(0, len(turns), 3)] == [[2, 3, 4]] * rounds
     assert {turns[i] for i in range(0, len(turns), 3)} == {2, 3, 4}  # who begins changes
 
 
@@ -237,7 +238,7 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
         return ()
 
     monkeypatch.setattr(tile_trials, "open_device", lambda name: queue)
-    monkeypatch.setattr(tile_trials, "_flush", lambda name: queue)
+    monkeypatch.setattr(repeats, "flush_buffer", lambda device: queue)
     monkeypatch.setattr(tile_trials, "launcher", lambda *given: run)
     (times,) = time_candidates(TimeTask(device="cpu", candidates=(tile(),), shape=SMALL))
     assert set(times) == {work_s}

@@ -2,23 +2,21 @@
 
 import random
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 import pytest
 from tests.comm_records import make_comm, make_comm_cell
 from tests.conversations import say, task_of
 
-from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
+from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s, wire_bytes
 from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
-from steplab.lab.comm import collective_cells, comm_study, machine_profile, predict_comm_s, profile_of
+from steplab.lab.comm import collective_cells, comm_study, profile_of
 from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
 from steplab.records.comm import CommCell
 from steplab.records.failure import Failure
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy, comm_cells, worlds_of
-from steplab.store.database import Store
 from steplab.units import format_message, parse_bytes
 
 # --- what is asked ----------------------------------------------------------------------------------------
@@ -210,22 +208,19 @@ def test_too_few_sizes_give_no_line() -> None:
     assert fit_line(points(lambda size, n: 1e-3 + size / 1e9), by_rank=True) is None
 
 
-def test_a_machines_profile_is_kept_and_predicts_its_times(tmp_path: Path) -> None:
+def test_a_profile_has_a_line_for_each_collective_and_world_size() -> None:
     run = make_comm()
-    path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(run)
-    profile = machine_profile("NVIDIA H200", store=path)
-    assert profile == run.profile
-    assert machine_profile("abacus", store=path) == ()
-    assert len(profile) == len(COLLECTIVES) * 3  # two world sizes, and both together
+    assert len(run.profile) == len(COLLECTIVES) * 3  # two world sizes, and both together
     for cell in run.cells:
         assert cell.slowest is not None
-        assert predict_comm_s(profile, cell.spec) == pytest.approx(cell.slowest.median_s, rel=0.05)
-    unseen = CommSpec(collective="broadcast", backend="nccl", size_bytes=5 * 10**6, world_size=3)
-    predicted = predict_comm_s(profile, unseen)
-    assert predicted == pytest.approx(1.025 * (25e-6 + 5e6 / 340e9), rel=0.05)
-    assert predict_comm_s(profile, CommSpec(backend="gloo")) is None
+        [line] = [
+            fit
+            for fit in run.profile
+            if (fit.collective, fit.way, fit.world_size)
+            == (cell.spec.collective, cell.spec.transport, cell.spec.world_size)
+        ]
+        predicted = line.alpha_s + line.beta_s_per_byte * wire_bytes(cell.spec)
+        assert predicted == pytest.approx(cell.slowest.median_s, rel=0.05)
     assert profile_of([]) == ()
 
 

@@ -103,7 +103,7 @@ def test_a_name_and_a_tag_stand_for_all_that_have_them(
         for run in runs:
             opened.add(run)
         for run in runs[1:]:
-            opened.annotate(run.id, tags=["kept"], comment="")
+            opened.annotate(run.id, lambda record: {"tags": ["kept"]})
     expected = [runs[place].id for place in those]
     for command in (["export"], ["report", "--format", "json"]):
         assert main([*command, said, expected[0], "--store", str(tmp_path / "s.db")]) == 0

@@ -1,5 +1,6 @@
 """Defaults of options from steplab.toml; the command line beats them, a mistake is told in a line."""
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,23 @@ def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkey
     monkeypatch.setattr("steplab.cli.defaults._ROOT", others)
     assert asked("run")["measured"].step.steps == "7"  # of a colleague, in a folder that is not open to all
     project.chmod(0o777)
+    with pytest.warns(Remark, match="is not read: it is another user's"):
+        given = asked("run")
+    assert "measured" not in given or given["measured"].step.steps is None
+
+
+@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone gives files to others")
+@pytest.mark.parametrize("what", ["a link", "a link to nowhere", "a link to what only root reads", "a broken file"])
+def test_what_another_user_put_into_a_shared_folder_stops_nothing(project: Path, what: str) -> None:
+    project.chmod(0o1777)
+    mine, there = project / "below" / "mine.toml", project / "steplab.toml"
+    mine.write_text("[run]\nsteps = 7\n")
+    if what == "a broken file":
+        there.write_text("x = [")
+        (project / "pyproject.toml").write_text("x = [")
+    else:
+        there.symlink_to({"a link": mine, "a link to nowhere": project / "gone"}.get(what, Path("/proc/1/mem")))
+    os.lchown(there, 4321, -1)
     with pytest.warns(Remark, match="is not read: it is another user's"):
         given = asked("run")
     assert "measured" not in given or given["measured"].step.steps is None

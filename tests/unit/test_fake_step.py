@@ -481,9 +481,9 @@ def predict_parts(spec: StepSpec) -> float:
     return sum(part.flops for part in parts if part.kind == "matmul")
 
 
-def test_a_mixture_of_experts_is_refused_by_name(tmp_path: Path) -> None:
+def test_experts_are_refused_where_their_grouped_product_does_not_serve_the_format(tmp_path: Path) -> None:
     path = tmp_path / "moe.json"
     path.write_text('{"model_type": "mixtral", "num_local_experts": 8}')
     for predict in (plan_time, plan_memory):
-        with pytest.raises(Unsupported, match="is a mixture of experts"):
+        with pytest.raises(Unsupported, match="Expected inputs of BF16 type"):
             predict(f"hf:{path}")

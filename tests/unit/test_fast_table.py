@@ -4,14 +4,12 @@ from statistics import median
 
 import pytest
 from benchmarks import tables_fast
-from benchmarks.page_tables import RESULTS, between_marks
+from benchmarks.tables import between_marks, markdown, tables
 
 from steplab.costs.parameters import num_parameters
 from steplab.records.advice import Advice
 from steplab.records.run import Run
 from steplab.specs.model import MODEL_SIZES
-
-PAGE = RESULTS / "fast_h200_202611.md"
 
 
 @pytest.fixture(scope="module")
@@ -25,15 +23,18 @@ def runs(found: tuple[list[Run], list[Advice]]) -> list[Run]:
     return found[0]
 
 
-def test_the_committed_tables_are_made_of_the_records(found: tuple[list[Run], list[Advice]]) -> None:
-    assert between_marks(PAGE, "fast") == "\n\n".join(tables_fast.parts(*found))
+@pytest.mark.parametrize("name", ["steps", "fast", "eight_b"])
+def test_the_committed_tables_are_made_of_the_records(name: str) -> None:
+    make, page = tables()[name]
+    assert between_marks(page, name) == markdown(make())
 
 
 def test_each_size_has_its_fastest_step_first(runs: list[Run]) -> None:
-    _, _, _, first, *_ = tables_fast.parts(runs)
-    large = [row.split(" | ") for row in first.splitlines() if row.startswith("| large |")]
+    _, _, _, first, *_ = tables_fast.fast()
+    assert not isinstance(first, str)
+    [large] = [row for row in first.rows if row["0"] == "large"]
     times = [median(run.samples_s) for run in runs if run.spec and run.spec.model.name == "large"]
-    assert [row[len(tables_fast.STEP)] for row in large] == [f"{min(times) * 1e3:.2f}"]
+    assert large[str(len(tables_fast.STEP))] == f"{min(times) * 1e3:.2f}"
 
 
 def test_the_floor_of_a_step_is_that_of_the_stated_figures(runs: list[Run]) -> None:

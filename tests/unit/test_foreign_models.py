@@ -146,9 +146,9 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
 def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
     """Flash attention does not serve values that are wider than queries."""
     flops = {}
-    for mode in ("off", "default"):
-        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=mode))
-        flops[mode] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
+    for compiled in ("off", "default"):
+        operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
+        flops[compiled] = {(op.name, op.flops) for op in operators if op.kind == "attention" and op.phase == "forward"}
     whole = 4 * 2 * 4 * 64 * 64 * 16
     eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
     assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}

@@ -114,6 +114,20 @@ def dequantised(operand: Operand) -> Tensor:
     return operand.values.double() * operand.inverse_scale.double()
 
 
+@pytest.mark.parametrize(
+    ("dtypes", "error"), [((E4M3, E4M3), 0.037), ((E4M3, E5M2), 0.059), ((torch.bfloat16, torch.bfloat16), 0.0023)]
+)
+def test_formats_cost_what_the_chapter_says(dtypes: tuple[torch.dtype, torch.dtype], error: float) -> None:
+    torch.manual_seed(0)
+    operands = [torch.randn(256, 4096).double() for _ in dtypes]
+    rounded = []
+    for x, dtype in zip(operands, dtypes, strict=True):
+        scale = 1.0 if dtype == torch.bfloat16 else torch.finfo(dtype).max / float(x.abs().max())
+        rounded.append((x * scale).float().to(dtype).double() / scale)
+    exact, found = operands[0] @ operands[1].T, rounded[0] @ rounded[1].T
+    assert float((found - exact).norm() / exact.norm()) == pytest.approx(error, rel=0.02)
+
+
 @pytest.mark.parametrize("formats", [(E4M3, E4M3), (E5M2, E4M3)], ids=str)
 @pytest.mark.parametrize("fast", [True, False])
 def test_a_product_is_that_of_its_operands(formats: tuple[torch.dtype, torch.dtype], fast: bool) -> None:

@@ -6,8 +6,6 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from benchmarks import tables
-from benchmarks.page_tables import between_marks
 
 from steplab.records.codec import decode
 from steplab.records.run import Run
@@ -76,8 +74,3 @@ def test_the_two_clocks_agree_on_every_loop(runs: list[Run]) -> None:
         assert run.timing.back_to_back_host_s is not None
         # The host's clock also sees the launch of the first kernel and the way back from the last.
         assert sum(step.best_s) == pytest.approx(run.timing.back_to_back_host_s, rel=0.03), run.id
-
-
-def test_the_committed_table_is_what_the_records_say() -> None:
-    page = REPOSITORY / "benchmarks" / "results" / "step_h200_202611.md"
-    assert between_marks(page, "steps") == tables.steps()

@@ -1,6 +1,7 @@
 """What one process hears of another is checked where it enters: at the hub, and in a rank."""
 
 import io
+import os
 import socket
 import threading
 import time
@@ -28,10 +29,11 @@ REQUEST = Request(job="step", task=msgspec.Raw(b"null"))
 
 def heard(folder: Path, program: str) -> Failure:
     """What becomes of a child that does this with its connection, the descriptor `fd`."""
-    (folder / "sayer.py").write_text(f"import os, sys, time\nfd = int(sys.argv[1])\n{program}\n")
+    (folder / "sayer.py").write_text(f"import os, sys, time\nmain, fd = int, int(sys.argv[1])\n{program}\n")
+    found_there = Surroundings(environment=os.environ | {"PYTHONPATH": str(folder)})
     with (
         patch.object(conversation, "CHILD", "sayer"),
-        Conversation(REQUEST, Listener(JOBS["step"]), 20.0, surroundings=Surroundings(folder=folder)) as child,
+        Conversation(REQUEST, Listener(JOBS["step"]), 20.0, surroundings=found_there) as child,
     ):
         failure = child.listen()
     assert failure is not None

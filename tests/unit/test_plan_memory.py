@@ -43,6 +43,7 @@ from steplab.report.plan.document import plan_document
 from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, StepSpec
+from steplab.specs.step_choices import FP8
 from steplab.units import MIB
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "step_h200_202611.jsonl.gz"
@@ -538,7 +539,7 @@ STEPS = st.fixed_dictionaries(
         "model.vocab_size": st.integers(1, 3000),
         "batch": st.integers(1, 8),
         "context": st.integers(1, 300),
-        "precision": st.sampled_from(CHOICES["precision"]),
+        "precision": st.sampled_from([name for name in CHOICES["precision"] if name not in FP8]),  # test_fp8_step
         "compile": st.sampled_from(["off", "off", "default"]),
         "attention": st.sampled_from(CHOICES["attention"]),
         "checkpointing": st.sampled_from(["none", "full", "every_2", "first_1", "selective"]),

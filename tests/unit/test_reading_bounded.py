@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from tests.runs import make_run
 from tests.unit.test_growth import event, kernel, write_tables
 
 from steplab.errors import SteplabError, UserError
@@ -18,6 +19,7 @@ from steplab.lab.profiling import read_profile
 from steplab.limits import Limits
 from steplab.measurement.progress import Progress
 from steplab.reading.bounded import read_bounded
+from steplab.records.codec import encode
 from steplab.units import GIB, MIB
 from steplab.unpacking import small_file
 
@@ -101,6 +103,17 @@ def test_what_is_no_file_of_its_kind_is_told_as_by_the_reader(tmp_path: Path) ->
         read_memory(path, unwatched)
 
 
+@pytest.mark.skipif(not Path("/dev/fd").exists(), reason="no descriptors have names here")
+def test_what_is_no_regular_file_is_told_with_the_fix() -> None:
+    ends = os.pipe()
+    try:
+        with pytest.raises(UserError, match=r"/dev/fd/\d+ is no regular file, .*; write it to a file and name that"):
+            read_profile(Path(f"/dev/fd/{ends[0]}"), None)
+    finally:
+        for end in ends:
+            os.close(end)
+
+
 def test_an_error_of_steplabs_own_has_its_traceback(tmp_path: Path) -> None:
     with pytest.raises(RuntimeError, match=r"in the process that read [^:]*:\nTraceback"):
         read_bounded("no such work", object, [tmp_path])
@@ -115,14 +128,45 @@ def test_what_lies_in_the_working_folder_is_not_imported(tmp_path: Path, monkeyp
     assert read_profile(path, None).kernels
 
 
+def long_trace(path: Path) -> Path:
+    one = json.dumps(event(1)).encode() + b","
+    path.write_bytes(b'{"traceEvents": [' + one * (200 * MIB // len(one)))
+    return path
+
+
+def long_export(path: Path) -> Path:
+    n = 1_000_000
+    kernels: list[tuple[object, ...]] = [(i, i + 1, 7, i, 0, 1) for i in range(n)]
+    write_tables(path, {"StringIds": [(0, "k")], "CUPTI_ACTIVITY_KIND_KERNEL": kernels})
+    return path
+
+
+def started(*words: str, folder: Path | None = None) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "steplab", *words],
+        stderr=subprocess.PIPE,
+        cwd=folder,
+        # a shell's background job, and so perhaps this test, ignores SIGINT, and would hand that down
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )
+
+
+READERS = {
+    "snapshot.pickle": ("import-snapshot", colliding),
+    "trace.json": ("import-trace", long_trace),
+    "trace.sqlite": ("import-trace", long_export),
+}
+"""The command that reads each kind of file, and how one is made that takes long: the first for hours, deaf to
+signals."""
+
+
 @pytest.fixture
-def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that reads what takes hours, deaf to signals."""
-    file = colliding(tmp_path / "snapshot.pickle")
-    words = ["import-snapshot", str(file), "--store", str(tmp_path / "store.db")]
+def reading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that reads a file that takes long."""
+    command_name, make = READERS[name := getattr(request, "param", "snapshot.pickle")]
+    words = [command_name, str(make(tmp_path / name)), "--store", str(tmp_path / "store.db")]
     before = children()
-    command = [sys.executable, "-m", "steplab", *words]
-    with subprocess.Popen(command, stderr=subprocess.PIPE) as process:
+    with started(*words) as process:
         while children() == before:
             time.sleep(0.1)
         time.sleep(2)
@@ -136,7 +180,33 @@ def reading(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
 
 
 @pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc processes are not found")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize("reading", READERS, indirect=True)
+def test_ctrl_c_ends_each_reader_in_one_line(reading: subprocess.Popen[bytes]) -> None:
+    reading.send_signal(signal.SIGINT)
+    assert reading.wait(5) == 130
+    assert reading.stderr
+    assert reading.stderr.read().splitlines()[-1] == b"steplab: interrupted"
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc processes are not found")
+def test_ctrl_c_ends_an_import_and_nothing_of_it_is_stored(tmp_path: Path) -> None:
+    line = encode(make_run()) + b"\n"
+    (tmp_path / "records.jsonl").write_bytes(line * (150 * MIB // len(line)))
+    words = ["import", "records.jsonl", "--store", "store.db"]
+    with started(*words, folder=tmp_path) as process:
+        opened = Path(f"/proc/{process.pid}/fd")
+        while not any(os.path.realpath(link).endswith("records.jsonl") for link in opened.iterdir()):
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(5) == 130
+        assert process.stderr
+        assert b"Traceback" not in process.stderr.read()
+    assert not (tmp_path / "store.db").exists()
+
+
+@pytest.mark.skipif(not Path("/proc").exists(), reason="without /proc processes are not found")
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGKILL, -9)])
 def test_a_signal_ends_it_at_once(reading: subprocess.Popen[bytes], number: int, code: int) -> None:
     reading.send_signal(number)
     assert reading.wait(5) == code

@@ -498,7 +498,7 @@ def test_where_every_precision_is_refused_nothing_is_stored(monkeypatch: pytest.
 @pytest.mark.parametrize(
     ("fields", "options", "said"),
     [
-        ({}, {"precisions": ("fp8",)}, "precision 'fp8' is not known"),
+        ({}, {"precisions": ("int4",)}, "precision 'int4' is not known"),
         ({}, {"precisions": ("",)}, "precision must be a name"),
         ({}, {"parts": ("weights",)}, "part 'weights' is not known"),
         ({}, {"name": "a\nb"}, "a name must be one line of printable text, not"),

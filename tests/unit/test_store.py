@@ -704,10 +704,18 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
 @pytest.mark.parametrize(
     ("statements", "what"),
     [
-        (["ALTER TABLE record RENAME TO kept", "CREATE VIEW record AS SELECT * FROM kept"], "'record'"),
+        (["ALTER TABLE record RENAME TO kept", "CREATE VIEW record AS SELECT * FROM kept"], "'kept'"),
         (["CREATE TRIGGER gone AFTER INSERT ON record BEGIN DELETE FROM record; END"], "'gone'"),
         (["CREATE VIRTUAL TABLE searched USING fts5(text)"], "'searched'"),
-        (["ALTER TABLE record ADD COLUMN twice AS (seq * 2)"], "'record.twice'"),
+        (["ALTER TABLE record ADD COLUMN twice AS (seq * 2)"], "'record'"),
+        (["CREATE INDEX computed ON record (length(body))"], "'computed'"),
+        (
+            [
+                "PRAGMA writable_schema = ON",
+                "UPDATE sqlite_schema SET sql = replace(sql, 'UNIQUE', 'UNIQUE ON CONFLICT IGNORE')",
+            ],
+            "'record'",
+        ),
     ],
 )
 def test_a_store_that_computes_is_refused(path: Path, statements: list[str], what: str) -> None:

@@ -326,7 +326,7 @@ def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:
         ('[[grid]]\ncontext = "many"\n', "context must be a whole number, not 'many'"),
         ("[[grid]]\nprecision = 16\n", "precision must be a name, not 16"),
         ("[[grid]]\ncontext = [[32]]\n", "context must be a whole number, not '[32]'"),
-        ('[[grid]]\nprecision = ["fp32", "fp8"]\n', "precision 'fp8' is not known"),
+        ('[[grid]]\nprecision = ["fp32", "fp4"]\n', "precision 'fp4' is not known"),
     ],
 )
 def test_a_file_that_is_no_study_is_answered_with_what_is_wrong(tmp_path: Path, text: str, said: str) -> None:

@@ -30,7 +30,7 @@ def defaults_from_file(app: App, command: tuple[str, ...], arguments: ArgumentCo
     """
     here = Path.cwd()
     files = (folder / FILE for folder in (here, *here.parents))
-    path = next((file for file in files if file.is_file() and not _is_anyones(file)), None)
+    path = next((file for file in files if _is_for_us(file)), None)
     if path is None or not command:
         return
     content = _read(path)
@@ -64,13 +64,17 @@ def _check(path: Path, content: Mapping[str, Any], app: App, above_the_tables: b
             )
 
 
-def _is_anyones(file: Path) -> bool:
-    """Whether another user put the file into a folder in which all users may make files, as /tmp: it can name a
-    function to run."""
-    if not file.parent.stat().st_mode & stat.S_IWOTH or file.stat().st_uid in (_ROOT, os.getuid()):
+def _is_for_us(file: Path) -> bool:
+    """Whether there is such a file, and no other user put it or a link to it into a folder in which all users may make
+    files, as /tmp: it can name a function to run."""
+    try:
+        found = file.lstat()
+    except OSError:
         return False
+    if not file.parent.stat().st_mode & stat.S_IWOTH or found.st_uid in (_ROOT, os.getuid()):
+        return file.is_file()
     warn_caller(Remark(f"{file} is not read: it is another user's, in a folder that all may write to"))
-    return True
+    return False
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import difflib
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import median
 from typing import TypeVar
 
 from steplab.comparison.differences import kernel_changes, memory_changes
+from steplab.comparison.judging import start_margin
 from steplab.comparison.likeness import unlike, whole_key
 from steplab.comparison.samples import FEWEST, compare_samples, compare_values
 from steplab.comparison.turns import ratio_in_turns, took_turns
@@ -202,22 +203,19 @@ def _may_alarm(figure: MeasuredFigure) -> bool:
 
 def _figures(pair: _Pair, threshold: float | None, num_decided: int) -> Iterator[ComparedFigure]:
     """The figures that both cells have."""
-    doubtful = bool(pair.doubts)
     for first in pair.a.figures:
         a, b = ([figure.samples for figure in cell.like(first)] for _, cell in pair.sides)
         if not b:
             continue
         ratio = _ratio(pair, first, a, b, threshold, num_decided if _may_alarm(first) else 1)
-        if ratio and ratio.decision != "same" and doubtful and first.unit != "bytes":
-            ratio = replace(ratio, decision="undecided", more=None)
         yield ComparedFigure(
             cell=pair.label,
             name=first.name,
             group=first.group,
             unit=first.unit,
             decides=first.decides,
-            a=_middle(a),
-            b=_middle(b),
+            a=_middle(a, first),
+            b=_middle(b, first),
             ratio=ratio,
         )
 
@@ -237,17 +235,22 @@ def _ratio(
         if each_step and (found := ratio_in_turns(*runs, a[0], b[0], threshold=threshold, num_decided=num_decided)):
             return found
     if figure.unit == "bytes":
-        before, after = _middle(a), _middle(b)
+        before, after = _middle(a, figure), _middle(b, figure)
         return compare_values(before, after, threshold=threshold) if before > 0 and after > 0 else None
     count = min(sum(map(len, blocks)) for blocks in (a, b))
     single = max(map(len, (*a, *b))) == 1
     if (single and count < FEWEST) or not all(all(block) for block in (*a, *b)):
         return None
-    return compare_samples(a, b, in_turns=False, threshold=threshold, num_decided=num_decided)
+    margin = start_margin([run for _, cell in pair.sides for run in cell.runs])
+    return compare_samples(a, b, in_turns=False, threshold=threshold, num_decided=num_decided, margin=margin)
 
 
-def _middle(blocks: Sequence[Sequence[float]]) -> float:
-    return median(sample for block in blocks for sample in block)
+def _middle(blocks: Sequence[Sequence[float]], figure: MeasuredFigure) -> float:
+    """The median; of what is made of step times, such as tokens per second, the value at the median step."""
+    samples = [sample for block in blocks for sample in block]
+    if figure.group == "speed" and all(samples):
+        return 1 / median(1 / sample for sample in samples)
+    return median(samples)
 
 
 def _kernels(pair: _Pair) -> tuple[KernelChange, ...]:

@@ -20,8 +20,9 @@ sides in its turn and the two beside it, and the turns of A and B are drawn toge
 B is called higher if the whole interval lies above the threshold and the test of Mann and Whitney (1947) agrees: among
 all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
 apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
-also tell differences that are too small to matter. Where a quarter of a side's samples exceed twice its median, nothing
-is decided. benchmarks/compare_alarms.py counts the alarms on recorded samples.
+also tell differences that are too small to matter. Noise widens the interval: `margin` is how far apart separate starts
+are known to be on such a machine. In turns, nothing is decided where a quarter of a side's samples exceed twice its
+median. benchmarks/compare_alarms.py counts the alarms on recorded samples.
 """
 
 import itertools
@@ -55,13 +56,21 @@ _ROUNDING = 1e-9  # of sums of mean ranks
 
 
 def compare_samples(
-    a: Blocks, b: Blocks, *, in_turns: bool, threshold: float | None = None, num_decided: int = 1
+    a: Blocks,
+    b: Blocks,
+    *,
+    in_turns: bool,
+    threshold: float | None = None,
+    num_decided: int = 1,
+    margin: float = 0.0,
 ) -> Ratio:
     """The ratio of the median of B to that of A, its 95 % interval, the test, and what they decide.
 
     `in_turns`: block i of A and block i of B ran side by side. `threshold` is the smallest difference that matters, as
     a share; None: `IN_TURNS`, or `SEPARATE` where the units are the samples of one process. `num_decided` is
-    the number of ratios that are decided together, which share the probability of a false alarm.
+    the number of ratios that are decided together, which share the probability of a false alarm. `margin` is the
+    logarithm by which medians of separate starts may differ on such a machine; where each side is one process, no half
+    of the interval is narrower.
 
     Raises ValueError if a side has no samples, a sample is not positive, or turns do not pair up.
     """
@@ -84,9 +93,12 @@ def compare_samples(
         ratio = float(np.nanmedian(units[1]) / np.nanmedian(units[0]))
     interval = _interval(*units, in_turns=in_turns) if min(map(len, units)) >= FEWEST else None
     p = None
+    if interval and separate and margin:
+        low, high = (max(abs(math.log(end / ratio)), margin) for end in interval)
+        interval = ratio / math.exp(low), ratio * math.exp(high)
     if interval:
         p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
-    restless = any(doubtful_outliers(np.concatenate(side).tolist()) for side in sides)
+    restless = in_turns and any(doubtful_outliers(np.concatenate(side).tolist()) for side in sides)
     decision = "undecided" if restless else _decided(interval, p, threshold, alpha)
     return Ratio(
         a=middles[0],
@@ -100,7 +112,7 @@ def compare_samples(
         threshold=threshold,
         decision=decision,
         more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
-        if decision == "undecided" and not restless
+        if decision == "undecided" and not restless and not (separate and margin)
         else None,
         why=_why(interval, p, threshold, alpha, restless=restless),
     )

@@ -13,6 +13,7 @@ from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.flops import DTYPE_OF_MATMULS
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates
 from steplab.ops.attention.hopper_kernels import planned_on
+from steplab.specs.step_choices import FP8
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
 """Rows and columns of the result that one thread block makes, as in cuBLAS's and CUTLASS's kernels."""
@@ -105,7 +106,8 @@ def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
     if size == 2 and any((each * size) % _ALIGNED_BYTES for each in product.row_lengths):
         best *= _UNALIGNED
     m, n, k = product.m, product.n, product.k
-    memory = size * product.batch * (m * k + k * n + m * n) / bandwidth
+    written = max(size, 2)  # of fp8 the result is bf16
+    memory = product.batch * (size * (m * k + k * n) + written * m * n) / bandwidth
     return rates.fixed_s + float((best**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH))
 
 
@@ -151,9 +153,9 @@ def attention_s(
 
 
 def _item_bytes(dtype: str) -> int:
-    return 4 if dtype in ("fp32", "tf32") else 2
+    return {"fp32": 4, "tf32": 4, "fp8": 1}.get(dtype, 2)
 
 
 def has_own_rates(precision: str, gpu: Gpu) -> bool:
-    """Whether products of a step's precision were measured on this GPU."""
-    return gpu.is_fitted and DTYPE_OF_MATMULS[precision] in gpu.rates.products
+    """Whether steps of this precision were fitted on this GPU."""
+    return gpu.is_fitted and precision not in FP8 and DTYPE_OF_MATMULS[precision] in gpu.rates.products

@@ -2,7 +2,6 @@
 
 import dataclasses
 import logging
-import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
@@ -65,7 +64,6 @@ def fake_step(
     watcher.on_value = partial(_admit_values, mode)
     try:
         with (
-            _modules_from_here(),
             redirect_stdout(sys.stderr),
             _errors_told_once(),
             _settings_of_torch(),
@@ -124,8 +122,7 @@ def _errors_told_once() -> Iterator[None]:
 
 def tokens_of(spec: StepSpec) -> int | None:
     """The tokens of a step; None of a model that sizes its batches itself."""
-    with _modules_from_here():
-        return spec.tokens_of_all if knows_tokens(spec) else None
+    return spec.tokens_of_all if knows_tokens(spec) else None
 
 
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
@@ -225,17 +222,6 @@ def _within_its_block(name: str) -> str:
     parts = name.split(".")
     number = next((place for place, part in enumerate(parts) if part.isdigit()), None)
     return name if number is None else ".".join(parts[number + 1 :])
-
-
-@contextmanager
-def _modules_from_here() -> Iterator[None]:
-    """A factory is imported from the working directory, as the measuring process does."""
-    here = os.getcwd()
-    sys.path.insert(0, here)
-    try:
-        yield
-    finally:
-        sys.path.remove(here)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
 """Walk from a step to the fastest that is found, and record the walk."""
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step
@@ -20,6 +21,7 @@ from steplab.records.codec import new_head
 from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.run import Run
+from steplab.specs.changes import OPT_IN
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import StepSpec
@@ -35,6 +37,7 @@ def advise(
     spec: StepSpec | str | None = None,
     *,
     keep_precision: bool = False,
+    opt_in: Sequence[str] = (),
     budget_s: float | None = None,
     name: str = "",
     store: Path | str | None = None,
@@ -53,13 +56,16 @@ def advise(
         advice = advise("small", context=512)
         advice.best, advice.overall.ratio
 
-    With `keep_precision`, number formats stay as they are. After `budget_s` seconds no further change is tried, and a
-    change may take no longer than what is left; the step as given is measured in any case, and a Remark says at once if
-    that leaves no time for a change. Of a step of several processes each turn starts them anew. `on_change` is called
-    with what is measured next, and `on_tried` with what came of each change. An interrupted walk is stored as far as it
-    got. Raises UserError for a step that cannot be measured.
+    With `keep_precision`, number formats stay as they are; `opt_in` names changes that are tried only so: fp8. After
+    `budget_s` seconds no further change is tried, and a change may take no longer than what is left; the step as given
+    is measured in any case, and a Remark says at once if that leaves no time for a change. Of a step of several
+    processes each turn starts them anew. `on_change` is called with what is measured next, and `on_tried` with what
+    came of each change. An interrupted walk is stored as far as it got. Raises UserError for a step that cannot be
+    measured.
     """
     refuse_torchrun("walk")
+    if unknown := set(opt_in).difference(OPT_IN):
+        raise UserError(f"opt_in '{min(unknown)}' is not known; choose one of {', '.join(OPT_IN)}")
     given = {"steps": STEPS, **fields} if not isinstance(spec, StepSpec) else fields
     chosen, name = choose_checkpointing(asked_step("advise", spec, given)), checked_name(name)
     asked = chosen.spec
@@ -70,7 +76,7 @@ def advise(
         return profile(few, name=name, store=store, on_progress=on_progress)
 
     with open_store(store, write=True) as opened:
-        outlook = Outlook(spec=asked, profile=profiled, store=store, keep_precision=keep_precision)
+        outlook = Outlook(spec=asked, profile=profiled, store=store, keep_precision=keep_precision, opt_in=opt_in)
         taking = StoredSession(session(timeout_s=None, on_progress=on_progress, loads_ahead=True), opened, name)
         interrupted: KeyboardInterrupt | None = None
         with taking:

@@ -5,10 +5,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, predicted_s, wire_bytes
+from steplab.costs.communication import FEWEST_SIZES, Point, fit_line, wire_bytes
 from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
-from steplab.lab.keeping import open_store
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
@@ -197,32 +196,3 @@ def left_out(cells: Sequence[CommCell]) -> list[CommCell]:
         if sum(drift <= _SETTLED for _, drift in timed) >= FEWEST_SIZES:
             found += [cell for cell, drift in timed if drift > _SETTLED]
     return found
-
-
-def predict_comm_s(profile: Sequence[CommFit], spec: CommSpec) -> float | None:
-    """Seconds of a call by a machine's profile, from the line of its world size, otherwise from the line over all world
-    sizes; None if the profile has neither."""
-    alike = [
-        fit for fit in profile if (fit.collective, fit.way, fit.dtype) == (spec.collective, spec.transport, spec.dtype)
-    ]
-    for world_size in (spec.world_size, None):
-        for fit in alike:
-            if fit.world_size == world_size:
-                return predicted_s(
-                    fit.alpha_s,
-                    fit.beta_s_per_byte,
-                    wire_bytes(spec),
-                    gamma_s_per_rank=fit.gamma_s_per_rank,
-                    ranks=spec.world_size,
-                )
-    return None
-
-
-def machine_profile(device_name: str, *, store: Path | str | None = None) -> tuple[CommFit, ...]:
-    """The communication profile of the newest benchmark on that device; empty if there is none."""
-    with open_store(store, write=False) as opened:
-        for row in opened.rows(kind="comm"):
-            run = opened.get(str(row["id"])) if row.get("device") == device_name else None
-            if isinstance(run, CommRun) and run.profile:
-                return run.profile
-    return ()

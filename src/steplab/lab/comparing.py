@@ -9,6 +9,7 @@ from pathlib import Path
 from steplab.comparison.comparing import compare as compare_records
 from steplab.comparison.likeness import whole_key
 from steplab.errors import UserError
+from steplab.git import git
 from steplab.lab.importing import read_records
 from steplab.lab.keeping import open_store
 from steplab.records.comparison import Comparison, Side
@@ -176,14 +177,6 @@ def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record
 def _commit(revision: str) -> str | None:
     """The whole digits of a commit: those that git gives for the revision here, or the beginning of a commit."""
     try:
-        finished = subprocess.run(
-            ["git", "rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}"],
-            capture_output=True,
-            encoding="utf-8",
-            errors="replace",
-            timeout=10,
-            check=False,
-        )
-    except (OSError, subprocess.TimeoutExpired):
+        return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
+    except (OSError, subprocess.SubprocessError):
         return None
-    return finished.stdout.strip() or None

@@ -13,13 +13,12 @@ from steplab.lab.files import Destination, folder_for, write_whole
 from steplab.records.codec import encode, new_head
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.records.validation import check, cleaned
+from steplab.records.validation import LONGEST_NAME, check, cleaned
 from steplab.store import care
 from steplab.store.database import Store
 from steplab.store.location import default_path
 
 RecordType = TypeVar("RecordType", bound=Record)
-_LONGEST_NAME = 255
 
 
 def open_store(path: Path | str | None = None, *, write: bool) -> Store:
@@ -70,8 +69,10 @@ def checked_line(what: str, text: str) -> str:
 
 def checked_name(name: str) -> str:
     """The name of a record, checked. Raises UserError if it is not one line of printable text, or is too long."""
-    if len(name) > _LONGEST_NAME:
-        raise UserError(f"a name must have at most {_LONGEST_NAME} characters, not {len(name):,}")
+    if not isinstance(name, str):
+        raise UserError(f"a name must be text, not {type(name).__name__}")
+    if len(name) > LONGEST_NAME:
+        raise UserError(f"a name must have at most {LONGEST_NAME} characters, not {len(name):,}")
     return checked_line("a name", name)
 
 
@@ -124,8 +125,7 @@ def keep(store: Store, record: RecordType, place: Place | None = None) -> Record
 
     Raises NotStored naming the file that holds the record, or, if nothing can be written, why.
     """
-    if place is not None:
-        record = record.within(place.study_id)
+    record = cleaned(record if place is None else record.within(place.study_id))
     try:
         store.add(record, cell=place.cell if place else None)
     except SteplabError as error:
@@ -152,15 +152,16 @@ def tag(
     for word in tags:
         if not word or not word.isprintable() or any(character.isspace() or character == "," for character in word):
             raise UserError(f"a tag is one printable word without commas, not {word!r}")
-    with _existing_store(store) as opened:
-        record = opened.get(record_id)
+
+    def changed(record: Record) -> dict[str, object]:
         for word in remove:
             if word not in record.tags:
                 has = f"only {', '.join(record.tags)}" if record.tags else "none"
                 raise UserError(f"record {record.id} has no tag '{word}'; it has {has}")
-        kept = [word for word in dict.fromkeys((*record.tags, *tags)) if word not in remove]
-        opened.annotate(record.id, tags=kept, comment=record.comment)
-        return opened.get(record.id)
+        return {"tags": [word for word in dict.fromkeys((*record.tags, *tags)) if word not in remove]}
+
+    with _existing_store(store) as opened:
+        return opened.annotate(record_id, changed)
 
 
 def note(record_id: str, text: str, *, store: Path | str | None = None) -> Record:
@@ -169,9 +170,7 @@ def note(record_id: str, text: str, *, store: Path | str | None = None) -> Recor
     Raises UserError if the text is not one line of printable text.
     """
     with _existing_store(store) as opened:
-        record = opened.get(record_id)
-        opened.annotate(record.id, tags=record.tags, comment=checked_line("a note", text))
-        return opened.get(record.id)
+        return opened.annotate(record_id, lambda record: {"comment": checked_line("a note", text)})
 
 
 def _existing_store(path: Path | str | None) -> Store:

@@ -4,7 +4,7 @@ Time is predicted by `plan time`, or of several processes `plan layout`, where i
 by the findings on a profile; whether a step fits the GPU, by `plan memory`. `specs.changes.ORDER` ranks them by that.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -96,6 +96,8 @@ class Outlook:
     store: Path | str | None
     keep_precision: bool
     """Whether number formats stay as they are."""
+    opt_in: Collection[str] = ()
+    """Opt-in changes that are tried, by their values."""
     attempts: list[Attempt] = field(default_factory=list)
     """The changes that were tried."""
     gone: set[tuple[str, str]] = field(default_factory=set)
@@ -191,7 +193,7 @@ class Outlook:
 
     def changes(self, spec: StepSpec) -> list[Change]:
         """The changes that apply to a step, in the order in which they are tried where nothing else decides."""
-        return changes_for(spec, self._device_kind, keep_precision=self.keep_precision)
+        return changes_for(spec, self._device_kind, keep_precision=self.keep_precision, opt_in=self.opt_in)
 
     def untried(self, spec: StepSpec) -> list[Change]:
         """The changes of a step that would make another step than those tried, and are worth trying after them."""

@@ -21,7 +21,7 @@ from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
-from steplab.specs.step import StepSpec
+from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.step_choices import Precision
 from steplab.specs.study import StudySpec
 from steplab.store.database import Store
@@ -126,7 +126,7 @@ def _timed(fields: Mapping[str, object], precisions: Sequence[str]) -> list[Step
     refusals: list[Unsupported] = []
     for precision in TIMED:
         try:
-            steps.append(_step(fields, precision))
+            steps.append(_step({"optimizer": FIELDS["optimizer"].default, **fields}, precision))
         except Unsupported as error:
             refusals.append(error)
     if not steps:

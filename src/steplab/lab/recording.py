@@ -1,16 +1,19 @@
 """Record the user's own training loop in the store."""
 
 import dataclasses
+import math
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from steplab.errors import Remark, SteplabError, UserError, warn_caller
+from steplab.errors import Remark, UserError, warn_caller
 from steplab.lab.files import folder_for
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.profiling import read_profile, with_profile
 from steplab.lab.utilization import with_given_flops
+from steplab.printing import text_of
+from steplab.records.validation import LARGEST, LARGEST_FLOPS
 from steplab.specs.layout import check_device
 from steplab.specs.step import FIELDS
 
@@ -72,15 +75,17 @@ def recorder(
     """
     from steplab.measurement.recorder.recorder import Recorder
 
-    _check_flops(flops_per_step, precision)
-    device = _device_name(device)
-    name = checked_name(name)
+    tokens = None if tokens_per_step is None else int(_number("tokens_per_step", tokens_per_step, 1))
+    flops = _flops(flops_per_step, precision)
+    warmup = int(_number("warmup", warmup, 0))
+    most = None if steps is None else int(_number("steps", steps, 1))
+    device, name = _device_name(device), checked_name(name)
     with folder_for(None) as folder:
         recording = Recorder(
             name,
-            tokens_per_step=tokens_per_step,
+            tokens_per_step=tokens,
             warmup=warmup,
-            steps=steps,
+            steps=most,
             device=device,
             profile=profile,
             model=model,
@@ -90,14 +95,18 @@ def recorder(
 
             def ended(error: BaseException | None = None) -> "Run | None":
                 run = recording.finish(error)
-                return _keep(opened, run, recording, flops_per_step, precision) if opened else None
+                return _keep(opened, run, recording, flops, precision) if opened else None
 
             try:
                 yield recording
             except GeneratorExit:  # the program drops the recorder without closing it
                 raise
             except BaseException as error:
-                ended(error)
+                try:
+                    ended(error)
+                except Exception as lost:
+                    with suppress(Exception):
+                        error.add_note(f"steplab: {lost}")
                 raise
             recording.run = ended()
             for note in recording.run.notes if recording.run else ():
@@ -105,15 +114,37 @@ def recorder(
                     warn_caller(Remark(f"{name or 'the recorder'}: {note}"))
 
 
-def _check_flops(flops_per_step: float | None, precision: str | None) -> None:
+def _number(what: str, given: object, least: float, most: float = LARGEST, *, whole: bool = True) -> float:
+    """The number that an argument stands for, which may be numpy's or a tensor. Raises UserError if it is none that a
+    record can have."""
+    try:
+        number = float(given)  # type: ignore[arg-type]
+    except OverflowError:
+        number = math.inf
+    except Exception:
+        number = math.nan
+    if number >= most:
+        rule = f"below {most:g}"
+    elif whole and number != number // 1:
+        rule = "a whole number"
+    elif whole and number >= least:
+        return int(number)
+    elif number > 0:
+        return number
+    else:
+        rule = f"at least {least:g}" if whole else "above 0"
+    raise UserError(f"{what} must be {rule}, not {ascii(text_of(given)[:80])[1:-1]}; leave it out if unknown")
+
+
+def _flops(given: object, precision: object) -> float | None:
     if precision is not None:
         FIELDS["precision"].refuse_invalid(precision)
-    if flops_per_step is None:
-        return
-    if not flops_per_step > 0:
-        raise UserError(f"flops_per_step must be above 0, not {flops_per_step}; leave it out if unknown")
+    if given is None:
+        return None
+    flops = _number("flops_per_step", given, 0, LARGEST_FLOPS, whole=False)
     if precision is None:
         raise UserError("flops_per_step needs precision, the number format of its products, as in precision='bf16'")
+    return flops
 
 
 def _device_name(device: "torch.device | str") -> str:
@@ -134,6 +165,6 @@ def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None
     if recording.trace is not None:
         try:
             run = with_profile(run, read_profile(recording.trace, "torch.profiler"))
-        except SteplabError as error:  # what was timed is kept
+        except Exception as error:  # what was timed is kept
             run = dataclasses.replace(run, notes=(*run.notes, f"profile: {error}"))
     return keep(store, run)

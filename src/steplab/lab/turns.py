@@ -12,6 +12,7 @@ from typing import Self
 from steplab.comparison.samples import FEWEST
 from steplab.comparison.turns import step_ratio
 from steplab.errors import UserError
+from steplab.git import git
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.measuring import asked_step, completed
@@ -196,7 +197,7 @@ def checked_out(revision: str) -> Iterator[Surroundings]:
     with scratch_folder() as scratch:
         tree = scratch.path.resolve() / "tree"
         try:
-            _git("-c", f"core.hooksPath={os.devnull}", "worktree", "add", "--quiet", "--detach", str(tree), commit)
+            _git("worktree", "add", "--quiet", "--detach", str(tree), commit)
             folder = tree / here.relative_to(root)
             if not folder.is_dir():
                 raise UserError(f"revision {revision} has no folder {here.relative_to(root)}; run from one that it has")
@@ -229,9 +230,8 @@ def _is_installed(path: Path) -> bool:
 
 def _git(*arguments: str, otherwise: str = "") -> str:
     try:
-        done = subprocess.run(["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", check=False)
+        return git(*arguments, timeout_s=None)
     except FileNotFoundError:
         raise UserError("--against needs git, which is not installed") from None
-    if done.returncode:
-        raise UserError(otherwise or f"git {arguments[0]} failed: {' '.join(done.stderr.split())}")
-    return done.stdout.strip()
+    except subprocess.CalledProcessError as error:
+        raise UserError(otherwise or f"git {arguments[0]} failed: {' '.join(error.stderr.split())}") from None

@@ -15,6 +15,7 @@ from steplab.costs.flops import (
 from steplab.errors import SteplabError
 from steplab.records.environment import DeviceInfo
 from steplab.records.run import ModelFacts, Run, Utilization
+from steplab.records.validation import first_problem
 from steplab.specs.hardware import find_hardware
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store
@@ -45,10 +46,12 @@ def with_utilizations(run: Run, store: Store) -> Run:
 
 def with_given_flops(run: Run, flops: float, precision: str, num_ranks: int, store: Store) -> Run:
     """The record of a loop with its MFU, from the model FLOPs of one step of all ranks that its user stated."""
-    if run.failure or run.environment is None or run.median_s is None:
+    if run.failure or run.environment is None or not run.median_s:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[precision], store)
     used = (_utilization("mfu", "given", flops, precision, run.median_s, peak, num_ranks),)
+    if absurd := first_problem(used):
+        return dataclasses.replace(run, notes=(*run.notes, f"MFU: not with these flops_per_step: {absurd}"))
     gaps = () if peak.flops_per_s else (f"MFU: {peak.source}",)
     return dataclasses.replace(run, utilizations=used, notes=(*run.notes, *gaps, *_over_the_peak(used, peak)))
 

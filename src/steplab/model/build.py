@@ -2,6 +2,8 @@
 
 import importlib
 import inspect
+import os
+import sys
 from collections.abc import Callable, Collection, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -180,6 +182,8 @@ def _refuse_other_parameters(
 
 def _find(name: str) -> Callable[..., Any]:
     module_name, _, function_name = name.partition(":")
+    if (here := os.getcwd()) not in sys.path:
+        sys.path.append(here)  # last: a file in it may have the name of one of Python's modules
     try:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:

@@ -25,6 +25,7 @@ _KEPT_BY_SELECTIVE = [
     _aten.bmm.default,
     _aten.addmm.default,
     _aten.baddbmm.default,
+    _aten._scaled_mm.default,
     _aten._scaled_dot_product_flash_attention.default,
     _aten._scaled_dot_product_flash_attention_for_cpu.default,
     _aten._scaled_dot_product_efficient_attention.default,

@@ -16,6 +16,9 @@ NUM_PROGRAMS = 528
 """Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200. It is the same on every GPU, since it
 decides in which order the weight's gradient is added up."""
 
+FP8_MULTIPLE = 16
+"""Tokens, inputs and outputs of a linear layer in fp8 are multiples of this: operands are read by 16 bytes."""
+
 
 def runs_on(device_type: str) -> bool:
     """Whether Triton's kernels run on such a device."""

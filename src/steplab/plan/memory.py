@@ -28,7 +28,7 @@ from steplab.specs.ddp import Variant
 from steplab.specs.hardware import find_hardware
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import RECORD_THEIR_OWN
+from steplab.specs.step_choices import RECORD_THEIR_OWN, WITH_MASTERS
 from steplab.units import KIB, MIB, format_bytes
 
 HOPPER_WORKSPACE = Count(8 * 4 * MIB, "8 x 4 MiB")
@@ -149,7 +149,15 @@ def refuse_unknown_memory(spec: StepSpec) -> None:
         refuse_untraced(spec, what)
 
 
+def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
+    """Raise Unsupported for products that torchao makes."""
+    if spec.precision == "fp8_torchao":
+        why = "what torchao's casts take is not known"
+        raise Unsupported(f"{what} in {spec.precision}", why, "use --precision fp8, or measure it with `steplab run`")
+
+
 def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:
+    refuse_unknown_formats(spec, what)
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
@@ -172,11 +180,12 @@ def refuse_untraced(spec: StepSpec, what: str) -> None:
     """Raise Unsupported for a step that cannot be run on tensors without content."""
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
+    refuse_unknown_formats(spec, what)
     if spec.compile != "off":
         why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
         raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")
     if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
-        instead = "use --pass forward_backward" if spec.precision == "bf16_master" else "use adamw_fused"
+        instead = "use --pass forward_backward" if spec.precision in WITH_MASTERS else "use adamw_fused"
         raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", instead)
 
 
@@ -197,7 +206,7 @@ def _without_activations(spec: StepSpec) -> MemoryPrediction:
     """The memory of a size for planning only: its weights, and what training keeps for each of them."""
     shape = spec.model.shape
     assert shape is not None
-    masters = spec.precision == "bf16_master"
+    masters = spec.precision in WITH_MASTERS
     width = 2 if masters or spec.precision == "bf16_pure" else 4
     state_width = 4 if masters else width
     kept = [("parameters", "parameters", width, 1)]

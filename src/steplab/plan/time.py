@@ -20,13 +20,14 @@ from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
+from steplab.plan.memory import refuse_unknown_formats
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
+from steplab.specs.step_choices import AFTER, FP8
 from steplab.units import counted, listed
 
 _PHASES = ("forward", "backward", "optimizer")
@@ -392,10 +393,11 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
         why = "the prediction is of a step that one process takes by itself"
         instead = "`steplab plan time` and steplab.plan_steps predict it there, and `steplab plan layout` all layouts"
         raise Unsupported(f"{what} on layout {spec.layout}", why, instead)
-    dtype = DTYPE_OF_MATMULS[spec.precision]
-    if dtype not in gpu.peaks:
-        why = f"no peak of {gpu.name} is stated in {dtype}"
-        raise Unsupported(f"{what} in {spec.precision}", why, f"give one with --peak {dtype}=FLOP/s")
+    refuse_unknown_formats(spec, what)
+    for dtype in (DTYPE_OF_MATMULS[spec.precision], *(["fp8"] if spec.precision in FP8 else [])):
+        if dtype not in gpu.peaks:
+            why = f"no peak of {gpu.name} is stated in {dtype}"
+            raise Unsupported(f"{what} in {spec.precision}", why, f"give one with --peak {dtype}=FLOP/s")
     refuse_unserved_attention(spec, gpu.platform)
 
 
@@ -425,7 +427,12 @@ def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> lis
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     """What is assumed, and what is left out."""
     notes = ["without what runs before and after a step: loading data, logging, saving"]
-    if gpu.is_fitted and not has_own_rates(spec.precision, gpu):
+    if spec.precision in FP8:
+        notes.append(
+            "fp8: the rates of its products and casts were set from single layers on an H200, and fitted to no step; "
+            "utilization is told on the peak of bf16"
+        )
+    elif gpu.is_fitted and not has_own_rates(spec.precision, gpu):
         notes.append(
             f"no record of {spec.precision} on {gpu.name} was fitted: it is taken to reach the shares of its peak that "
             "another format does"

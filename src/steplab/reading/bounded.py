@@ -9,7 +9,6 @@ The answer is JSON, decoded as the type that is expected, so that no code of the
 
 import signal
 import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -18,12 +17,12 @@ import msgspec
 
 from steplab.errors import SteplabError, UserError
 from steplab.limits import LimitReached, Limits
+from steplab.python import python_running
 from steplab.reading.messages import NO_MEMORY, Answer, Broken, NotRead, Read, Request, Told
 from steplab.units import format_bytes
 from steplab.unpacking import OnProgress, unwatched
 
 _Result = TypeVar("_Result")
-_FROM_HERE = "import sys; sys.path.append(sys.argv[1]); from steplab.reading.child import main; main()"
 
 
 def read_bounded(
@@ -41,12 +40,14 @@ def read_bounded(
     allow (None: the usual ones), and SteplabError as the function does.
     """
     limits = limits or Limits()
+    if paths[0].exists() and not (paths[0].is_file() or paths[0].is_dir()):
+        fix = "write it to a file and name that (.gz and .xz are read as they are)"
+        raise UserError(f"{paths[0]} is no regular file, and another process is to read it; {fix}")
     request = msgspec.json.encode(Request(what, options or {}, limits.memory_bytes, limits.processor_s))
     answer: Answer | None = None
-    # -P: what lies in the working folder is not imported. A session of its own: Ctrl-C reaches this process alone.
-    given = [str(Path(__file__).parents[2]), request.decode(), *map(str, paths)]
-    command = [sys.executable, "-P", "-c", _FROM_HERE, *given]
+    command = python_running("steplab.reading.child", request.decode(), *map(str, paths))
     pipe = subprocess.PIPE
+    # a session of its own: Ctrl-C reaches this process alone
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, start_new_session=True) as process:
         assert process.stdout
         try:

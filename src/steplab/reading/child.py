@@ -54,7 +54,7 @@ _WORK: dict[str, Callable[..., object]] = {work.__name__: work for work in (prof
 
 def main() -> None:
     """Answer the request among the arguments. The end of standard input ends this process: who asked is gone."""
-    request, *paths = sys.argv[2:]
+    request, *paths = sys.argv[1:]
     asked = msgspec.json.decode(request, type=Request)
     _bound(asked)
     os.environ["OPENBLAS_NUM_THREADS"] = "1"  # its threads would each take memory

@@ -194,7 +194,7 @@ class Comparison:
     """Whether `steplab ab` can measure A and B again, in turns: it cannot where one is a recorded loop or a
     benchmark."""
     doubts: tuple[str, ...] = ()
-    """Reasons to doubt the times, in whole sentences; no time that differs decides then."""
+    """Reasons to doubt the times, in whole sentences; the intervals are as wide as starts on such machines differ."""
     notes: tuple[str, ...] = ()
     """What is not compared, and why."""
 

@@ -26,8 +26,6 @@ class Disturbance:
     """Short name, for a column or a label."""
     text: str
     """Whole sentence with the figures."""
-    of_machine: bool = True
-    """Whether something beside the step is the reason, so that the same step would take another time elsewhere."""
 
 
 def disturbances(run: Run) -> tuple[Disturbance, ...]:
@@ -54,11 +52,6 @@ def never_settles(run: Run) -> bool:
     return len(samples) >= stats.FEWEST_FOR_STEADY and stats.steady_from(samples) is None
 
 
-def disturbed_by_the_machine(run: Run) -> bool:
-    """Whether something beside the step makes its time doubtful."""
-    return any(disturbance.of_machine for disturbance in disturbances(run))
-
-
 def disturbance_words(run: Run) -> str | None:
     """The short names of all disturbances of a run, for a column; None without any."""
     return ", ".join(disturbance.word for disturbance in disturbances(run)) or None
@@ -69,7 +62,7 @@ def _outliers(samples: tuple[float, ...]) -> Disturbance | None:
     if not far:
         return None
     text = f"{far} of {counted(len(samples), 'step')} took more than twice the median."
-    return Disturbance(word="outliers", text=text, of_machine=False)
+    return Disturbance(word="outliers", text=text)
 
 
 def _unsettled(run: Run) -> Disturbance | None:
@@ -77,7 +70,7 @@ def _unsettled(run: Run) -> Disturbance | None:
         return None
     assert run.timing is not None
     text = f"The step time did not settle in {len(curve(run.timing))} steps."
-    return Disturbance(word="unsteady", text=text, of_machine=False)
+    return Disturbance(word="unsteady", text=text)
 
 
 def _waiting(run: Run) -> Disturbance | None:
@@ -88,7 +81,7 @@ def _waiting(run: Run) -> Disturbance | None:
     text = (
         f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
     )
-    return Disturbance(word="waits for host", text=text, of_machine=False)
+    return Disturbance(word="waits for host", text=text)
 
 
 def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbance | None:

@@ -28,6 +28,8 @@ LARGEST = 1e18
 """Upper bound of every time, count and size: thirty billion years, or an exabyte."""
 LARGEST_FLOPS = 1e30
 """Upper bound of FLOPs and FLOP/s."""
+LONGEST_NAME = 255
+"""Most characters of a name that a user gives."""
 
 _OF_TENSORS = frozenset(
     {"loss", "reference_loss", "largest", "smallest", "largest_gradient", "suggested_scale", "number", "addend_value",

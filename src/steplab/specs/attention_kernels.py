@@ -11,8 +11,9 @@ from steplab.ops.cross_entropy_table import implementation as loss_implementatio
 from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import WITH_MASTERS
 
-_DTYPES = {"fp32": FP32, "tf32": FP32, "bf16": BF16, "fp16": FP16, "bf16_master": BF16, "bf16_pure": BF16}
+_DTYPES = {"fp32": FP32, "tf32": FP32, "fp16": FP16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), BF16)}
 """Precision of a step -> number format of the tensors that its attention receives."""
 
 

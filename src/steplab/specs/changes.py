@@ -6,7 +6,7 @@ the batch or the optimizer's rule is another training and is not here; one of th
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -61,6 +61,8 @@ class Change:
     """Whether it costs time for memory, so that it is tried only where the step runs out of memory; see FREEING."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
+    opt_in: bool = False
+    """Whether a walk tries it only where it is asked for by its value."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
     """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none. A later row of the same field
@@ -177,6 +179,16 @@ CHANGES = (
         needs={"optimizer": "adamw_triton"},
         fast={"cuda": ("transformer",)},
     ),
+    Change(
+        field="precision",
+        value="fp8",
+        devices=_CUDA,
+        replaces=("bf16", "bf16_master"),
+        needs={"optimizer": "adamw_triton"},
+        numerics="products of linear layers within blocks take fp8: 4 bits of precision, and 3 for gradients, for 8 of "
+        "bf16; short runs do not show what that does to a long training",
+        opt_in=True,
+    ),
     Change(field="checkpointing", value="none"),
     Change(field="checkpointing", value="selective", replaces=("full",), pointless_after=("none",)),
     Change(field="reshard_after_forward", value="never"),
@@ -202,10 +214,21 @@ def words_with(own: str, others: Sequence[str]) -> str:
     return f"{own} with {' and '.join(others)}" if others else own
 
 
-def changes_for(spec: StepSpec, device_kind: str, *, keep_precision: bool) -> list[Change]:
-    """The changes that apply to a step; without those of the number format if `keep_precision`."""
+OPT_IN: tuple[str, ...] = tuple(change.value for change in CHANGES if change.opt_in)
+"""Values that a walk tries only where it is asked for them."""
+
+
+def changes_for(
+    spec: StepSpec, device_kind: str, *, keep_precision: bool, opt_in: Collection[str] = ()
+) -> list[Change]:
+    """The changes that apply to a step; without those of the number format if `keep_precision`, and of those that are
+    opt-in, those of `opt_in`."""
     return [
-        change for change in CHANGES if change.applies(spec, device_kind) and not (keep_precision and change.numerics)
+        change
+        for change in CHANGES
+        if change.applies(spec, device_kind)
+        and not (keep_precision and change.numerics and change.value not in opt_in)
+        and (not change.opt_in or change.value in opt_in)
     ]
 
 

@@ -8,7 +8,7 @@ from typing import Literal, get_args
 from steplab.errors import UserError
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
-from steplab.specs.step_choices import AFTER, OVERLAPPED
+from steplab.specs.step_choices import AFTER, OVERLAPPED, WITH_MASTERS
 from steplab.specs.step_choices import IN_FLIGHT as WITH_UPDATE
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
@@ -148,10 +148,10 @@ class DdpStudy:
             )
         if self.step.cuda_graph == "step":
             raise UserError("cuda_graph step is not supported here, because ranks communicate; use --cuda-graph off")
-        if self.step.precision == "bf16_master":
+        if self.step.precision in WITH_MASTERS:
             raise UserError(
-                "precision bf16_master is not supported here, because ranks would add up their gradients in bf16; use "
-                "--precision bf16"
+                f"precision {self.step.precision} is not supported here, because ranks would add up their gradients in "
+                "bf16; use --precision bf16"
             )
         baseline = Variant(kind="none")
         object.__setattr__(self, "contenders", tuple(dict.fromkeys((baseline, *self.contenders))))

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator
 
 from steplab.specs.checkpointing import num_first, period_of
 from steplab.specs.step import AUTOCAST, StepSpec
-from steplab.specs.step_choices import OVERLAPPED, RECORD_THEIR_OWN
+from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_MASTERS
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
@@ -71,11 +71,14 @@ def _formats(spec: StepSpec) -> Iterator[str]:
         yield 'torch.set_float32_matmul_precision("high")'
     elif spec.precision == "bf16_pure":
         yield "for parameter in model.parameters():\n    parameter.data = parameter.data.to(torch.bfloat16)"
-    elif spec.precision == "bf16_master":
+    elif spec.precision in WITH_MASTERS:
         # The gradient of a loss in chunks is added up, which bf16 would round.
         stay = "" if spec.loss == "plain" else ", stay=[model.head.weight]"
         yield f"""from steplab.ops.adamw import bf16_with_masters
 masters = bf16_with_masters(model{stay})"""
+    if spec.precision in FP8:
+        function = "products_in_fp8" if spec.precision == "fp8" else "products_by_torchao"
+        yield f"from steplab.model.fp8_blocks import {function}\n{function}(model)"
 
 
 def _blocks(spec: StepSpec) -> Iterator[str]:
@@ -128,7 +131,7 @@ def _optimizer(spec: StepSpec) -> Iterator[str]:
     if spec.pass_name != "train":
         return
     if spec.optimizer == "adamw_triton":
-        masters = ", masters=masters" if spec.precision == "bf16_master" else ""
+        masters = ", masters=masters" if spec.precision in WITH_MASTERS else ""
         yield f"""from steplab.ops.adamw import OneKernelAdamW
 optimizer = OneKernelAdamW(model.parameters(), lr=lr{masters})"""
     elif spec.optimizer == "sgd":

@@ -16,7 +16,7 @@ from typing import Any
 from steplab.errors import UserError
 from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS, model_spec
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
-from steplab.specs.step_choices import DEFAULT_MODEL
+from steplab.specs.step_choices import DEFAULT_MODEL, KEEPS_MASTERS, WITH_MASTERS
 from steplab.specs.step_fields import option_name
 
 
@@ -92,5 +92,7 @@ def _built(fields: Mapping[str, object]) -> StepSpec:
     given = {name: FIELDS[name].parsed(value) for name, value in fields.items()}
     sizes = {field.attribute: given[field.key] for field in SIZE_FIELDS if field.key in given}
     step = {field.attribute: given[field.key] for field in STEP_FIELDS if field.key in given}
+    if step.get("precision") in WITH_MASTERS and step.get("pass_name", "train") == "train":
+        step.setdefault("optimizer", KEEPS_MASTERS)
     step["model"] = model_spec(str(step.get("model", DEFAULT_MODEL)), sizes)
     return StepSpec(**step)  # type: ignore[arg-type]

@@ -5,11 +5,24 @@ from math import gcd
 from typing import Literal
 
 from steplab.errors import Unsupported, UserError
+from steplab.ops.triton_places import FP8_MULTIPLE
 from steplab.specs.model import SIZE_FIELDS
-from steplab.specs.step_choices import IN_FLIGHT, OVERLAPPED, RECORD_THEIR_OWN, StepChoices
+from steplab.specs.step_choices import (
+    FP8,
+    IN_FLIGHT,
+    KEEPS_MASTERS,
+    OVERLAPPED,
+    RECORD_THEIR_OWN,
+    WITH_MASTERS,
+    StepChoices,
+)
 from steplab.specs.step_fields import StepField, declared_fields
 
-AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {"bf16": "bf16", "fp16": "fp16", "bf16_master": "bf16"}
+AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
+    "bf16": "bf16",
+    "fp16": "fp16",
+    **dict.fromkeys(WITH_MASTERS, "bf16"),
+}
 """Precisions of a forward pass under autocast -> the format in which autocast computes."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank of pp, by the name of the schedule."""
@@ -167,18 +180,41 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 def refuse_unserved_masters(spec: StepChoices) -> None:
     """Raise Unsupported where bf16 weights with fp32 masters would train otherwise than autocast over fp32 weights, and
     for an optimizer that keeps no masters."""
-    if spec.precision != "bf16_master":
+    if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
-    what, instead = "precision bf16_master", "use --precision bf16"
+    what, instead = f"precision {spec.precision}", "use --precision bf16"
     if layout.world_size > 1:
         raise Unsupported(f"{what} with layout {layout}", "ranks would add up their gradients in bf16", instead)
     if micro_steps > 1:
         why = "gradients of micro-steps would be added up in bf16"
         raise Unsupported(f"{what} with accumulation {micro_steps}", why, f"{instead}, or a larger --batch")
-    if spec.optimizer != "adamw_triton" and spec.pass_name == "train":
+    if spec.optimizer != KEEPS_MASTERS and spec.pass_name == "train":
         why = "the optimizer has to keep fp32 masters of the weights"
-        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, "use --optimizer adamw_triton")
+        raise Unsupported(f"{what} with optimizer {spec.optimizer}", why, f"use --optimizer {KEEPS_MASTERS}")
+
+
+def refuse_unserved_fp8(spec: StepChoices) -> None:
+    """Raise Unsupported for a model without blocks of steplab's (fp8_torchao takes any), for sizes of which products
+    in fp8 cannot be made."""
+    if spec.precision not in FP8:
+        return
+    what, shape = f"precision {spec.precision} for {spec.model.label}", spec.model.shape
+    if spec.precision == "fp8" and (shape is None or not shape.num_heads):
+        why, instead = "it has no block of steplab's Transformer", "which converts the blocks of any model"
+        raise Unsupported(what, why, f"use --precision fp8_torchao, {instead}, or --precision bf16")
+    if shape is None:
+        return
+    sizes = {
+        "tokens in a batch": spec.batch * spec.context,
+        "d-model": shape.d_model,
+        "d-ff": shape.d_ff,
+        "width of keys": shape.query_key_value_widths[1],
+    }
+    for name, size in sizes.items():
+        if size % FP8_MULTIPLE:
+            why = f"products in fp8 take multiples of {FP8_MULTIPLE}, and the {name} is {size}"
+            raise Unsupported(what, why, "use --precision bf16")
 
 
 def refuse_unserved_block_ops(spec: StepChoices) -> None:
@@ -214,6 +250,7 @@ def refuse_unserved_graph(device: str) -> None:
 _REFUSALS = (
     *(refuse_unserved_layout, refuse_uneven_split, refuse_uneven_pipeline, refuse_unrecorded_step),
     *(refuse_unserved_triton_optimizer, refuse_unserved_update, refuse_unserved_block_ops, refuse_unserved_masters),
+    refuse_unserved_fp8,
 )
 """Checks that fields fit each other; each raises UserError or Unsupported."""
 

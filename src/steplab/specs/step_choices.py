@@ -16,7 +16,7 @@ from steplab.specs.model import MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec
 from steplab.specs.step_fields import Declared
 
 Pass = Literal["forward", "forward_backward", "train"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16_master", "bf16_pure", "fp8", "fp8_torchao"]
 CompileMode = Literal["off", "block", "default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
 CudaGraph = Literal["off", "step"]
 BlockOps = Literal["plain", "triton"]
@@ -30,6 +30,12 @@ AFTER: Final = "after"
 OVERLAPPED: Final = "overlapped"
 IN_FLIGHT = ("overlap", "bucketed")
 """Strategies of data parallelism that send gradients while others are still being made."""
+FP8 = ("fp8", "fp8_torchao")
+"""Precisions whose linear layers within blocks take fp8."""
+WITH_MASTERS = ("bf16_master", *FP8)
+"""Precisions of bf16 weights of which the optimizer keeps fp32 masters."""
+KEEPS_MASTERS = "adamw_triton"
+"""The optimizer that does, and its default."""
 RECORD_THEIR_OWN = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record the model's launches as CUDA graphs and replay them."""
 DEFAULT_MODEL = "tiny"
@@ -157,6 +163,8 @@ class StepChoices:
                 "fp16": "the same, with a gradient scaler",
                 "bf16_master": "autocast over bf16 linear layers, of which adamw_triton keeps fp32 masters",
                 "bf16_pure": "weights, gradients and optimizer state in bf16",
+                "fp8": "bf16_master, with the products of linear layers within blocks in fp8",
+                "fp8_torchao": "the same by torchao",
             },
             panel=11,
             baseline="fp32",

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import Remark, SteplabError, warn_caller
-from steplab.sqlite_objects import computing_object
 from steplab.store import schema
 from steplab.store.failures import MOVE_AWAY, NAME_ANOTHER, locked, not_writable, sqlite_errors
 from steplab.store.file_system import network_file_system
@@ -229,14 +228,14 @@ def _check_origin(path: Path, sqlite: sqlite3.Connection) -> None:
         return
     if not schema.is_ours(sqlite):
         raise SteplabError(f"{path} is another program's SQLite file, not a steplab store; {NAME_ANOTHER}")
-    if computing := computing_object(sqlite):
-        raise SteplabError(f"the store {path} holds {computing}, which no store has, and is not used; {MOVE_AWAY}")
     seen = schema.version(sqlite)
     if seen > schema.CURRENT_VERSION:
         raise SteplabError(
             f"the store {path} has format {seen}, newer than the {schema.CURRENT_VERSION} this version "
             "knows, and was left unchanged; upgrade steplab"
         )
+    if other := schema.not_ours(sqlite):
+        raise SteplabError(f"the store {path} holds {other}, which no store has, and is not used; {MOVE_AWAY}")
 
 
 def _prove_writable(sqlite: sqlite3.Connection) -> None:

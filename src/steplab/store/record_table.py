@@ -1,7 +1,7 @@
 """Records in the store: adding, finding, listing."""
 
 import dataclasses
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -236,18 +236,21 @@ class RecordTable:
             for row in found
         ]
 
-    def annotate(self, record_id: str, *, tags: Sequence[str], comment: str) -> None:
-        """Give the record with this whole id these tags and this comment, in place of those it has.
+    def annotate(self, id_prefix: str, change: Callable[[Record], dict[str, object]]) -> Record:
+        """Change a record's tags or comment to those that `change` gives, by field, for the record as it is then.
 
-        Raises SteplabError if it cannot be read.
+        Raises as `get` and `change` do.
         """
         with self._connection.transaction():
+            record_id = unique_id(self._connection, "record", id_prefix)
             body = _only(self._connection, "SELECT body FROM record WHERE id = ?", record_id)[0]
-            _decode(self._connection, record_id, body)  # a damaged one is refused
+            changes = change(_decode(self._connection, record_id, body))  # a damaged one is refused
             fields = msgspec.json.decode(body)  # with those that only a later version knows
-            changed = msgspec.json.encode(fields | {"tags": list(tags), "comment": comment})
-            row = encode(summary_row(_decode(self._connection, record_id, changed)))
+            changed = msgspec.json.encode(fields | changes)
+            record = _decode(self._connection, record_id, changed)
+            row = encode(summary_row(record))
             self._connection.query("UPDATE record SET body = ?, summary = ? WHERE id = ?", changed, row, record_id)
+        return record
 
     def remove(self, ids: Iterable[str]) -> list[str]:
         """Remove records by their whole ids, whether they can be read or not, all or none.

@@ -89,6 +89,7 @@ MIGRATIONS: tuple[tuple[str | Callable[[sqlite3.Connection], None], ...], ...] =
     (to_format_3,),
 )
 CURRENT_VERSION = len(MIGRATIONS)
+_STATEMENTS = {" ".join(made.split()) for migration in MIGRATIONS for made in migration if isinstance(made, str)}
 
 
 def is_blank(connection: sqlite3.Connection) -> bool:
@@ -101,6 +102,19 @@ def is_blank(connection: sqlite3.Connection) -> bool:
 def is_ours(connection: sqlite3.Connection) -> bool:
     """Whether steplab made the file."""
     return pragma(connection, "application_id") == APPLICATION_ID
+
+
+def not_ours(connection: sqlite3.Connection) -> str | None:
+    """A table or anything else that no migration made, in words; None if there is nothing.
+
+    A view, a trigger, a generated column, an expression in an index, a conflict clause: each computes, hangs or
+    swallows what is stored. Tables that `.recover` adds (lost_and_found) are never read.
+    """
+    for name, sql in connection.execute("SELECT name, sql FROM sqlite_master WHERE sql IS NOT NULL"):
+        is_added = str(name).startswith("lost_and_found") and str(sql).startswith(f"CREATE TABLE {name}(")
+        if " ".join(str(sql).split()) not in _STATEMENTS and not is_added:
+            return f"the table, index, view or trigger {str(name)[:100]!a}"
+    return None
 
 
 def version(connection: sqlite3.Connection) -> int:

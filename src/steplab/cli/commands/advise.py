@@ -15,6 +15,7 @@ from typing import Annotated
 from cyclopts import Parameter
 
 from steplab.cli.options import OutputOptions, StepOptions
+from steplab.specs.changes import OPT_IN
 
 
 def advise(
@@ -23,6 +24,10 @@ def advise(
     keep_precision: Annotated[
         bool, Parameter(help="Try no other number format: neither bf16 nor TF32", negative="")
     ] = False,
+    opt_in: Annotated[
+        tuple[str, ...],
+        Parameter(help=f"Change of numerics that is tried only where it is named: {', '.join(OPT_IN)}", negative=""),
+    ] = (),
     budget: Annotated[
         str,
         Parameter(
@@ -46,6 +51,7 @@ def advise(
         advice = walk(
             resolve_step({"steps": STEPS} | step.fields()),
             keep_precision=keep_precision,
+            opt_in=opt_in,
             budget_s=None if budget == "none" else parse_duration(budget),
             name=name,
             store=out.store,

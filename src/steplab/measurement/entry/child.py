@@ -1,8 +1,8 @@
 """A measuring process: an order comes over its connection, messages go back, and the result is the last of them.
 
-`processes.conversation` starts it as `python -m steplab.measurement.entry.child FD [JOB]`; FD is its connection to that
-process, and this one ends when the connection does, however the other died, and frees the GPU. With a job it first
-loads what such a job needs, and says that it is ready.
+`processes.conversation` starts it with the arguments FD [JOB]; FD is its connection to that process, and this one
+ends when the connection does, however the other died, and frees the GPU. With a job it first loads what such a job
+needs, and says that it is ready.
 
 One of several processes belongs to the process that listens to all ranks, if steplab started it or it is torchrun's
 first. Any other rank of torchrun belongs to a command line of its own. It finds the first command line through the
@@ -237,7 +237,3 @@ def answer(
     )
     compat.watch_refused_allocations()
     send("result", JOBS[request.job].do(request.task, observer, world))
-
-
-if __name__ == "__main__":
-    main()

@@ -13,6 +13,7 @@ from steplab.errors import Unsupported
 from steplab.measurement import compat
 from steplab.records.memory import AllocatorState, PeakMemory
 from steplab.specs.layout import check_device
+from steplab.specs.step_choices import FP8
 from steplab.units import KIB, NS_PER_S
 
 _SPINS_TIMED = 10_000_000
@@ -213,11 +214,23 @@ def has_tf32(device: torch.device) -> bool:
     )
 
 
+def has_fp8(device: torch.device) -> bool:
+    """Whether it multiplies matrices in fp8: NVIDIA GPUs of compute capability 8.9 and above."""
+    return (
+        device.type == "cuda" and torch.version.cuda is not None and torch.cuda.get_device_capability(device) >= (8, 9)
+    )
+
+
 def refuse_unserved(precision: str, device: torch.device) -> None:
     """Raise Unsupported if the device would silently compute in another precision."""
     if precision == "tf32" and not has_tf32(device):
         why = f"{device} has no such matmuls, and would compute in fp32"
         raise Unsupported("precision tf32", why, "use --precision fp32")
+    if precision in FP8 and device.type != "cpu" and not has_fp8(device):
+        why = f"{device} has no products of fp8, which NVIDIA GPUs have from compute capability 8.9 on"
+        raise Unsupported(f"precision {precision}", why, "use --precision bf16")
+    if precision == "fp8_torchao" and device.type == "cpu":
+        raise Unsupported(f"precision {precision} on a CPU", "torchao's products are a GPU's", "use --precision fp8")
 
 
 def allocated_bytes(device: Device) -> int | None:

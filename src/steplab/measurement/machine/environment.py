@@ -9,9 +9,11 @@ from pathlib import Path
 
 import torch
 
+from steplab.git import git
 from steplab.measurement.machine import nvml
 from steplab.ops.attention.triton_tuning import kernels_known
 from steplab.records.environment import DeviceInfo, Environment
+from steplab.records.validation import cleaned
 
 VARIABLES = (
     "CUBLAS_WORKSPACE_CONFIG",
@@ -53,7 +55,7 @@ def read_environment(device: torch.device) -> Environment:
         flash_triton=_flash_triton(device),
         git_commit=_git_commit(),
         load_average=_load_average(),
-        variables={name: os.environ[name] for name in VARIABLES if name in os.environ},
+        variables={name: cleaned(os.environ[name]) for name in VARIABLES if name in os.environ},
         gaps=tuple(gaps),
     )
 
@@ -143,14 +145,7 @@ def _dotted(version: int) -> str:
 def _git_commit() -> str | None:
     """The commit of the folder that steplab was started in, which usually holds the user's code."""
     try:
-        commit = _git("rev-parse", "--short=12", "HEAD")
-        return commit + ("+" if _git("status", "--porcelain", "--untracked-files=no") else "")
+        commit = git("rev-parse", "--short=12", "HEAD")
+        return commit + ("+" if git("status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all") else "")
     except (OSError, subprocess.SubprocessError):
         return None
-
-
-def _git(*arguments: str) -> str:
-    finished = subprocess.run(
-        ["git", *arguments], capture_output=True, encoding="utf-8", errors="replace", timeout=5, check=True
-    )
-    return finished.stdout.strip()

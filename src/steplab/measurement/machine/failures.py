@@ -12,6 +12,7 @@ from steplab.errors import ERRORS
 from steplab.measurement import compat
 from steplab.measurement.machine.causes import cause_of
 from steplab.measurement.machine.device import Device
+from steplab.printing import remark, text_of
 from steplab.records.failure import Failure
 from steplab.records.memory import PeakMemory
 from steplab.specs.step import StepSpec
@@ -63,8 +64,8 @@ def refused_memory(error: BaseException, stage: str, device: Device | None) -> F
     if isinstance(error, torch.OutOfMemoryError):
         requested_bytes = compat.last_refused_bytes() or compat.bytes_in_message(_first_line(error))
         return _out_of_memory(stage, requested_bytes, device.peak("step") if device else None)
-    if "DefaultCPUAllocator: can't allocate memory" in str(error):
-        refused = re.search(r"you tried to allocate (\d+) bytes", str(error))
+    if "DefaultCPUAllocator: can't allocate memory" in (text := text_of(error)):
+        refused = re.search(r"you tried to allocate (\d+) bytes", text)
         return _out_of_memory(stage, int(refused[1]) if refused else None, None)
     return None
 
@@ -90,8 +91,9 @@ def has_no_kernel(error: BaseException) -> bool:
 
 def failure_of(error: BaseException, stage: str | None) -> Failure:
     """Any other error as a Failure: its cause where that is known, its first line, and its last lines."""
-    lines = tuple(str(error).splitlines()[-_LAST_LINES:])
-    cause, first_line = cause_of(str(error)), _first_line(error)
+    text = text_of(error)
+    lines = tuple(remark(line) for line in text.splitlines()[-_LAST_LINES:])
+    cause, first_line = cause_of(text), _first_line(error)
     if not isinstance(error, ERRORS) and (place := place_of(error)):
         first_line += f" ({place})"
     return Failure(
@@ -115,7 +117,7 @@ def _out_of_memory(stage: str, requested_bytes: int | None, peak: PeakMemory | N
 
 
 def _first_line(error: BaseException) -> str:
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [remark(line.strip()) for line in text_of(error).splitlines() if line.strip()]
     if isinstance(error, ERRORS):  # an error of steplab's own is shown as it is
         return lines[0]
     return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__

@@ -20,7 +20,9 @@ from steplab.measurement.precision.rules import MOVES, op_name, rule_of
 from steplab.measurement.tensors import dtype_name, tensors_in
 from steplab.records.numerics import MatmulAudit, OperationAudit, Rule
 
-_MATMULS = frozenset({"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear"})
+_MATMULS = frozenset(
+    {"mm", "bmm", "addmm", "baddbmm", "addbmm", "mv", "addmv", "_addmm_activation", "linear", "_scaled_mm"}
+)
 _MATMUL_WORDS = ("convolution", "attention")
 """Words in the names of operators that multiply matrices and have many kernels."""
 _ATTRIBUTES = ("get", "set")  # the name of reading and writing an attribute of a tensor

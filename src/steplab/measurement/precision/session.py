@@ -29,8 +29,9 @@ from steplab.records.environment import Environment
 from steplab.records.numerics import Audit, LossScaling, Numerics
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.step import AUTOCAST, StepSpec
+from steplab.specs.step_choices import WITH_MASTERS
 
-_LOW = {"fp16": torch.float16, "bf16": torch.bfloat16, "bf16_master": torch.bfloat16, "bf16_pure": torch.bfloat16}
+_LOW = {"fp16": torch.float16, **dict.fromkeys(("bf16", "bf16_pure", *WITH_MASTERS), torch.bfloat16)}
 """The type that a precision computes in, if it is not fp32."""
 _HEADROOM = 8
 """The margin of the suggested loss scale for larger gradients in later steps."""

@@ -6,7 +6,6 @@ port. If torchrun has started a command line for each rank, the first one listen
 """
 
 import signal
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,6 +22,7 @@ from steplab.measurement.processes.messages import JointOutcome, Order, Request
 from steplab.measurement.processes.ranks import environment_of
 from steplab.measurement.processes.scratch import scratch_folder
 from steplab.measurement.processes.started import Started
+from steplab.python import python_running
 from steplab.records.failure import Failure
 from steplab.records.turns import Turn
 
@@ -81,7 +81,7 @@ class Conversation:
                 with self._hub.adopt(number) as connection:
                     descriptor = connection.fileno()
                     self._processes[number] = Started(
-                        [*wrapper, sys.executable, "-m", CHILD, str(descriptor), *([ahead_of] if ahead_of else [])],
+                        [*wrapper, *python_running(CHILD, str(descriptor), *([ahead_of] if ahead_of else []))],
                         folder=surroundings.folder,
                         environment=environment,
                         pass_fds=[descriptor, *([scratch.lock] if scratch else [])],

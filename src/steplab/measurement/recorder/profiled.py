@@ -14,6 +14,8 @@ from steplab.errors import UserError
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
+from steplab.printing import text_of
+from steplab.records.validation import LARGEST
 from steplab.units import counted
 
 
@@ -27,9 +29,10 @@ class ProfiledSteps:
         a rank that leaves the profile to another. Raises UserError for steps that are none, not consecutive, or begin
         with the first.
         """
-        if not steps or steps.step != 1 or steps.start < 1:
+        if not isinstance(steps, range) or not steps or steps.step != 1 or not 1 <= steps.start < steps.stop < LARGEST:
             raise UserError(
-                f"profile must be consecutive steps after the first, which is 0, such as range(20, 23), not {steps}"
+                f"profile must be consecutive steps after the first, which is 0, such as range(20, 23), not "
+                f"{text_of(steps)[:80]}"
             )
         self.notes: list[str] = []
         """What the profile lacks, or why there is none."""

@@ -19,12 +19,14 @@ from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.recorder.profiled import ProfiledSteps
 from steplab.parallel.collectives import GroupCollectives
+from steplab.printing import text_of
 from steplab.records.codec import new_head
 from steplab.records.failure import Failure
 from steplab.records.memory import Memory
 from steplab.records.ranks import RankSamples
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
+from steplab.records.validation import LONGEST_NAME, cleaned
 from steplab.units import counted
 
 Span = tuple[Any, Any]
@@ -66,14 +68,8 @@ class Recorder:
         """Open the device. In a process group every rank calls this, and `finish` if its loop succeeds.
 
         `folder` is for the trace of the steps in `profile`, which names the modules of `model`. Raises UserError for
-        numbers out of range, and for processes of torchrun without a process group.
+        processes of torchrun without a process group.
         """
-        if warmup < 0:
-            raise UserError(f"warmup must be at least 0, not {warmup}")
-        if steps is not None and steps < 1:
-            raise UserError(f"steps must be at least 1, not {steps}; leave it out to record all")
-        if tokens_per_step is not None and tokens_per_step < 1:
-            raise UserError(f"tokens_per_step must be at least 1, not {tokens_per_step}; leave it out if unknown")
         self.run: Run | None = None
         """The record, once the loop is over; in several processes, on the first alone."""
         self._name, self._tokens_per_step = name, tokens_per_step
@@ -140,11 +136,14 @@ class Recorder:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """A named part of the step; the times of a part that occurs several times in a step are summed."""
+        r"""A named part of the step; the times of a part that occurs several times in a step are summed.
+
+        Any name is taken, for none shall end a training: control characters are written out (`\n`), a long name is cut,
+        and `step`, the name of the whole, becomes `step (phase)`.
+        """
+        name = _phase_name(name)
         if not self._inside:
             raise UserError(f"rec.phase('{name}') outside a step; open it inside `with rec.step():`")
-        if name == "step":
-            raise UserError("a phase must not be called 'step', the name of the whole step; choose another name")
         with self._profiled.range(name) if self._profiled else nullcontext():
             start = self._device.mark() if self._timed else None
             yield
@@ -238,6 +237,12 @@ class Recorder:
         if self._device.asynchronous:
             return tuple(PhaseSamples(phase=name, device_s=seconds) for name, seconds in columns.items())
         return tuple(PhaseSamples(phase=name, host_s=seconds) for name, seconds in columns.items())
+
+
+def _phase_name(given: object) -> str:
+    """The name of a phase as a record may have it."""
+    name: str = cleaned(text_of(given))[:LONGEST_NAME]
+    return f"{name} (phase)" if name in ("", "step") else name
 
 
 def _open(device: str) -> Device:

@@ -35,7 +35,7 @@ from steplab.records.turns import Turn, Turns
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.step import StepSpec, refuse_unserved_graph
-from steplab.specs.step_choices import OVERLAPPED
+from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
 
 
 def measure_here(
@@ -80,7 +80,7 @@ def _least_state_bytes(spec: StepSpec) -> int:
     """What parameters, gradients and optimizer state take at least in a step; 0 of a model that is not built in."""
     if spec.model.shape is None or not spec.model.shape.num_heads:
         return 0
-    width = 2 if spec.precision in ("bf16_pure", "bf16_master") else 4
+    width = 2 if spec.precision in ("bf16_pure", *WITH_MASTERS) else 4
     moment = 2 if spec.precision == "bf16_pure" else 4
     gradients = width if spec.pass_name != "forward" and spec.update != OVERLAPPED else 0
     moments = 2 * moment if spec.pass_name == "train" and spec.optimizer != "sgd" else 0

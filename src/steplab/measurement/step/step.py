@@ -38,7 +38,7 @@ from steplab.parallel import ShardedOptimizer
 from steplab.parallel.pipeline import Pipeline
 from steplab.specs.ddp import Variant
 from steplab.specs.step import AUTOCAST, StepSpec
-from steplab.specs.step_choices import RECORD_THEIR_OWN
+from steplab.specs.step_choices import FP8, RECORD_THEIR_OWN, WITH_MASTERS
 
 _BATCHES = 2
 LEARNING_RATE = 1e-4
@@ -94,7 +94,11 @@ class ModelStep:
         if spec.precision == "bf16_pure":
             for parameter in module.parameters():  # not buffers: a rotary table in bf16 confuses late positions
                 parameter.data = _to_bf16(parameter.data)
-        masters = _masters(module, spec) if spec.precision == "bf16_master" else {}
+        masters = _masters(module, spec) if spec.precision in WITH_MASTERS else {}
+        if spec.precision in FP8:
+            from steplab.model.fp8_blocks import products_by_torchao, products_in_fp8  # kernels that few steps need
+
+            (products_in_fp8 if spec.precision == "fp8" else products_by_torchao)(module)
         set_fp32_matmuls("high" if spec.precision == "tf32" else "highest")
         module.train(spec.pass_name != "forward")
         self._autocast = _autocast(spec, device)
@@ -290,7 +294,7 @@ def _masters(module: nn.Module, spec: StepSpec) -> dict[Tensor, Tensor]:
     masters = bf16_with_masters(module, stay=_added_up(module))
     if not masters:
         why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"
-        raise Unsupported(f"precision bf16_master for {spec.model.name}", why, "use --precision bf16")
+        raise Unsupported(f"precision {spec.precision} for {spec.model.name}", why, "use --precision bf16")
     return masters
 
 

@@ -20,10 +20,9 @@ from torch import Tensor
 
 from ..errors import Unsupported
 from ..triton_device import refuse_second_derivative
+from ..triton_places import FP8_MULTIPLE
 from .casts import E5M2, Operand, amax, cast, cast_both
 
-MULTIPLE = 16
-"""Tokens, inputs and outputs are multiples of this: operands are read by 16 bytes."""
 INSTEAD = "use torch.nn.functional.linear"
 WeightGradient = Literal["fp8", "bf16"]
 
@@ -51,8 +50,8 @@ def fp8_linear(
 def refuse_sizes(x: Tensor, weight_NK: Tensor) -> None:
     """Raise Unsupported for a layer whose products the GPU does not take."""
     sizes = (x.numel() // x.shape[-1], *weight_NK.t().shape)
-    if any(size % MULTIPLE for size in sizes):
-        why = f"tokens, inputs and outputs must be multiples of {MULTIPLE}, not {sizes}"
+    if any(size % FP8_MULTIPLE for size in sizes):
+        why = f"tokens, inputs and outputs must be multiples of {FP8_MULTIPLE}, not {sizes}"
         raise Unsupported("fp8_linear of these sizes", why, INSTEAD)
 
 
@@ -105,7 +104,12 @@ def input_and_weight_gradients(
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a [M, S], b [N, S] -> a bᵀ [M, N]. fast: sums of 14 bits, which Hopper's tensor cores take in less time."""
+    """a [M, S], b [N, S] -> a bᵀ [M, N]. fast: sums of 14 bits, which Hopper's tensor cores take in less time. On a CPU
+    sums are float32's."""
+    if a.values.device.type == "cpu":
+        with torch.autocast("cpu", enabled=False):
+            sums = a.values.float() @ b.values.float().t()
+        return (sums * (a.inverse_scale * b.inverse_scale)).to(dtype)
     return torch._scaled_mm(
         a.values,
         b.values.t(),

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.sizes import BOOL, FP32, Count, Dtype
+from steplab.plan.dry_run.sizes import BOOL, FP8, FP32, Count, Dtype
 from steplab.plan.dry_run.tensors import Slot, Tensor
 from steplab.plan.dry_run.transformer import HeadLoss, Parameters
 from steplab.specs.checkpointing import is_recomputed
@@ -135,6 +135,7 @@ class CompiledTransformer:
         inner = sizes.shape.feed_forward_layers[:-1]
         in_memory = implementation(self._spec.attention).materialises_scores
         keys = sizes.residual if in_memory else sizes.keys
+        operand = FP8 if m.takes_fp8 else compute
         if checkpointed:
             kept = [_Kind(sizes.stream, m.weight_dtype, "residual stream")]
             if self._fused:
@@ -149,16 +150,38 @@ class CompiledTransformer:
         kept = [
             *self._of_streams(),
             _Kind(sizes.rows_of_stream, FP32, "reciprocal root mean squares", 2),
-            _Kind(sizes.gathered, compute, "norms", 2),
+            _Kind(sizes.gathered, operand, "norms", 2),
             *self._attended(keys, "query, key, value", num_others=1),
             *self._around_values(in_memory),
             _Kind(sizes.residual, compute, "attention output"),
-            _Kind(sizes.inner, compute, self._inner_words, len(inner) + 1),
+            *self._of_inner(len(inner), operand),
+            *(self._in_fp8() if m.takes_fp8 else []),
             *(self._of_scores() if in_memory else self._of_fused_attention()),
         ]
         if m.autocast is not None and self._is_cast(self.parameters.linear[0]):
             kept += self._cast_projections(m.autocast) + self._cast_feed_forward(m.autocast)
         return kept
+
+    def _of_inner(self, number: int, operand: Dtype) -> list[_Kind]:
+        """What the last product was made of, and what it reads."""
+        inner, compute = self._machine.sizes.inner, self._machine.product_dtype
+        if operand is compute:
+            return [_Kind(inner, compute, self._inner_words, number + 1)]
+        return [_Kind(inner, compute, self._inner_words, number), _Kind(inner, operand, f"{self._inner_words}, in fp8")]
+
+    def _in_fp8(self) -> list[_Kind]:
+        """What products in fp8 read besides: attention's output and all weights, by columns."""
+        sizes = self._machine.sizes
+        weights = [_Kind(each.count, FP8, f"{each.what}, in fp8 by columns") for each in self._weights()]
+        return [_Kind(sizes.residual, FP8, "attention output, in fp8 by columns"), *weights]
+
+    def _weights(self) -> list[Tensor]:
+        """Of a block's linear layers."""
+        return [
+            each.tensor
+            for name, each in self.parameters.of_blocks[0].items()
+            if name.endswith(".weight") and "norm" not in name
+        ]
 
     def _of_streams(self) -> list[_Kind]:
         """What both norms read. A block that is compiled by itself is given the first as it is, and sums it again with

@@ -1,5 +1,7 @@
 """model/fused_block.py in the operators of the dry run, and these operators: ops/rms_norm, rotary_heads and swiglu."""
 
+from typing import ClassVar
+
 from steplab.ops.triton_places import NUM_PROGRAMS
 from steplab.plan.dry_run.attention import merge_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -13,6 +15,8 @@ Stream = tuple[Tensor, Tensor]
 
 class FusedBlock(Block):
     """Attention, then feed-forward, each on the norm of the stream with the branch before it."""
+
+    _amax_known: ClassVar = {"query_key_value": (True, True), "gate_up": (True, True), "down": (True, False)}
 
     def forward(self, stream: Stream) -> Stream:
         m, parameters = self._machine, self._parameters

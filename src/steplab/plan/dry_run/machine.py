@@ -96,6 +96,8 @@ class Machine:
         """Format of what matmuls give."""
         self.tape: Tape | None = None
         """None without gradients."""
+        self.takes_fp8 = precision == "fp8"
+        """Whether the linear layers of blocks do."""
         self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
         self._workspace = workspace
@@ -164,12 +166,13 @@ class Machine:
         count: Count,
         what: str,
         added: tuple[Tensor, ...] = (),
+        dtype: Dtype | None = None,
     ) -> Tensor:
-        """The result of a matmul of two tensors, in their number format; added: a bias that it adds."""
+        """The result of a matmul of two tensors, in their number format or in `dtype`; added: a bias that it adds."""
         self.start_products()
 
         def multiply() -> Tensor:
-            made = self.new(count, factors[0].dtype, what)
+            made = self.new(count, dtype or factors[0].dtype, what)
             self.ran(name, (*factors, *added), (made,), product=sizes)
             return made
 

@@ -5,7 +5,7 @@ A function holds its arguments until it returns, as torch's own do; in a backwar
 
 from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
-from steplab.plan.dry_run.sizes import FP32, INT64, Count
+from steplab.plan.dry_run.sizes import BF16, FP8, FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor
 
 _BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
@@ -86,6 +86,60 @@ def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias
 
     node = m.node((x.slot, w.slot), (x, w), backward)
     output = m.product("mm", (x, w), Product(m=tokens, n=n, k=k), out, what)
+    node.gives(output)
+    return output
+
+
+def fp8_linear(
+    m: Machine,
+    x: Tensor,
+    weight: Parameter,
+    out: Count,
+    what: str,
+    bias: Parameter | None,
+    known: tuple[bool, bool],
+) -> Tensor:
+    """ops/fp8/linear: each operand is cast in both layouts. Keeps x and W by columns, in fp8. known: whether x and the
+    gradient of the output come with their largest magnitudes."""
+    w, named, tokens = weight.tensor, x.what, m.sizes.tokens.value
+    x = m.cast(x, BF16)
+    of_input, of_weight = x.count, w.count  # what backward holds, it keeps in memory
+    k, n = x.count.value // tokens, out.value // tokens
+    w_rows, w_columns = _in_fp8(m, w, amax_known=False)
+    x_rows, x_columns = _in_fp8(m, x, amax_known=known[0])
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
+        w8, x8 = kept
+        by_rows, by_columns = _in_fp8(m, gradient, amax_known=known[1])
+        of_w, of_x = Product(m=n, n=k, k=tokens), Product(m=tokens, n=k, k=n)
+        what_w = f"gradient of {weight.name}"
+        gradient_w = m.product("_scaled_mm", (by_columns, x8), of_w, of_weight, what_w, dtype=BF16)
+        gradient_x = m.product("_scaled_mm", (by_rows, w8), of_x, of_input, f"gradient of {named}", dtype=BF16)
+        return gradient_x, gradient_w
+
+    node = m.node((x.slot, w.slot), (w_columns, x_columns), backward)
+    output = m.product("_scaled_mm", (x_rows, w_rows), Product(m=tokens, n=n, k=k), out, what, dtype=BF16)
+    node.gives(output)
+    return output if bias is None else _plus_bias(m, output, bias)
+
+
+def _in_fp8(m: Machine, x: Tensor, *, amax_known: bool) -> tuple[Tensor, Tensor]:
+    """x in fp8 by rows and by columns."""
+    if not amax_known:
+        m.run("fp8_amax", (x,), m.sizes.one, FP32, f"largest magnitude of {x.what}")
+    made = m.new(x.count, FP8, f"{x.what}, in fp8"), m.new(x.count, FP8, f"{x.what}, in fp8 by columns")
+    m.ran("fp8_cast_both", (x,), made)
+    return made
+
+
+def _plus_bias(m: Machine, x: Tensor, bias: Parameter) -> Tensor:
+    b = m.weight(bias)
+
+    def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
+        return gradient, m.run("sum", (gradient,), b.count, b.dtype, f"gradient of {bias.name}")
+
+    node = m.node((x.slot, b.slot), (), backward)
+    output = m.run("add", (x, b), x.count, x.dtype, x.what)
     node.gives(output)
     return output
 

@@ -24,6 +24,7 @@ class Dtype:
 FP32 = Dtype(name="fp32", num_bytes=4)
 BF16 = Dtype(name="bf16", num_bytes=2)
 FP16 = Dtype(name="fp16", num_bytes=2)
+FP8 = Dtype(name="fp8", num_bytes=1)
 BOOL = Dtype(name="bool", num_bytes=1)
 INT32 = Dtype(name="int32", num_bytes=4)
 INT64 = Dtype(name="int64", num_bytes=8)

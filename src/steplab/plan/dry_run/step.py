@@ -19,6 +19,7 @@ from steplab.plan.dry_run.sizes import INT64, WHOLE, Count, Sizes, Split
 from steplab.plan.dry_run.transformer import HeadLoss, Transformer
 from steplab.specs.attention_kernels import chosen_attention
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import WITH_MASTERS
 
 _STEPS = 3
 """The optimizer's state is made in the first; after another the allocator has seen everything."""
@@ -120,7 +121,7 @@ class _Step:
         for parameter in self._parameters:
             low = gathering is not None and gathering.low_precision and parameter not in self._model.parameters.tables
             parameter.convert(m, m.product_dtype if low else m.weight_dtype)
-        if spec.precision == "bf16_master":
+        if spec.precision in WITH_MASTERS:
             self._keep_masters()
         self._batches = [m.new(m.sizes.tokens, INT64, "tokens and targets", "inputs") for _ in range(2 * _BATCHES)]
         self._optimizer = Optimizer(m, self._parameters, spec.optimizer)

@@ -1,7 +1,7 @@
 """model/transformer.py in the operators of the dry run, line by line."""
 
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, ClassVar
 
 from steplab.plan.dry_run.attention import Attend, merge_heads, rotate, split_heads
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -11,6 +11,7 @@ from steplab.plan.dry_run.operators import (
     columns,
     cross_entropy,
     embedding,
+    fp8_linear,
     gelu,
     layer_norm,
     learned_positions,
@@ -150,6 +151,9 @@ def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -
 class Block:
     """Attention, then feed-forward."""
 
+    _amax_known: ClassVar[Mapping[str, tuple[bool, bool]]] = {}
+    """Linear layers whose input, and the gradient of whose output, come with their largest magnitudes."""
+
     def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:
         self._machine, self._attend, self._parameters = m, attend, parameters
 
@@ -173,6 +177,8 @@ class Block:
 
     def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:
         weight, bias = self._parameters[f"{name}.weight"], self._parameters.get(f"{name}.bias")
+        if self._machine.takes_fp8:
+            return fp8_linear(self._machine, x, weight, out, what, bias, self._amax_known.get(name, (False, False)))
         return linear(self._machine, x, weight, out, what, bias)
 
     def _attention(self, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import differs_by_block, is_recomputed
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import WITH_MASTERS
 
 _BATCHES = 2
 _FP32_BYTES, _BF16_BYTES = 4, 2
@@ -119,7 +120,7 @@ class _Rank:
         self._head = model.weights("head", tp) if group.stages[-1].last else ()
         self._block = model.weights("block", tp)
         self._num_blocks = len(group.blocks)
-        self._has_masters = spec.precision == "bf16_master"
+        self._has_masters = spec.precision in WITH_MASTERS
         self._num_bytes: int | None = None
         self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
         """The parts where all blocks are treated alike."""

@@ -28,7 +28,6 @@ from steplab.reading.traces.trace import (
     Trace,
     TraceBuilder,
 )
-from steplab.sqlite_objects import computing_object
 from steplab.unpacking import OnProgress
 
 SQLITE_MAGIC = b"SQLite format 3\0"
@@ -53,6 +52,17 @@ _CORRELATION_BITS = 32
 _ROWS = 20_000
 _UNREADABLE = (sqlite3.DatabaseError, UnicodeDecodeError)
 """Errors of a damaged database; the latter for names of tables and columns."""
+_OBJECTS = """
+    SELECT name FROM sqlite_master
+    WHERE NOT (type = 'table' AND COALESCE(sql, '') LIKE 'CREATE TABLE %')
+    AND NOT (type = 'index' AND (sql IS NULL OR sql LIKE 'CREATE INDEX %' OR sql LIKE 'CREATE UNIQUE INDEX %'))
+    LIMIT 1
+"""
+"""By the statement, which SQLite goes by, and not by the type that the row states."""
+_COLUMNS = """
+    SELECT tables.name || '.' || columns.name FROM sqlite_master AS tables, pragma_table_xinfo(tables.name) AS columns
+    WHERE tables.type = 'table' AND columns.hidden > 1 LIMIT 1
+"""
 
 Integers = NDArray[np.int64]
 
@@ -65,7 +75,7 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
         connection.execute("PRAGMA trusted_schema = OFF")
         connection.text_factory = lambda data: data.decode("utf-8", "replace")
         try:
-            computing = computing_object(connection)
+            computing = _computing_object(connection)
             export = _Export(connection)
         except _UNREADABLE as error:
             raise UserError(f"{path} begins like an SQLite database and cannot be read as one: {error}") from error
@@ -76,6 +86,15 @@ def read_nsys(path: Path, on_progress: OnProgress) -> Trace:
         if computing:
             raise UserError(f"{path} holds {computing}, which no export of Nsight Systems has; it is not read")
         return export.read(lambda share: on_progress(int(size_bytes * share), size_bytes))
+
+
+def _computing_object(connection: sqlite3.Connection) -> str | None:
+    """What computes in a database, in words: its reader would wait without end if that likes; None if nothing does."""
+    if found := connection.execute(_OBJECTS).fetchone():
+        return f"the view, trigger or virtual table {str(found[0])[:100]!a}"
+    if found := connection.execute(_COLUMNS).fetchone():
+        return f"the generated column {str(found[0])[:100]!a}"
+    return None
 
 
 class _Export:

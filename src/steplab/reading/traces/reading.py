@@ -25,8 +25,6 @@ def read_trace(
     """
     try:
         size_bytes = path.stat().st_size
-        if path.is_fifo():
-            raise UserError(f"{path} is a pipe, and a trace is read from a file; write it to one, and name that")
         with path.open("rb", buffering=0) as file:
             head = file.read(len(SQLITE_MAGIC))
             if not head:

@@ -14,6 +14,7 @@ from steplab.report.kit.document import Block, Column, Document, Section, Senten
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import dotted, made, why_failed
 from steplab.report.turns.document import alternating_caution, ratio_words
+from steplab.specs.changes import OPT_IN
 from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.resolve import command
 from steplab.specs.step import describe
@@ -135,7 +136,8 @@ def _cautions(advice: Advice) -> Iterator[str]:
     yield from (f"Warning: {doubt}" for doubt in advice.doubts)
     for tried in advice.kept:
         if tried.numerics:
-            yield f"{tried.words} changes the numbers: {tried.numerics}. Without it: --keep-precision."
+            instead = "leave out --opt-in" if set(tried.words.split()) & set(OPT_IN) else "--keep-precision"
+            yield f"{tried.words} changes the numbers: {tried.numerics}. Without it: {instead}."
     if advice.alternating:
         yield alternating_caution(advice.alternating)
 

@@ -107,8 +107,8 @@ def _cautions(comparison: Comparison) -> Iterator[str]:
         return
     sampled = [figure for figure in comparison.deciding if figure.ratio and figure.ratio.p is not None]
     if comparison.doubts:
-        yield from (f"Warning: {doubt}" for doubt in comparison.doubts)
-        yield f"Such times decide nothing: {remedy}."
+        doubts = " ".join(comparison.doubts)
+        yield f"Warning: {doubts} The intervals are as wide as starts on such machines differ; for less, {remedy}."
     elif sampled and not comparison.in_turns and len(comparison.a.ids) == len(comparison.b.ids) == 1:
         yield (
             "Each side is one process, and processes of the same step differ by more than steps within one: "

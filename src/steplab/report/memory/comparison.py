@@ -14,6 +14,7 @@ from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weigh
 from steplab.report.run.cells import RunCell
 from steplab.report.run.words import precision_words
 from steplab.specs.step import AUTOCAST
+from steplab.specs.step_choices import WITH_MASTERS
 
 _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
@@ -169,7 +170,7 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
     gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
     copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
     of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
-    if alone and run.spec is not None and run.spec.precision == "bf16_master":
+    if alone and run.spec is not None and run.spec.precision in WITH_MASTERS:
         yield (
             "A weight of a linear layer and its fp32 master take 6 bytes where fp32 takes 4, and its gradient 2 where "
             f"fp32 takes 4: parameters, gradients and optimizer state are {of_states}"

@@ -18,6 +18,7 @@ from steplab.report.precision.figures import (
 from steplab.report.precision.sums import printed, title_of_sums
 from steplab.report.run.words import precision_words
 from steplab.specs.step import AUTOCAST, describe
+from steplab.specs.step_choices import WITH_MASTERS
 from steplab.units import format_share
 
 _LOW = ("fp16", "bf16")
@@ -185,7 +186,7 @@ def told(numerics: Numerics, audit: Audit) -> Iterator[str]:
 def _types(precision: str, audit: Audit) -> Iterator[str]:
     parameters = shorts(dict.fromkeys(t for m in audit.modules for t in m.parameters))
     gradients = shorts(dict.fromkeys(t for m in audit.modules for t in m.gradients))
-    if precision == "bf16_master":
+    if precision in WITH_MASTERS:
         yield (
             f"Parameters are {parameters}: weights of linear layers are kept as autocast would cast them, so it casts "
             "none of these, and the optimizer keeps fp32 masters of them."

@@ -8,7 +8,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.report.kit.document import MOST_ROWS, Column, Section, Table
 from steplab.report.kit.quantities import LABEL, TIMES
 from steplab.report.run.cells import RunCell, label, said, varying
-from steplab.report.run.effects import Effect, Pair, effects_of
+from steplab.report.run.effects import VERBS, Effect, Pair, effects_of
 from steplab.report.run.figures import phase_names
 
 _RUN = Column(key="run", wraps_from=16)
@@ -87,7 +87,7 @@ def _pair_row(pair: Pair) -> dict[str, Scalar]:
         "before_s": pair.before_s,
         "after_s": pair.after_s,
         "ratio": pair.ratio,
-        "certain": "" if pair.is_certain else "undecided",
+        "certain": VERBS.get(pair.decision, ""),
         "before_bytes": before_bytes,
         "after_bytes": after_bytes,
         "bytes_ratio": after_bytes / before_bytes if before_bytes and after_bytes else None,
@@ -112,7 +112,7 @@ def _pairs_table(name: str, columns: tuple[Column, ...], rows: Sequence[Row]) ->
     caption = "Median step times of runs that differ in nothing else; the speed-up is the first over the second."
     if any(row["certain"] for row in rows):
         caption += (
-            " Undecided: the intervals of the medians overlap, they differ by less than 2 %, or other work on the "
-            "machine disturbed a run."
+            " Undecided: the times differ by no more than starts of one step on such machines may. No difference: by "
+            "less than 5 %, or in turns less than 1 %."
         )
     return Table(name=name, columns=columns, rows=tuple(rows), caption=caption, first=MOST_ROWS)

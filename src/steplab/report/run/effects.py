@@ -3,17 +3,19 @@
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from steplab import stats, units
-from steplab.records.disturbances import disturbed_by_the_machine, never_settles
+from steplab import units
+from steplab.comparison.judging import judged
+from steplab.records.comparison import Decision
+from steplab.records.disturbances import never_settles
 from steplab.records.rows import Scalar
-from steplab.records.run import Run
 from steplab.report.run.cells import COMPARED, RunCell, label, said, varying
 from steplab.specs.step import STEP_FIELDS
 
-NEGLIGIBLE = 0.02
-"""Relative change of the step time below which a choice makes no difference."""
 _BASELINES = tuple((field.column, field.about.baseline) for field in STEP_FIELDS if field.about.baseline is not None)
 """The fields whose values are compared, each with its baseline."""
+
+
+VERBS: dict[Decision, str] = {"undecided": "undecided", "not higher": "not slower", "same": "no difference"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,16 +32,8 @@ class Pair:
     """Median step time of `before`, in seconds."""
     after_s: float
     """Median step time of `after`, in seconds."""
-
-    @property
-    def is_certain(self) -> bool:
-        """Whether the step times certainly differ, and the change is not negligible."""
-        return certainly_differ(self.before.run, self.after.run) and abs(self.ratio - 1) >= NEGLIGIBLE
-
-    @property
-    def is_disturbed(self) -> bool:
-        """Whether other work on the machine disturbed either run."""
-        return disturbed_by_the_machine(self.before.run) or disturbed_by_the_machine(self.after.run)
+    decision: Decision
+    """Whether the step time with the value is lower or higher (comparison.judging)."""
 
     @property
     def never_settles(self) -> bool:
@@ -61,26 +55,17 @@ class Effect:
     @property
     def faster(self) -> list[Pair]:
         """The pairs in which the value is certainly faster."""
-        return [pair for pair in self.pairs if pair.is_certain and pair.ratio > 1]
+        return [pair for pair in self.pairs if pair.decision == "lower"]
 
     @property
     def slower(self) -> list[Pair]:
         """The pairs in which it is certainly slower."""
-        return [pair for pair in self.pairs if pair.is_certain and pair.ratio < 1]
+        return [pair for pair in self.pairs if pair.decision == "higher"]
 
     @property
     def is_negligible(self) -> bool:
-        """Whether no pair differs noticeably."""
-        return all(abs(pair.ratio - 1) < NEGLIGIBLE for pair in self.pairs)
-
-
-def certainly_differ(before: Run, after: Run) -> bool:
-    """Whether the intervals of the median step times of two timed runs do not overlap, and no other work on the machine
-    disturbed either."""
-    if disturbed_by_the_machine(before) or disturbed_by_the_machine(after):
-        return False
-    a, b = stats.summarize(before.samples_s), stats.summarize(after.samples_s)
-    return a.low > b.high or b.low > a.high
+        """Whether no pair differs by more than processes of the same step do."""
+        return all(pair.decision == "same" for pair in self.pairs)
 
 
 def effects_of(cells: Sequence[RunCell]) -> Iterator[Effect]:
@@ -107,7 +92,18 @@ def _pairs(cells: Sequence[RunCell], field: str, base: Scalar, value: Scalar) ->
     pairs = []
     for cell, after_s in after:
         slow, before_s = before[rest(cell)]
-        pairs.append(Pair(ratio=before_s / after_s, before=slow, after=cell, before_s=before_s, after_s=after_s))
+        ratio = judged(slow.run, cell.run)
+        decision = ratio.decision if ratio else "undecided"
+        pairs.append(
+            Pair(
+                ratio=before_s / after_s,
+                before=slow,
+                after=cell,
+                before_s=before_s,
+                after_s=after_s,
+                decision=decision,
+            )
+        )
     return sorted(pairs, key=lambda pair: pair.ratio)
 
 
@@ -125,12 +121,10 @@ def _pays(effect: Effect) -> str:
     least, most = effect.pairs[0], effect.pairs[-1]
     faster, slower, count = len(effect.faster), len(effect.slower), len(effect.pairs)
     if count == 1:
-        verb = "undecided" if not most.is_certain else speed_words(most.ratio)
+        verb = VERBS.get(most.decision) or speed_words(most.ratio)
         times = f"{units.format_time(most.before_s)} to {units.format_time(most.after_s)}"
-        told = f"{effect.choice}: {verb} at {label(most.before, others)} ({times})."
-        if most.is_certain:
-            return told
-        return told + (" Other work disturbed the machine." if most.is_disturbed else " The intervals overlap.")
+        why = " Starts of one step differ as much there." if most.decision in ("undecided", "not higher") else ""
+        return f"{effect.choice}: {verb} at {label(most.before, others)} ({times}).{why}"
     pairs_words = "both pairs" if count == 2 else f"all {count} pairs"
     ends = f"{times_words(least.ratio)} at {label(least.before, others)}"
     ends += f" to {times_words(most.ratio)} at {label(most.before, others)}"
@@ -138,13 +132,16 @@ def _pays(effect: Effect) -> str:
         return f"{effect.choice} is faster in {pairs_words} of otherwise equal runs: {ends}."
     if slower == count:
         return f"{effect.choice} does not pay: it is slower in {pairs_words} of otherwise equal runs, {ends}."
-    if not faster and not slower:
+    same = sum(pair.decision == "same" for pair in effect.pairs)
+    if not faster and not slower and not same:
         return f"{effect.choice}: undecided in {pairs_words} of otherwise equal runs."
     told = f"{effect.choice} is faster in {faster} of {count} pairs of otherwise equal runs"
     told += f", up to {times_words(most.ratio)} at {label(most.before, others)}" if faster else ""
     if slower:
         told += f"; it does not pay in {slower}: {times_words(least.ratio)} at {label(least.before, others)}"
-    if undecided := count - faster - slower:
+    if same:
+        told += f"; {same} {'does' if same == 1 else 'do'} not differ"
+    if undecided := count - faster - slower - same:
         told += f"; {undecided} {'is' if undecided == 1 else 'are'} undecided"
     return f"{told}."
 

@@ -6,7 +6,7 @@ from steplab import units
 from steplab.records.timing import HARDLY_AHEAD, waits_for_host
 from steplab.report.kit.document import Fact
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.effects import NEGLIGIBLE, Effect, effect_words, effects_of, times_words
+from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
 from steplab.report.run.verdict import main_effects
 
 _MOST_NAMED = 6
@@ -25,15 +25,15 @@ def _gains(cells: Sequence[RunCell]) -> list[Fact]:
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
     if negligible := [effect.choice for effect in effects if effect.is_negligible]:
-        share = units.format_limit(NEGLIGIBLE)
-        text = f"Step time changes by less than {share} in every pair of runs that differ in one of these choices only"
+        text = "Step times differ by no more than those of equal steps do, in every pair of runs that differ in one of "
+        text += "these choices only"
         gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
     return gains
 
 
 def gain_of(effect: Effect) -> Fact:
     """The range of the gains over the pairs that are certain, and how many those are."""
-    ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.is_certain]
+    ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.decision in ("lower", "higher")]
     figure = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "undecided"
     return Fact(figure=figure, text=effect_words(effect), wide=True)
 

@@ -5,13 +5,14 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import stats, units
+from steplab.comparison.judging import judged
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
-from steplab.report.run.effects import Effect, certainly_differ, effect_words, effects_of, times_words
+from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
 from steplab.report.run.figures import achieved_flops_per_s
 from steplab.report.run.gaps import headline_doubts
 from steplab.report.run.words import interval_words
@@ -159,7 +160,9 @@ def _series(cells: Sequence[RunCell], axis: str) -> list[RunCell]:
     if axis == "model":
         for cells_of_one in series:
             cells_of_one.sort(key=lambda cell: cell.run.model.num_parameters if cell.run.model else 0)
-    certain = [one for one in series if certainly_differ(one[0].run, one[-1].run)]
+    certain = [
+        one for one in series if (ratio := judged(one[0].run, one[-1].run)) and ratio.decision in ("higher", "lower")
+    ]
     return max(certain, key=_telling, default=[])
 
 

@@ -48,6 +48,8 @@ _PRECISIONS = {
     "fp16": "fp16 autocast",
     "bf16_master": "bf16 autocast over bf16 weights with fp32 masters",
     "bf16_pure": "bf16 throughout",
+    "fp8": "fp8 products in blocks, bf16 elsewhere",
+    "fp8_torchao": "fp8 products in blocks by torchao, bf16 elsewhere",
     "tf32": "tf32 matmuls",
 }
 

@@ -1,0 +1,44 @@
+"""Asks git about the repository around the working folder, which may be anyone's: none of its settings runs anything.
+
+A repository can name programs for git to run: a monitor of files, hooks, filters of contents, a way to fetch what it
+lacks. Those of the user's own settings and of the system's are left as they are, where git knows the difference.
+"""
+
+import os
+import subprocess
+from collections.abc import Sequence
+
+_SAFE = ("core.fsmonitor=false", f"core.hooksPath={os.devnull}", "safe.bareRepository=explicit")
+_VARIABLES = {"GIT_ALLOW_PROTOCOL": "", "GIT_NO_LAZY_FETCH": "1", "GIT_OPTIONAL_LOCKS": "0"}
+"""Nothing is fetched, also by a git that does not know the second, and status writes nothing."""
+_NO_SUCH_SETTING = 1
+"""The exit code of `git config` where it finds none."""
+
+
+def git(*arguments: str, timeout_s: float | None = 5.0) -> str:
+    """Git's output. Raises OSError if it cannot be started, and subprocess.SubprocessError if it fails."""
+    filters = _run(["config", "--show-scope", "--includes", "--name-only", "--get-regexp", r"^filter\."], timeout_s)
+    if filters.returncode != _NO_SUCH_SETTING:
+        filters.check_returncode()
+    scoped = (line.partition("\t") for line in filters.stdout.splitlines())
+    emptied = [f"{name}=" for scope, _, name in scoped if scope in ("local", "worktree")]
+    if any(name.index("=") < len(name) - 1 for name in emptied):  # git would take the rest for the value
+        raise subprocess.CalledProcessError(1, "git", stderr="a filter of the repository has a name with '='")
+    done = _run(arguments, timeout_s, emptied)
+    done.check_returncode()
+    return done.stdout.strip()
+
+
+def _run(
+    arguments: Sequence[str], timeout_s: float | None, settings: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
+    given = [word for setting in (*_SAFE, *settings) for word in ("-c", setting)]
+    return subprocess.run(
+        ["git", *given, *arguments],
+        env=os.environ | _VARIABLES,
+        capture_output=True,
+        encoding="utf-8",
+        errors="surrogateescape",
+        timeout=timeout_s,
+        check=False,
+    )

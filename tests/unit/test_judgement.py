@@ -1,0 +1,109 @@
+"""One judgement of step times: the page and `compare` say the same of every pair of recorded runs."""
+
+import dataclasses
+import gzip
+import itertools
+import lzma
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from steplab.comparison.comparing import compare
+from steplab.comparison.judging import judged
+from steplab.errors import Inconclusive, SteplabError, UserError
+from steplab.records.codec import decode
+from steplab.records.comparison import Side
+from steplab.records.disturbances import disturbances
+from steplab.records.rows import run_row, step_key
+from steplab.records.run import Run
+from steplab.report.run.cells import cells_of
+from steplab.report.run.effects import effects_of
+from steplab.stats import percentile
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def _runs(file: Path) -> Iterator[Run]:
+    unpack = lzma.decompress if file.suffix == ".xz" else gzip.decompress
+    for line in unpack(file.read_bytes()).splitlines():
+        try:
+            record = decode(line)
+        except SteplabError:
+            continue
+        if isinstance(record, Run) and record.samples_s:
+            yield dataclasses.replace(record, profile=None, memory_profile=None)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> dict[str, list[Run]]:
+    files = [*REPOSITORY.glob("tests/golden/*.jsonl.*z"), *REPOSITORY.glob("benchmarks/results/*.jsonl.gz")]
+    return {file.name: list(_runs(file)) for file in sorted(files)}
+
+
+def run_of(recorded: dict[str, list[Run]], beginning: str) -> Run:
+    return next(run for runs in recorded.values() for run in runs if run.id.startswith(beginning))
+
+
+def test_page_and_compare_never_contradict_each_other(recorded: dict[str, list[Run]]) -> None:
+    asked, contradictions = 0, []
+    for runs in recorded.values():
+        for effect in effects_of(cells_of(runs)):
+            for pair in effect.pairs:
+                a, b = (Side(told=run.id, ids=(run.id,)) for run in (pair.before.run, pair.after.run))
+                try:
+                    found = compare(a, b, [pair.before.run], [pair.after.run], allow=[effect.field])
+                except (Inconclusive, UserError):
+                    continue
+                [decision] = [each.ratio.decision for each in found.figures if each.name == "step time" and each.ratio]
+                asked += 1
+                if decision != pair.decision:
+                    contradictions.append((pair.before.id, pair.after.id, pair.decision, decision))
+    assert asked > 90
+    assert contradictions == []
+
+
+def test_half_the_time_is_decided_on_all_records_but_those_of_an_overloaded_cpu(recorded: dict[str, list[Run]]) -> None:
+    """Nor on the few whose own steps are twice as long for a while."""
+    for run in (run for runs in recorded.values() for run in runs if len(run.samples_s) >= 10 and not run.turns):
+        assert run.timing is not None
+        step = run.timing.phase("step")
+        assert step is not None
+        half = dataclasses.replace(step, device_s=None, host_s=tuple(sample / 2 for sample in step.best_s))
+        phases = tuple(half if phase is step else phase for phase in run.timing.back_to_back)
+        faster = dataclasses.replace(run, id="half", timing=dataclasses.replace(run.timing, back_to_back=phases))
+        ratio = judged(run, faster)
+        assert ratio is not None
+        overloaded = "busy machine" in {each.word for each in disturbances(run)}
+        restless = percentile(run.samples_s, 90) > 2 * percentile(run.samples_s, 10)
+        assert ratio.decision == "lower" or overloaded or restless, (run.id, ratio)
+
+
+@pytest.mark.parametrize(("a", "b"), [("b051fafb4fc7", "f07c525645e0")])
+def test_a_difference_far_beyond_the_noise_of_starts_is_decided(a: str, b: str, recorded: dict[str, list[Run]]) -> None:
+    before, after = run_of(recorded, a), run_of(recorded, b)
+    ratio = judged(before, after)
+    assert ratio is not None
+    assert ratio.decision == "lower"
+    assert any(disturbances(run) for run in (before, after))
+
+
+def test_starts_of_one_step_are_not_told_apart(recorded: dict[str, list[Run]]) -> None:
+    alike: dict[tuple[object, ...], list[Run]] = {}
+    for run in (run for runs in recorded.values() for run in runs if len(run.samples_s) >= 10):
+        if run.spec and run.environment:
+            key = (*step_key(run.spec).values(), run.device_name, run.environment.torch)
+            alike.setdefault(key, []).append(run)
+    pairs = [pair for some in alike.values() for pair in itertools.combinations(some, 2)]
+    ratios = [ratio for pair in pairs if (ratio := judged(*pair))]
+    assert len(ratios) > 200
+    assert sum(ratio.decision in ("lower", "higher") for ratio in ratios) <= 0.01 * len(ratios)
+
+
+def test_a_record_has_one_figure_of_tokens_per_second(recorded: dict[str, list[Run]]) -> None:
+    runs = [run for some in recorded.values() for run in some if run.tokens_per_step and len(run.samples_s) % 2 == 0]
+    assert runs
+    for run in runs[:40]:
+        side = Side(told=run.id, ids=(run.id,))
+        found = {each.name: each for each in compare(side, side, [run], [run]).figures}
+        assert found["tokens per second"].a == pytest.approx(run_row(run)["tokens_per_s"], rel=1e-12)
