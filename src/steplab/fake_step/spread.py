@@ -42,8 +42,8 @@ def foreign_model(spec: StepSpec) -> ForeignModel:
         )
 
 
-def _trace(spec: StepSpec, listen: Listener) -> None:
-    with fake_step(spec, Count(0, ""), listen, cut=_cut) as run:
+def _trace(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
+    with fake_step(spec, Count(0, ""), listen, cut=_cut, compiled=compiled) as run:
         run()
 
 

@@ -38,9 +38,15 @@ _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 @contextmanager
 def fake_step(
-    spec: StepSpec, workspace: Count, listen: Listener, *, cut: Callable[[ModelStep], None] = lambda step: None
+    spec: StepSpec,
+    workspace: Count,
+    listen: Listener,
+    *,
+    cut: Callable[[ModelStep], None] = lambda step: None,
+    compiled: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does.
+    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does; with
+    `compiled` as its spec's compile says, without the operators of what is compiled.
 
     Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. A value
     that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors. cut:
@@ -74,7 +80,11 @@ def fake_step(
         ):
             watcher.begin("build")
             step = _built(spec, storages, watcher, doing, cut)
-            with nullcontext() if spec.compile not in ("off", "block") else _masks_of_one_sequence():
+            if compiled and spec.compile != "off":
+                from steplab.fake_step.compiled import compile_on_fakes  # it takes a second to import
+
+                compile_on_fakes(step, spec.compile, watcher, storages)
+            with _masks_as_they_are(traced=spec.compile not in ("off", "block")):
                 yield partial(_run, step, storages, watcher)
     except ERRORS as error:
         raise own_error(error) from error.__cause__
@@ -176,7 +186,7 @@ def _built(
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
     # An overlapped update needs the same memory and operators, and then there is a phase in which its state is made.
-    step = ModelStep(workload, dataclasses.replace(spec, update=AFTER), _CPU)
+    step = ModelStep(workload, dataclasses.replace(spec, update=AFTER, compile="off"), _CPU)
     cut(step)
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
     storages.call(step.module.buffers(), "parameters")
@@ -241,10 +251,10 @@ def _conversion_by_data() -> Iterator[None]:
 
 
 @contextmanager
-def _masks_of_one_sequence() -> Iterator[None]:
+def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
     """transformers looks at the positions of tokens to see whether several sequences are packed into one, and builds a
-    mask where it cannot, as on tensors without content and under a compiler. Eagerly positions that follow each other
-    show that none are packed, and attention is causal without a mask."""
+    mask where it cannot, as on tensors without content and under a compiler (`traced`). Eagerly positions that follow
+    each other show that none are packed, and attention is causal without a mask."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
     if packed is None:
@@ -254,11 +264,13 @@ def _masks_of_one_sequence() -> Iterator[None]:
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    masks.find_packed_sequence_indices = none_packed
+    name, replaced = ("is_tracing", lambda *_: True) if traced else ("find_packed_sequence_indices", none_packed)
+    before = getattr(masks, name)
+    setattr(masks, name, replaced)
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = packed
+        setattr(masks, name, before)
 
 
 @contextmanager

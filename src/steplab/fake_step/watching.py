@@ -2,7 +2,8 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -74,6 +75,7 @@ class Watcher(TorchDispatchMode):
         self._where = self._first = ""
         self._begins: list[tuple[int, str]] = []
         """Numbers of autograd's nodes from which on a part of the model made them."""
+        self._is_paused = False
         self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
@@ -101,6 +103,8 @@ class Watcher(TorchDispatchMode):
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
         """The model makes a tensor at this place of its code without naming a device."""
+        if self._is_paused:
+            return
         self._listen(
             Operator(
                 name=MADE_BY_HOST,
@@ -120,6 +124,24 @@ class Watcher(TorchDispatchMode):
             )
         )
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it operators are not told."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def place(self) -> str:
+        """The part of the model that is under way, or that autograd goes back through."""
+        node: Any = torch._C._current_autograd_node()
+        return self._where if node is None else self.made_in(node._sequence_nr())
+
+    def name_of_parameter(self, tensor: Tensor | None) -> str | None:
+        """The parameter whose memory it lies in; None: there is none."""
+        return None if tensor is None else self.parameters.get(self._storages.number(tensor) or 0)
+
     def _entering(self, where: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
             self._where = where
@@ -132,6 +154,8 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         if func.namespace == "prim":
             self._asked.update(id(each) for each in args[:1] if isinstance(each, Tensor))
             return func(*args, **kwargs)
@@ -142,7 +166,7 @@ class Watcher(TorchDispatchMode):
         if accumulates:
             self._name_gradient(node.variable, args)
         elif node is not None:
-            self._where = self._made_in(node._sequence_nr())
+            self._where = self.made_in(node._sequence_nr())
         if node is not None and func is _aten.add.Tensor and self._is_added_in_place(args, accumulates):
             func = _aten.add_.Tensor
         made = self._run(func, args, kwargs)
@@ -160,7 +184,7 @@ class Watcher(TorchDispatchMode):
         """Whether it is autograd that calls operators."""
         return self._phase == "backward" and not torch.is_grad_enabled()
 
-    def _made_in(self, sequence_number: int) -> str:
+    def made_in(self, sequence_number: int) -> str:
         """The part of the model that made a node of autograd's."""
         at = bisect.bisect_right(self._begins, sequence_number, key=lambda begun: begun[0])
         return self._begins[at - 1][1] if at else ""
@@ -181,8 +205,7 @@ class Watcher(TorchDispatchMode):
                 piece.category, piece.what = "gradients", f"gradient of {name}"
 
     def _parameter_name(self, tensor: Tensor) -> str:
-        number = self._storages.number(tensor)
-        return self.parameters.get(number or 0, "a weight")
+        return self.name_of_parameter(tensor) or "a weight"
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -190,7 +213,7 @@ class Watcher(TorchDispatchMode):
         refuse_unknown(name, func.namespace, self._doing)
         product = product_of(name, args)
         if product is not None:
-            self._start_products()
+            self.start_products()
         made = func(*args, **kwargs)
         reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
@@ -221,7 +244,7 @@ class Watcher(TorchDispatchMode):
                     piece.category, piece.what = "autocast_copies", self._parameter_name(reads[0])
         return fresh
 
-    def _start_products(self) -> None:
+    def start_products(self) -> None:
         """The first product of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
         thread = "backward" if self._phase == "backward" else "forward"
         if thread not in self._handles and self._workspace.value:

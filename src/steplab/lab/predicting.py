@@ -31,7 +31,10 @@ def memory_of(
     if is_traced(spec):
         from steplab.fake_step.step import fake_step, telling_operators
 
-        traced = fake_step if operators is None else partial(telling_operators, operators)
+        if spec.compile != "off":
+            traced = partial(fake_step, compiled=True)  # its operators are told by an eager step
+        else:
+            traced = fake_step if operators is None else partial(telling_operators, operators)
         return predict_memory(spec, device=device, open_step=traced)
     return predict_memory(spec, device=device, variant=variant, sequence_parallel=sequence_parallel)
 

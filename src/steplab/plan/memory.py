@@ -181,9 +181,6 @@ def refuse_untraced(spec: StepSpec, what: str) -> None:
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     refuse_unknown_formats(spec, what)
-    if spec.compile != "off":
-        why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
-        raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")
     if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
         instead = "use --pass forward_backward" if spec.precision in WITH_MASTERS else "use adamw_fused"
         raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", instead)

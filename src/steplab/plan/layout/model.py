@@ -4,8 +4,8 @@ Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a t
 a unit for each block; what is outside of blocks is the root's in a foreign model, gathered as long as the step lasts.
 """
 
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Protocol
 
 from steplab.plan.dry_run.events import Listener
@@ -83,7 +83,7 @@ class ForeignModel:
     """Bytes of a batch of the step that was traced."""
     batch: int
     """Its sequences."""
-    trace: Callable[[StepSpec, Listener], None]
+    trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
@@ -92,7 +92,7 @@ class ForeignModel:
         return {"embedding": self.embedding, "block": self.block, "head": self.head}[part]
 
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
-        key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed)
+        key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed, spec.compile)
         if key not in self._known:
             of_two = replace(
                 spec,
@@ -104,7 +104,11 @@ class ForeignModel:
                 update=AFTER,
                 data_parallel="bucketed",
             )
-            self._known[key] = parts_of_run(lambda listen: self.trace(of_two, listen))
+            found = parts_of_run(partial(self.trace, of_two, compiled=False))
+            if spec.compile != "off":  # what compiled code keeps and holds; its operators are those of an eager step
+                kept = parts_of_run(partial(self.trace, of_two, compiled=True))
+                found = replace(kept, operators=found.operators)
+            self._known[key] = found
         return self._known[key]
 
     def table_bytes(self, spec: StepSpec) -> int:
@@ -112,6 +116,12 @@ class ForeignModel:
 
     def input_bytes(self, spec: StepSpec) -> int:
         return self.batch_bytes * spec.batch // self.batch
+
+
+class Trace(Protocol):
+    """Runs a step and tells its events, of compiled code without operators."""
+
+    def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
 
 
 def own_model(spec: StepSpec) -> SpreadModel:
