@@ -217,7 +217,7 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
 def test_models_that_are_not_known_are_refused() -> None:
     with pytest.raises(Unsupported, match="use `steplab plan accounting`"):
         planned(spec={"model": "xxl"})
-    with pytest.raises(Unsupported, match="replace the sizes of a built-in model"):
+    with pytest.raises(Unsupported, match="it has fewer than 2 blocks"):
         planned(spec={"model": "toy"})
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 from steplab.errors import Unsupported
-from steplab.fake_step.step import built_on_fakes, fake_step
+from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
 from steplab.measurement.step.step import ModelStep
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Listener
@@ -58,9 +58,10 @@ def _cut(step: ModelStep) -> None:
 
 
 def _alike(module: nn.Module, doing: str) -> list[nn.Module]:
-    blocks = repeated_blocks(module)
+    blocks = blocks_of(module)
     if len(blocks) < _BLOCKS:
-        raise Unsupported(doing, f"it has fewer than {_BLOCKS} blocks", "use --layout dp=N with steplab ddp")
+        why = f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
+        raise Unsupported(doing, why, "measure it with `steplab run --layout dp=2`, or plan one process")
     if len({tuple(map(repr, _kind(block))) for block in blocks}) > 1:
         raise Unsupported(doing, "its blocks are of several kinds, and are planned as alike", "plan one process")
     return blocks

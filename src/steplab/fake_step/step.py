@@ -196,7 +196,7 @@ def _built(
             piece.category, piece.what = "parameters", _within_its_block(name)
             watcher.parameters[number] = piece.what
     storages.call_rest("inputs")
-    watcher.follow(_blocks_of(step.module))
+    watcher.follow(blocks_of(step.module))
     return step
 
 
@@ -220,7 +220,8 @@ def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
         watcher.tell_host_made(place, made)
 
 
-def _blocks_of(module: nn.Module) -> list[nn.Module]:
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """As `repeated_blocks`; empty if it has none."""
     try:
         return repeated_blocks(module)
     except Unsupported:
