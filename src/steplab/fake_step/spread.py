@@ -1,5 +1,8 @@
 """A model that is not steplab's own as layouts spread it: its weights, and traces of a step with two of its blocks."""
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+
 import torch
 from torch import nn
 
@@ -9,14 +12,14 @@ from steplab.measurement.step.step import ModelStep
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Listener
 from steplab.plan.dry_run.sizes import Count
-from steplab.plan.layout.model import ForeignModel
+from steplab.plan.layout.model import Spread
 from steplab.plan.layout.weights import Weight
 from steplab.specs.step import StepSpec
 
 _BLOCKS = 2
 
 
-def foreign_model(spec: StepSpec) -> ForeignModel:
+def spread(spec: StepSpec) -> Spread:
     """The model of a spec, whose layout is not looked at. Raises Unsupported as `fake_step` does, and for a model
     without blocks that are alike."""
     doing = f"planning layouts of {spec.model.label}"
@@ -30,7 +33,7 @@ def foreign_model(spec: StepSpec) -> ForeignModel:
             behind |= parameter is first
             if id(parameter) not in inside:
                 ends[behind].append(_weight(name, parameter))
-        return ForeignModel(
+        return Spread(
             num_layers=len(blocks),
             embedding=tuple(ends[0]),
             block=tuple(_weight(name, parameter) for name, parameter in blocks[0].named_parameters()),
@@ -38,13 +41,12 @@ def foreign_model(spec: StepSpec) -> ForeignModel:
             buffer_bytes=sum(buffer.nbytes for buffer in step.module.buffers()),
             batch_bytes=_bytes_of(step.batches[0]),
             batch=spec.batch,
-            trace=_trace,
         )
 
 
-def _trace(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
-    with fake_step(spec, Count(0, ""), listen, cut=_cut, compiled=compiled) as run:
-        run()
+def two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> AbstractContextManager[Callable[[], None]]:
+    """As `fake_step`, of the model's first blocks alone."""
+    return fake_step(spec, Count(0, ""), listen, cut=_cut, compiled=compiled)
 
 
 def _cut(step: ModelStep) -> None:

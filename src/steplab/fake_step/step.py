@@ -24,7 +24,7 @@ from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
-from steplab.model.build import build_workload, knows_tokens
+from steplab.model.build import build_workload
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
@@ -130,40 +130,14 @@ def _errors_told_once() -> Iterator[None]:
         logger.disabled = before
 
 
-def tokens_of(spec: StepSpec) -> int | None:
-    """The tokens of a step; None of a model that sizes its batches itself."""
-    return spec.tokens_of_all if knows_tokens(spec) else None
-
-
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
     """The operators of a step after the first, in order; as `fake_step`."""
-    found: list[Operator] = []
-    with telling_operators(found, spec, Count(0, ""), lambda event: None) as run:
+    found: list[Event] = []
+    with fake_step(spec, Count(0, ""), found.append) as run:
         run()  # makes the optimizer's state
+        found.clear()
         run()
-    return tuple(found)
-
-
-@contextmanager
-def telling_operators(
-    operators: list[Operator], spec: StepSpec, workspace: Count, listen: Listener
-) -> Iterator[Callable[[], None]]:
-    """As `fake_step`; at the end `operators` has those of the last step that was run."""
-    found: list[Operator] = []
-
-    def listen_too(event: Event) -> None:
-        listen(event)
-        if isinstance(event, Operator):
-            found.append(event)
-
-    with fake_step(spec, workspace, listen_too) as run:
-
-        def run_once_more() -> None:
-            found.clear()
-            run()
-
-        yield run_once_more
-    operators.extend(found)
+        return tuple(event for event in found if isinstance(event, Operator))
 
 
 @contextmanager

@@ -11,7 +11,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
-from steplab.lab.predicting import is_traced, memory_of
+from steplab.lab.predicting import is_traced, memory_of, operators_of
 from steplab.plan.accounting import account, device_of, mesh_of
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.time import predict_step_time, refuse_unknown_step
@@ -139,13 +139,20 @@ def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> St
     """operators: those of a traced step, where they are known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
-    from steplab.fake_step.step import operators_of_fake, tokens_of
-
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    found = predict_step_time(spec, gpu, tuple(operators) or operators_of_fake(spec))
-    tokens = tokens_of(spec)
+    found = predict_step_time(spec, gpu, tuple(operators) or operators_of(spec))
+    tokens = _tokens_of(spec)
     unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
     return with_notes(replace(found, tokens_per_step=tokens), unknown)
+
+
+def _tokens_of(spec: StepSpec) -> int | None:
+    """The tokens of a step; None of a model that sizes its batches itself."""
+    if spec.model.kind == "hf":
+        return spec.tokens_of_all
+    from steplab.model.build import knows_tokens
+
+    return spec.tokens_of_all if knows_tokens(spec) else None
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:

@@ -1,15 +1,22 @@
 """Predict the memory of a step of any model."""
 
 import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
 from functools import partial
 
-from steplab.plan.dry_run.events import Operator
-from steplab.plan.layout.model import SpreadModel
+from steplab.lab.traces import kept, kept_facts
+from steplab.plan.dry_run.events import Event, Listener, Operator
+from steplab.plan.dry_run.sizes import Count
+from steplab.plan.layout.model import ForeignModel, Spread, SpreadModel
 from steplab.plan.memory import predict_memory
 from steplab.records.prediction import MemoryPrediction
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import HardwareSpec
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import AFTER
 
 
 def memory_of(
@@ -29,23 +36,80 @@ def memory_of(
     if is_traced(spec) and spec.layout.world_size > 1:
         return predict_memory(spec, device=device, variant=variant, model=spread_model(spec))
     if is_traced(spec):
-        from steplab.fake_step.step import fake_step, telling_operators
-
-        if spec.compile != "off":
-            traced = partial(fake_step, compiled=True)  # its operators are told by an eager step
-        else:
-            traced = fake_step if operators is None else partial(telling_operators, operators)
-        return predict_memory(spec, device=device, open_step=traced)
+        return predict_memory(spec, device=device, open_step=partial(_open_traced, operators))
     return predict_memory(spec, device=device, variant=variant, sequence_parallel=sequence_parallel)
+
+
+@contextmanager
+def _open_traced(
+    operators: list[Operator] | None, spec: StepSpec, workspace: Count, listen: Listener
+) -> Iterator[Callable[[], None]]:
+    """The step by a trace. At the end `operators` has those of the last step that was run; compiled code tells none."""
+
+    def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
+        from steplab.fake_step.step import fake_step
+
+        return fake_step(spec, workspace, tell, compiled=True)
+
+    found: list[Operator] = []
+
+    def listen_too(event: Event) -> None:
+        listen(event)
+        if isinstance(event, Operator):
+            found.append(event)
+
+    with kept(spec, f"memory {workspace.value}", trace)(listen_too) as run:
+
+        def run_once_more() -> None:
+            found.clear()
+            run()
+
+        yield run_once_more
+        if operators is not None and spec.compile == "off":
+            operators.extend(found)
+
+
+def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
+    """The operators of an eager step of a traced model after the first, in order; they are those that a compiler joins.
+
+    Raises Unsupported for a model that cannot be run on tensors without content.
+    """
+
+    def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
+        from steplab.fake_step.step import fake_step
+
+        return fake_step(spec, Count(0, ""), tell)
+
+    found: list[Event] = []
+    with kept(spec, "operators", trace)(found.append) as run:
+        run()  # makes the optimizer's state
+        found.clear()
+        run()
+        return tuple(event for event in found if isinstance(event, Operator))
 
 
 def spread_model(spec: StepSpec) -> SpreadModel | None:
     """The model as layouts spread it, where it is not steplab's own: by a trace, which takes seconds."""
     if not is_traced(spec):
         return None
-    from steplab.fake_step.spread import foreign_model
+    alone = replace(spec, layout=SINGLE, compile="off", checkpointing="none", update=AFTER, data_parallel="bucketed")
+    return ForeignModel(spread=kept_facts(alone, "spread", Spread, partial(_spread, spec)), trace=_trace_two_blocks)
 
-    return foreign_model(spec)
+
+def _spread(spec: StepSpec) -> Spread:
+    from steplab.fake_step.spread import spread
+
+    return spread(spec)
+
+
+def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
+    def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
+        from steplab.fake_step.spread import two_blocks
+
+        return two_blocks(spec, tell, compiled=compiled)
+
+    with kept(spec, f"two blocks {compiled}", trace)(listen) as run:
+        run()
 
 
 def is_traced(spec: StepSpec) -> bool:

@@ -69,9 +69,9 @@ class OwnModel:
         return 2 * 8 * spec.tokens
 
 
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
-class ForeignModel:
-    """Any other, as a trace has it."""
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """What layouts need to know of a model that is traced, besides its parts."""
 
     num_layers: int
     embedding: tuple[Weight, ...]
@@ -83,13 +83,25 @@ class ForeignModel:
     """Bytes of a batch of the step that was traced."""
     batch: int
     """Its sequences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForeignModel:
+    """Any other, as a trace has it."""
+
+    spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
     is_own: bool = False
     _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
 
+    @property
+    def num_layers(self) -> int:
+        return self.spread.num_layers
+
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        return {"embedding": self.embedding, "block": self.block, "head": self.head}[part]
+        known = self.spread
+        return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
 
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
         key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed, spec.compile)
@@ -112,10 +124,10 @@ class ForeignModel:
         return self._known[key]
 
     def table_bytes(self, spec: StepSpec) -> int:
-        return self.buffer_bytes
+        return self.spread.buffer_bytes
 
     def input_bytes(self, spec: StepSpec) -> int:
-        return self.batch_bytes * spec.batch // self.batch
+        return self.spread.batch_bytes * spec.batch // self.spread.batch
 
 
 class Trace(Protocol):
