@@ -128,7 +128,9 @@ def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() 
 def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
     runs = chosen_runs()
     told: list[tuple[int, int]] = []
-    found = {check.id: check for check in check_runs(runs, predicted_once, lambda done, total: told.append((done, total)))}
+    found = {
+        check.id: check for check in check_runs(runs, predicted_once, lambda done, total: told.append((done, total)))
+    }
     assert set(found) == {run.id for run in runs}
     assert told == [(done, len(runs)) for done in range(len(runs))]
     for run in runs:

@@ -298,7 +298,7 @@ class Watcher(TorchDispatchMode):
         if name in _FILLS_FIRST:  # what was filled already is written where there is something
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
-        if fused is not None and self._takes_cudnn(fused):
+        if fused is not None and self._takes_cudnn(fused, reads[0]):
             rate = CHOSEN_BY_TORCH
         if name in _COPIES or _is_first_power(name, args):
             name = "copy"
@@ -327,11 +327,12 @@ class Watcher(TorchDispatchMode):
         )
         self._calls = 0
 
-    def _takes_cudnn(self, fused: Fused) -> bool:
+    def _takes_cudnn(self, fused: Fused, query: Tensor) -> bool:
         """Whether torch may choose cuDNN's kernel, which it prefers on Hopper; backward is as forward."""
         if self._phase == "forward":
             self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
-        return self._cudnn and fused.scores.k % 8 == 0 and fused.scores.k <= _WIDEST_OF_CUDNN
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        return self._cudnn and half and fused.scores.k % 8 == 0 and fused.scores.k <= _WIDEST_OF_CUDNN
 
     def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
         return tuple(Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)

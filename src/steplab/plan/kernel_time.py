@@ -36,7 +36,10 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
     if op.kind == "attention" and op.product is not None:
         name, backward = op.name.removesuffix("_backward"), op.name.endswith("_backward")
         if op.rate == CHOSEN_BY_TORCH and _HOPPER.search(gpu.name):
-            name = "sdpa_cudnn"  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
+            masked = name == "sdpa_efficient"  # flash attention takes no mask, and would have been the tracer's choice
+            name = (
+                "sdpa_cudnn masked" if masked else "sdpa_cudnn"
+            )  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # what it would compute without a mask
         return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
     return streaming_s(streaming_name(kernel), kernel.moved_bytes, gpu)

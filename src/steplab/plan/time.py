@@ -46,7 +46,10 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         hidden = hidden_update(spec, gpu)
         parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
-    phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
+    hosts = _hosts(spec, gpu, operators)
+    phases = [
+        _phase(name, [part for part in parts if part.phase == name], spec, gpu, spread, hosts) for name in _PHASES
+    ]
     phases = [phase for phase in phases if phase.device_s > 0]
     step = PhaseTimes(
         phase="step",
@@ -95,7 +98,9 @@ def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> li
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     ran = [op for op in operators if op.name != MADE_BY_HOST]
-    return _listed(_sums(kernels_of(ran, compiled=spec.compile != "off"), gpu, spec))
+    return _listed(
+        _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
+    )
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
@@ -342,7 +347,68 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
     return sorted(parts, key=lambda part: (_PHASES.index(part.phase), -part.seconds, part.what, part.dtype))
 
 
-def _phase(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Host:
+    """What Python takes of a phase, and how long the device waits for it."""
+
+    host_s: float
+    idle_s: float
+
+
+def _hosts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, _Host], ...]:
+    """By phase, of a quick host and of the one that was measured; empty where its time for each call is not known.
+
+    Where the model reads a value off a tensor, as transformers does to see whether sequences are packed, the host waits
+    for the device and is not ahead of it from there on.
+    """
+    rates = gpu.rates.host
+    if operators is None or spec.compile != "off" or not rates.forward_call_s:
+        return ()
+    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
+
+
+def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, _Host]:
+    rates, known = gpu.rates.host, dict[object, float]()
+    device = host = 0.0
+    host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in (1, 2):  # the second begins as far ahead as the first has come
+        for op in operators:
+            if op.name == MADE_BY_HOST:
+                continue
+            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
+            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
+            if sizes not in known:
+                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
+            host += calls_s
+            if step == 2:
+                host_s[op.phase] += calls_s
+                idle_s[op.phase] += max(0.0, host - device)
+            device = max(device, host) + known[sizes]
+            if op.name == READS_A_VALUE:
+                host = device
+    return {phase: _Host(host_s[phase], idle_s[phase]) for phase in host_s}
+
+
+def _phase(
+    name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, _Host], ...]
+) -> PhaseTimes:
+    if hosts and name in hosts[0]:
+        quick, measured = (host[name] for host in hosts)
+        device_s = sum(part.seconds for part in parts)
+        return PhaseTimes(
+            phase=name,
+            seconds=device_s + measured.idle_s,
+            low_s=device_s * (1 - spread) + quick.idle_s,
+            high_s=device_s * (1 + spread) + measured.idle_s,
+            device_s=device_s,
+            host_s=quick.host_s,
+            slow_host_s=measured.host_s,
+            bound="host" if measured.idle_s > device_s / 2 else _bound(parts),
+        )
+    return _phase_of_kernels(name, parts, spec, gpu, spread)
+
+
+def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
     quick, slow = gpu.rates.host.paces(compiled=spec.compile != "off" and name != "optimizer")
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
