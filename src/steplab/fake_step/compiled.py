@@ -48,7 +48,7 @@ def compile_on_fakes(step: ModelStep, mode: str, watcher: Watcher, storages: Sto
         for block in repeated_blocks(step.module):
             block.forward = partial(runner.call, block, block.forward, _kind(block))
     else:
-        whole = partial(runner.call, step.module, step.distributed.call, ())
+        whole = partial(runner.call, step.module, step.module, ())
         step.distributed = replace(step.distributed, call=whole)
 
 
