@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from functools import partial
 
 import torch
 from torch import nn
@@ -44,18 +45,20 @@ def spread(spec: StepSpec) -> Spread:
         )
 
 
-def two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> AbstractContextManager[Callable[[], None]]:
-    """As `fake_step`, of the model's first blocks alone."""
-    return fake_step(spec, Count(0, ""), listen, cut=_cut, compiled=compiled)
+def with_blocks(
+    spec: StepSpec, listen: Listener, *, blocks: int, compiled: bool
+) -> AbstractContextManager[Callable[[], None]]:
+    """As `fake_step`, with so many of the model's first blocks."""
+    return fake_step(spec, Count(0, ""), listen, cut=partial(_cut, number=blocks), compiled=compiled)
 
 
-def _cut(step: ModelStep) -> None:
+def _cut(step: ModelStep, number: int) -> None:
     """Leave the first blocks alone."""
     blocks = repeated_blocks(step.module)
     for module in step.module.modules():
         for name, child in module.named_children():
             if isinstance(child, nn.ModuleList) and len(child) and child[0] is blocks[0]:
-                setattr(module, name, nn.ModuleList(blocks[:_BLOCKS]))
+                setattr(module, name, nn.ModuleList(blocks[:number]))
                 return
 
 

@@ -24,7 +24,7 @@ from steplab.fake_step.storages import Storages
 from steplab.fake_step.watching import Watcher
 from steplab.measurement.machine.failures import place_of, place_of_call
 from steplab.measurement.step.step import ModelStep, set_fp32_matmuls
-from steplab.model.build import build_workload
+from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
@@ -128,6 +128,11 @@ def _errors_told_once() -> Iterator[None]:
         yield
     finally:
         logger.disabled = before
+
+
+def tokens_of(spec: StepSpec) -> int | None:
+    """The tokens of a step; None of a model that sizes its batches itself."""
+    return spec.tokens_of_all if knows_tokens(spec) else None
 
 
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:

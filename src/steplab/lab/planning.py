@@ -140,19 +140,16 @@ def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> St
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    found = predict_step_time(spec, gpu, tuple(operators) or operators_of(spec))
-    tokens = _tokens_of(spec)
+    found = predict_step_time(spec, gpu, operators or operators_of(spec))
+    tokens = spec.tokens_of_all if spec.model.kind == "hf" else _tokens_of_batches(spec)
     unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
     return with_notes(replace(found, tokens_per_step=tokens), unknown)
 
 
-def _tokens_of(spec: StepSpec) -> int | None:
-    """The tokens of a step; None of a model that sizes its batches itself."""
-    if spec.model.kind == "hf":
-        return spec.tokens_of_all
-    from steplab.model.build import knows_tokens
+def _tokens_of_batches(spec: StepSpec) -> int | None:
+    from steplab.fake_step.step import tokens_of
 
-    return spec.tokens_of_all if knows_tokens(spec) else None
+    return tokens_of(spec)
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:

@@ -1,13 +1,15 @@
 """Predict the memory of a step of any model."""
 
 import importlib.util
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 
+from steplab.errors import Unsupported
 from steplab.lab.traces import kept, kept_facts
 from steplab.plan.dry_run.events import Event, Listener, Operator
+from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.layout.model import ForeignModel, Spread, SpreadModel
 from steplab.plan.memory import predict_memory
@@ -35,6 +37,10 @@ def memory_of(
     device = gpu.device_names[0] if gpu and gpu.device_names else None
     if is_traced(spec) and spec.layout.world_size > 1:
         return predict_memory(spec, device=device, variant=variant, model=spread_model(spec))
+    if is_traced(spec) and (deep := _deep_model(spec)):
+        if operators is not None and spec.compile == "off":
+            operators.extend(operators_of(spec))
+        return predict_memory(spec, device=device, model=deep)
     if is_traced(spec):
         return predict_memory(spec, device=device, open_step=partial(_open_traced, operators))
     return predict_memory(spec, device=device, variant=variant, sequence_parallel=sequence_parallel)
@@ -69,19 +75,46 @@ def _open_traced(
             operators.extend(found)
 
 
-def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
+_DEEP = 12
+"""Blocks from which on two of them are traced, and stand for all."""
+
+
+def _deep_model(spec: StepSpec) -> SpreadModel | None:
+    """A model of many blocks that are alike, whose step is put together from the parts of one with two; None: it is
+    traced whole. Optimizers that hold memory of their own while they update are followed there alone."""
+    if spec.optimizer not in ("adamw_fused", "sgd") or spec.updates_in_backward or spec.micro_steps > 1:
+        return None
+    with suppress(Unsupported):
+        model = spread_model(spec)
+        return model if model is not None and model.num_layers >= _DEEP else None
+    return None
+
+
+def operators_of(spec: StepSpec) -> Sequence[Operator]:
     """The operators of an eager step of a traced model after the first, in order; they are those that a compiler joins.
 
     Raises Unsupported for a model that cannot be run on tensors without content.
     """
+    deep = _deep_model(spec)
+    if deep is None:
+        return _operators_of(spec, None)
+    few, more = _operators_of(spec, 2), _operators_of(spec, 3)
+    return RepeatedBlocks(few, more, deep.num_layers)
+
+
+def _operators_of(spec: StepSpec, blocks: int | None) -> tuple[Operator, ...]:
+    """blocks: how many of them; None: all."""
 
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
+        from steplab.fake_step.spread import with_blocks
         from steplab.fake_step.step import fake_step
 
-        return fake_step(spec, Count(0, ""), tell)
+        if blocks is None:
+            return fake_step(spec, Count(0, ""), tell)
+        return with_blocks(spec, tell, blocks=blocks, compiled=False)
 
     found: list[Event] = []
-    with kept(spec, "operators", trace)(found.append) as run:
+    with kept(spec, f"operators {blocks}", trace)(found.append) as run:
         run()  # makes the optimizer's state
         found.clear()
         run()
@@ -104,9 +137,9 @@ def _spread(spec: StepSpec) -> Spread:
 
 def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> None:
     def trace(tell: Listener) -> AbstractContextManager[Callable[[], None]]:
-        from steplab.fake_step.spread import two_blocks
+        from steplab.fake_step.spread import with_blocks
 
-        return two_blocks(spec, tell, compiled=compiled)
+        return with_blocks(spec, tell, blocks=2, compiled=compiled)
 
     with kept(spec, f"two blocks {compiled}", trace)(listen) as run:
         run()

@@ -8,7 +8,7 @@ the host. How quick a host is differs by a factor of two between machines, so bo
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
@@ -17,6 +17,7 @@ from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
+from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
@@ -97,10 +98,16 @@ def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> li
     """The device's time at the full clock, of a step whose update is not overlapped."""
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
+    compiled = spec.compile != "off"
+    if compiled and isinstance(operators, RepeatedBlocks):
+        few, more = (_of_operators(each, spec, gpu) for each in (operators.few, operators.more))
+        return _listed(_extrapolated(few, more, operators.times))
+    return _listed(_of_operators(operators, spec, gpu))
+
+
+def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     ran = [op for op in operators if op.name != MADE_BY_HOST]
-    return _listed(
-        _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
-    )
+    return _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
