@@ -120,11 +120,9 @@ class KernelSum:
     seconds: float
 
 
-def traced_sums(runs: Sequence[Run]) -> list[KernelSum]:
-    """Those of eager profiles of any model, which is traced."""
-    from steplab.fake_step.step import operators_of_fake
-
-    return _eager_sums(runs, lambda spec: operators_of_fake(spec.as_predicted))
+def traced_sums(runs: Sequence[Run], traced: Callable[[StepSpec], Sequence[Operator]]) -> list[KernelSum]:
+    """Those of eager profiles of any model; traced: gives the operators of a step."""
+    return _eager_sums(runs, traced)
 
 
 def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
