@@ -48,5 +48,4 @@ def waiting(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def growing(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """To be compiled."""
     return Growing().to(device), lambda: torch.randn(TOKENS, WIDTH, device=device)

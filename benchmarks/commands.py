@@ -40,7 +40,6 @@ from steplab.store.record_table import ForeignRecord
 from steplab.units import MIB, format_bytes
 
 Commands = Iterator[tuple[str, tuple[str, ...]]]
-"""Name and arguments of each command."""
 STEPS = 10
 BATCH = 1000
 """Number of records that are stored in one transaction."""
@@ -111,7 +110,6 @@ def run_of(number: int) -> Run:
 
 
 def build(path: Path, num_records: int) -> None:
-    """Make the store."""
     with Store.open(path, write=True) as store:
         for first in range(0, num_records, BATCH):
             runs = map(run_of, range(first, min(first + BATCH, num_records)))

@@ -24,20 +24,17 @@ PAIRS = 1000
 
 
 def runs() -> list[Run]:
-    """Every recorded run with ten steps or more."""
     files = sorted(file for folder in (GOLDEN, RESULTS) for file in folder.glob("*.jsonl.*z"))
     return [run for file in files for run in read(file, Run) if len(run.samples_s) >= 10]
 
 
 def drawn(pool: tuple[float, ...], count: int, length: int, random: np.random.Generator) -> list[float]:
-    """Samples in runs of `length` neighbours."""
     starts = random.integers(0, len(pool), -(-count // length))
     places = ((starts[:, None] + np.arange(length)) % len(pool)).ravel()[:count]
     return [pool[place] for place in places]
 
 
 def turns(values: list[float], steps: int) -> list[list[float]]:
-    """The samples as turns of so many steps."""
     return [values[first : first + steps] for first in range(0, len(values), steps)]
 
 
@@ -75,7 +72,6 @@ def between_processes(all_runs: list[Run], *, disturbed: bool) -> list[float]:
 
 
 def main() -> None:
-    """Print the tables as Markdown."""
     every = runs()
     quiet = [run.samples_s for run in every if not disturbances(run)]
     disturbed = [run.samples_s for run in every if disturbances(run)]

@@ -109,8 +109,6 @@ def fit_gpu(records: Sequence[Record], hardware: HardwareSpec, source: str, else
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class KernelTimes:
-    """What profiles, optimizers and benchmarks of attention show of kernels."""
-
     products: list[ProductTime]
     sums: list[KernelSum]
     attention: dict[str, dict[str, AttentionRates]]
@@ -227,7 +225,6 @@ class LoadedCell:
 
 
 def loaded(cells: Sequence[PhaseCell], gpu: Gpu) -> list[LoadedCell]:
-    """The cells with their loads."""
     return [
         LoadedCell(cell, *(_load(parts, gpu, replayed=cell.replayed) for parts in (cell.parts, cell.step)))
         for cell in cells
@@ -270,7 +267,6 @@ def compile_times(runs: Sequence[Run]) -> tuple[list[float], list[float]]:
 
 
 def never_waited(cells: Sequence[PhaseCell], paces: Mapping[tuple[str, bool], float]) -> list[PhaseCell]:
-    """The phases in which the host was ahead."""
     return [cell for cell in cells if not waited(cell, paces)]
 
 
@@ -461,7 +457,6 @@ def source_of(records: Sequence[Record], hardware: HardwareSpec) -> str:
 
 
 def committed_records() -> Iterator[Record]:
-    """The records of the repository, of whatever GPU."""
     for folder in ("tests/golden", "benchmarks/results"):
         for path in sorted((ROOT / folder).glob("*_h?00_*.jsonl.[gx]z")):
             content = path.read_bytes()

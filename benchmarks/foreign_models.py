@@ -111,7 +111,6 @@ TRACED = ("elementwise", "sum", "zeros", "native_")
 
 
 def main() -> None:
-    """Write the configurations and measure."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, default=1)

@@ -1,31 +1,32 @@
-"""Kernels, each alone on a GPU, beside what others offer for the same work, in turns in one process.
+"""Kernels, each alone on a GPU, beside what others offer for the same work, in turns in one process (timing.py).
 
     python -m benchmarks.kernels adamw [--parameters 2.5e8] [--tensors 1]
+    python -m benchmarks.kernels attention                       # of `small`, for what Python takes for a call
     python -m benchmarks.kernels cross_entropy [--tokens 8192] [--width 4096] [--entries 131072] [--dtype bf16]
     python -m benchmarks.kernels block_ops [--model xl]
     python -m benchmarks.kernels products [--model xl] [--tokens 2048]
+    python -m benchmarks.kernels fp8_products
+    python -m benchmarks.kernels fp8_block [--attention flash_triton]
     python -m benchmarks.kernels ... --tiles                     # our kernels alone, in other tiles
     python -m benchmarks.kernels ... --repeats 24 --output FILE.json
 
-Attention has a command of its own, `steplab attention`. A sample is the time by CUDA events of some calls without a
-pause between them, on sets of tensors of which the L2 cache holds none, after Python has got ahead of the GPU. The
-order of turns is drawn anew each time: at the limit of power, a kernel's clock depends on who ran before it. Bytes are
-each input read once and each output written once. Memory is the allocator's peak beyond inputs and gradients. What is
-not installed is left out: liger-kernel, cut-cross-entropy, or torch 2.13's linear_cross_entropy.
+`steplab attention` times attention on the device. Bytes are each input read once and each output written once. Memory
+is the allocator's peak beyond inputs and gradients. What is not installed is left out: liger-kernel,
+cut-cross-entropy, torchao, or torch 2.13's linear_cross_entropy.
 """
 
 import argparse
 import json
-import random
-import sys
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from functools import partial
 from inspect import signature
 from pathlib import Path
 from statistics import median
 from typing import Any
 
 import torch
+from benchmarks import fp8
+from benchmarks.timing import Call, Case, Constants, in_tiles, measure
 from torch import Tensor
 from torch.nn import functional
 
@@ -34,101 +35,17 @@ from steplab.ops import rms_norm as norm
 from steplab.ops import rotary_heads as heads
 from steplab.ops import swiglu as gated
 from steplab.ops.adamw import OneKernelAdamW
+from steplab.ops.attention.api import attention as any_attention
 from steplab.ops.cross_entropy import linear_cross_entropy
 from steplab.ops.cross_entropy_chunks import Terms
-from steplab.ops.cross_entropy_table import chunk_tokens, padded_entries
+from steplab.ops.triton_places import chunk_tokens, padded_entries
 from steplab.specs.model import MODEL_SIZES
 
 BATCH, CONTEXT = 4, 512
-CACHE_BYTES, MOST_SETS = 150e6, 24
-"""Bytes of tensors beyond what an H200's L2 cache of 50 MB holds, and sets of them at most."""
-HEAD_START_CLOCKS = 4_000_000
-"""About 2 ms, in which Python gets ahead of the GPU."""
 ADAMW_BYTES = 28
 """For each parameter: an update reads it, its gradient and both moments, and writes all but the gradient. With masters
 the gradient has 2 bytes for 4, and 2 are written for the weight."""
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-Call = Callable[[], object]
-Constants = Mapping[str, int]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Case:
-    """Something to time."""
-
-    name: str
-    make: Callable[[], Call]
-    """Makes a set of tensors, and gives the call on them."""
-    amount: float
-    """FLOPs or bytes of a call."""
-    unit: str = "B"
-    """FLOP or B, of the amount."""
-    set_bytes: float = CACHE_BYTES
-    """Bytes of a set."""
-    module: Any = None
-    """Whose constants are set before each sample."""
-    constants: Constants = field(default_factory=dict)
-
-
-def sample_s(calls: list[Call], flush: Tensor) -> float:
-    """Seconds of a call, by CUDA events around all of them."""
-    flush.zero_()
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(HEAD_START_CLOCKS)
-    start.record()
-    for call in calls:
-        call()
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / 1e3 / len(calls)
-
-
-def measure(cases: list[Case], repeats: int) -> list[dict[str, Any]]:
-    """A row for each case, with its samples in turns."""
-    flush = torch.empty(256 * 2**20, dtype=torch.uint8, device="cuda")
-    ready, rows = list[tuple[Case, list[Call], dict[str, Any]]](), list[dict[str, Any]]()
-    for case in cases:
-        row: dict[str, Any] = {"name": case.name, "amount": case.amount, "unit": case.unit, **case.constants}
-        rows.append(row)
-        try:
-            calls = [case.make() for _ in range(max(1, min(MOST_SETS, int(-(-CACHE_BYTES // case.set_bytes)))))]
-            put(case)
-            for call in [*calls, *calls[:2]]:
-                call()
-            torch.cuda.synchronize()
-            before = torch.cuda.memory_allocated()
-            torch.cuda.reset_peak_memory_stats()
-            calls[0]()
-            torch.cuda.synchronize()
-            row["beyond_bytes"] = torch.cuda.max_memory_allocated() - before
-            row["samples_s"] = list[float]()
-            ready.append((case, calls, row))
-        except Exception as error:
-            row["left_out"] = f"{type(error).__name__}: {error}".splitlines()[0][:160]
-        print(f"ready: {case.name} {row.get('left_out', '')}", file=sys.stderr)
-    shuffled = random.Random(0)
-    for _ in range(repeats):
-        shuffled.shuffle(ready)
-        for case, calls, row in ready:
-            put(case)
-            row["samples_s"].append(sample_s(calls, flush))
-    return rows
-
-
-def put(case: Case) -> None:
-    """Set the constants of a case's module."""
-    for name, value in case.constants.items():
-        setattr(case.module, name, value)
-
-
-def in_tiles(cases: list[Case], module: Any, tiles: list[Constants]) -> Iterator[Case]:
-    """Each case with each choice of constants."""
-    for case in cases:
-        for constants in tiles:
-            yield Case(**{**vars(case), "module": module, "constants": constants})
-
-
 # --- AdamW --------------------------------------------------------------------------------------------------------
 
 
@@ -172,6 +89,27 @@ def adamw(options: argparse.Namespace) -> list[Case]:
         for name in ("fused", "foreach")
     ]
     return [*ours, *peers, Case(name="copy of as many bytes", make=copy, amount=moved)]
+
+
+# --- attention ----------------------------------------------------------------------------------------------------
+
+
+def attention(options: argparse.Namespace) -> list[Case]:
+    """Forward, and autograd's whole backward pass over the one operator, its engine included, which `copy` shows alone:
+    a multiplication by one in place of attention. B, H, S, D are those of `small` at context 512."""
+    functions: dict[str, Callable[..., Tensor]] = {"copy": lambda q, k, v: q * k * v}
+    for name in ("flash_triton", "sdpa_cudnn", "sdpa_flash", "flash_attn_4", "sdpa"):
+        functions[name] = partial(any_attention, implementation=name, causal=True)
+    *leaves, do = (torch.randn(4, 12, 512, 64, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def backward(function: Callable[..., Tensor]) -> Call:
+        output = function(*leaves)
+        return lambda: torch.autograd.grad(output, leaves, do, retain_graph=True)
+
+    forwards = [Case(name=name, make=lambda f=f: partial(f, *leaves)) for name, f in functions.items()]  # type: ignore[misc]
+    return [*forwards, *(Case(name=f"{name} backward", make=partial(backward, f)) for name, f in functions.items())]
 
 
 # --- the output head with its loss --------------------------------------------------------------------------------
@@ -408,9 +346,12 @@ def products(options: argparse.Namespace) -> list[Case]:
 
 KERNELS: dict[str, Callable[[argparse.Namespace], list[Case]]] = {
     "adamw": adamw,
+    "attention": attention,
     "cross_entropy": cross_entropy,
     "block_ops": block_ops,
     "products": products,
+    "fp8_products": fp8.products,
+    "fp8_block": fp8.block,
 }
 
 
@@ -424,6 +365,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=131_072)
     parser.add_argument("--dtype", default="bf16", choices=DTYPES)
     parser.add_argument("--model", default="xl", choices=MODEL_SIZES)
+    parser.add_argument("--attention", default="sdpa_cudnn")
     parser.add_argument("--tiles", action="store_true")
     parser.add_argument("--repeats", type=int, default=12)
     parser.add_argument("--output", type=Path)
@@ -434,13 +376,14 @@ def main() -> None:
     if options.output:
         options.output.write_text(json.dumps(about | {"rows": rows}, indent=1, default=str), encoding="utf-8")
     print(f"{about['device']}, torch {about['torch']}, medians of {options.repeats} turns\n")
-    print("| kernel | µs | smallest to largest | rate | beyond, MiB |\n|---|--:|--:|--:|--:|")
+    print("| kernel | µs | smallest to largest | rate | Python, µs | beyond, MiB |\n|---|--:|--:|--:|--:|--:|")
     for row in sorted((row for row in rows if row.get("samples_s")), key=lambda row: median(row["samples_s"])):
         samples = row["samples_s"]
         constants = " ".join(f"{name.lower()} {value}" for name, value in row.items() if name.isupper())
+        rate = f"{row['amount'] / median(samples) / 1e12:.2f} T{row['unit']}/s" if row["amount"] else "–"
         print(
             f"| {row['name']} {constants} | {median(samples) * 1e6:.1f} | {min(samples) * 1e6:.1f} to "
-            f"{max(samples) * 1e6:.1f} | {row['amount'] / median(samples) / 1e12:.2f} T{row['unit']}/s "
+            f"{max(samples) * 1e6:.1f} | {rate} | {median(row['python_s']) * 1e6:.1f} "
             f"| {row['beyond_bytes'] / 2**20:.0f} |"
         )
     for row in rows:

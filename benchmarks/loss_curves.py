@@ -53,13 +53,10 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One step to train with."""
-
     name: str
     fields: Mapping[str, object] = field(default_factory=dict)
     """What it sets, by the names of options."""
     devices: tuple[str, ...] = ("cuda", "cpu")
-    """Kinds of devices that it runs on."""
     control: bool = False
     """Whether it is known to train otherwise, so that it need not pass."""
 
@@ -94,7 +91,6 @@ PARTS = {"query_key_value": ("query", "key", "value"), "gate_up": ("gate", "up")
 NUM_WINDOWS = 10
 
 Batch = tuple[Tensor, Tensor]
-"""Tokens and targets."""
 Curves = dict[str, dict[int, list[float]]]
 """variant -> seed -> loss of each step"""
 Losses = NDArray[np.float64]
@@ -167,7 +163,6 @@ def losses_of(step: ModelStep, batches: Sequence[Batch], device: Device, *, as_g
 
 
 def trained(spec: StepSpec, weights: Mapping[str, Tensor], batches: Sequence[Batch], device: Device) -> list[float]:
-    """The loss of each step of a variant that begins with these weights."""
     workload = build_workload(spec, device.torch_device)
     assert workload.module is not None
     adopt(workload.module, weights)

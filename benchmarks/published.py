@@ -1,30 +1,58 @@
-"""Steps that others measured and published, as steps of this project: rows of benchmarks/public_training.json.xz.
+"""Steps that others measured and published beside what steplab predicts of them: their times, and their ranks' memory.
 
-A row whose ranks split the model becomes a step on a layout (plan.layout.time). Of any other, each rank has the whole
-model, and the row becomes the step of one: its model, its batch, and its weights in bf16, as FSDP gathers them or as
-they are kept. The optimizer's update is divided by the ranks that share its state, and the loss is taken in fp32. What
-their software, attention and network add is told by few factors for each source and GPU (StackRates).
+    python -m benchmarks.published > table.md            (from the root of the checkout)
+    python -m benchmarks.published memory > table.md
+
+Rows are those of benchmarks/public_training.json.xz. One whose ranks split the model becomes a step on a layout
+(plan.layout.time). Of any other, each rank has the whole model, and the row becomes the step of one: its model, its
+batch, and its weights in bf16, as FSDP gathers them or as they are kept. The optimizer's update is divided by the ranks
+that share its state, and the loss is taken in fp32. What their software, attention and network add is told by few
+factors for each source and GPU (StackRates). Where a source has rows enough on a GPU, they are fitted to those that are
+not of a row's like: of models of other sizes, or where it has one model, on other numbers of GPUs. All other rows are
+predicted with the kernels' rates alone.
+
+Other programs also keep other state (16-bit weights with fp32 copies of which ranks share a part, or fp32 shards of
+weights that are used in 16 bits alone), pad the vocabulary so that tp divides it, and before 2022 split no tokens
+between the products of tensor parallelism. In a rank's memory their state is put in the place of ours; the rest is
+predicted as steplab would run it.
 """
 
 import dataclasses
+import itertools
 import lzma
-from dataclasses import dataclass
+import math
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import mean, median
 from typing import Any
 
 import msgspec
+from benchmarks.search import STAY, Params, search
 
-from steplab.costs.rates import Gpu
-from steplab.errors import Unsupported, UserError
+from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.costs.rates import Gpu, gpu_of
+from steplab.errors import SteplabError, Unsupported, UserError
+from steplab.plan.cards import outside_bytes
 from steplab.plan.layout.links import machine_of
+from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.prediction import num_communicators
+from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.time import LayoutClock
+from steplab.plan.layout.traffic import gathered_elements
+from steplab.plan.memory import workspace_of
 from steplab.plan.time import parts_of, refuse_unknown_step, throttled
 from steplab.records.layout_plan import LayoutTime
+from steplab.records.prediction import RankMemory
 from steplab.records.step_time import TimePart
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import SINGLE, Layout
 from steplab.specs.model import ModelSpec, TransformerShape
 from steplab.specs.step import StepSpec
+from steplab.stats import percentile
+from steplab.units import GIB
 
 TABLE = Path(__file__).parent / "public_training.json.xz"
 _NAME = "medium"
@@ -54,8 +82,6 @@ _PASSES = {"step": "train", "forward (no grad)": "forward", "forward+backward": 
 
 
 class PublicModel(msgspec.Struct, frozen=True):
-    """The model of a row."""
-
     key: str | None = None
     layers: int | None = None
     hidden: int | None = None
@@ -72,8 +98,6 @@ class PublicModel(msgspec.Struct, frozen=True):
 
 
 class PublicLayout(msgspec.Struct, frozen=True):
-    """How its GPUs share a step."""
-
     tp: int | None = None
     pp: int | None = None
     cp: int | None = None
@@ -83,8 +107,6 @@ class PublicLayout(msgspec.Struct, frozen=True):
 
 
 class PublicRow(msgspec.Struct, frozen=True):
-    """A row, as far as a prediction needs it."""
-
     id: str
     group: str
     gpu: str
@@ -117,7 +139,6 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def is_split(self) -> bool:
-        """Whether no rank has the whole model."""
         return (self.layout.tp or 1) > 1 or (self.layout.pp or 1) > 1
 
     @property
@@ -128,7 +149,6 @@ class PublicRow(msgspec.Struct, frozen=True):
 
     @property
     def measured_s(self) -> float | None:
-        """Seconds of a step."""
         found = (self.derived or {}).get("step_time_s") or self.measured.get("step_time_s")
         return float(found) if found else None
 
@@ -141,13 +161,8 @@ class PublicRow(msgspec.Struct, frozen=True):
         return (m.layers or 0) * layer + (1 if m.tied else 2) * (m.vocab or 0) * (m.hidden or 0)
 
 
-class _File(msgspec.Struct):
-    rows: list[PublicRow]
-
-
 def read_rows(path: Path = TABLE) -> list[PublicRow]:
-    """The rows of a table."""
-    return msgspec.json.decode(lzma.decompress(path.read_bytes()), type=_File).rows
+    return msgspec.convert(msgspec.json.decode(lzma.decompress(path.read_bytes()))["rows"], list[PublicRow])
 
 
 def step_of(row: PublicRow) -> StepSpec:
@@ -282,30 +297,298 @@ def load_of(row: PublicRow, gpu: Gpu) -> PublicLoad:
     if spec.precision != "fp32" and spec.pass_name == "train":
         moved = _LOSS_BYTES * spec.tokens * spec.micro_steps * shape.vocab_size
         streaming_s += moved / (gpu.bandwidth_bytes_per_s * gpu.rates.streaming.shares["_log_softmax_backward_data"])
-    spread = (row.gpus or 1) > _ONE_NODE
+    # With FSDP, weights in bf16 are gathered for both passes and gradients scattered, in each micro-step, by a message
+    # for each block; with state alone sharded, gradients and weights once.
+    times = 3 * (row.grad_accum or 1) if "fsdp" in str(row.layout.shard) else 2
+    times = times if (row.gpus or 1) > _ONE_NODE else 0
     return PublicLoad(
         product_s=_seconds(step, "matmul"),
         attention_s=_seconds(step, "attention"),
         streaming_s=streaming_s,
         optimizer_s=_seconds([part for part in parts if part.phase == "optimizer"], "streaming") / ranks,
-        wire_bytes=_wire_bytes(row) if spread else 0.0,
-        hops=_messages(row) * (row.gpus or 1) if spread else 0,
+        wire_bytes=times * 2 * row.num_parameters,
+        hops=times * (row.model.layers or 1) * (row.gpus or 1),
     )
-
-
-def _wire_bytes(row: PublicRow) -> float:
-    """Weights in bf16 gathered for both passes and gradients scattered, in each micro-step; or with state alone
-    sharded, gradients and weights once."""
-    each = 2 * row.num_parameters
-    gathers = "fsdp" in str(row.layout.shard)
-    return 3 * each * (row.grad_accum or 1) if gathers else 2 * each
-
-
-def _messages(row: PublicRow) -> int:
-    """One a block, as often as `_wire_bytes` counts."""
-    layers = row.model.layers or 1
-    return 3 * layers * (row.grad_accum or 1) if "fsdp" in str(row.layout.shard) else 2 * layers
 
 
 def _seconds(parts: list[TimePart], kind: str) -> float:
     return sum(part.seconds for part in parts if part.kind == kind)
+
+
+# --- times beside those that were measured ------------------------------------------------------------------------
+
+LEAST_ROWS = 4
+"""Rows that a source needs on one GPU before factors are fitted."""
+APART = 0.05
+"""By which two measured steps of one job must differ, for their order to be more than noise."""
+_MANY_ROWS = 20
+"""From which on products, attention and streaming have a factor each, rather than one together."""
+_KINDS = ("product_factor", "attention_factor", "streaming_factor")
+_NETWORK = {
+    True: {"network_bytes_per_s": 50e9, "exposed": 0.1},
+    False: {"network_bytes_per_s": 50e9, "hop_s": 1e-5},
+}
+"""Figures of the network, by whether there are many rows; they start at a 400 Gbit/s card for each GPU. Of few rows, no
+communication is taken to be hidden."""
+
+Loaded = tuple[PublicRow, PublicLoad, float]
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RowCheck:
+    row: PublicRow
+    measured_s: float
+    predicted_s: float | None = None
+    spread: float = 0.0
+    """Half of the 90 % interval, as a share of the prediction."""
+    constant_s: float | None = None
+    """By one share of the stated peak, the best for all rows of the source on this GPU."""
+    unsupported: str | None = None
+
+    @property
+    def error(self) -> float | None:
+        return self.predicted_s / self.measured_s - 1 if self.predicted_s else None
+
+    @property
+    def constant_error(self) -> float | None:
+        return self.constant_s / self.measured_s - 1 if self.constant_s else None
+
+    @property
+    def inside(self) -> bool:
+        return self.predicted_s is not None and abs(self.measured_s / self.predicted_s - 1) <= self.spread
+
+
+def counts(row: PublicRow) -> bool:
+    """Whether a row's time is complete enough to be scored."""
+    return row.scored and row.time_grade in ("A", "B") and row.measured_s is not None
+
+
+def loaded_rows(rows: Sequence[PublicRow]) -> Iterator[Loaded]:
+    for row in rows:
+        measured = row.measured_s
+        if not counts(row) or measured is None or row.card is None or row.is_split:
+            continue
+        try:
+            load = load_of(row, gpu_of(hardware_named(row.card)))
+        except Unsupported:
+            continue
+        yield row, load, measured
+
+
+def check_rows(rows: Sequence[PublicRow]) -> list[RowCheck]:
+    scored = [row for row in rows if counts(row)]
+    loaded = list(loaded_rows(scored))
+    stacks, constants = unseen_stacks(loaded), _constants(scored)
+    loads = {row.id: load for row, load, _ in loaded}
+    return [_check_row(row, loads.get(row.id), stacks.get(row.id), constants.get(row.id)) for row in scored]
+
+
+def _check_row(row: PublicRow, load: PublicLoad | None, stack: StackRates | None, constant_s: float | None) -> RowCheck:
+    blank = RowCheck(row=row, measured_s=row.measured_s or math.nan, constant_s=constant_s)
+    try:
+        step_of(row)
+        assert row.card is not None
+        gpu = gpu_of(hardware_named(row.card))
+        used = stack or StackRates(spread=gpu.rates.step.spread["elsewhere"])
+        seconds = split_step(row, gpu).seconds if row.is_split else (load or load_of(row, gpu)).seconds(used)
+    except Unsupported as error:
+        return replace(blank, unsupported=error.why)
+    return replace(blank, predicted_s=seconds, spread=used.spread)
+
+
+# --- the factors of a source --------------------------------------------------------------------------------------
+
+
+def unseen_stacks(rows: Sequence[Loaded]) -> dict[str, StackRates]:
+    """For each row of a source with enough of them, by its id, the factors of a fit without the rows of its like; none
+    for a source whose rows are all alike."""
+    groups: dict[tuple[str, str], list[Loaded]] = defaultdict(list)
+    for row, load, measured in rows:
+        groups[row.group, str(row.card)].append((row, load, measured))
+    found: dict[str, StackRates] = {}
+    for own in groups.values():
+        each = list(_unseen(own)) if len(own) >= LEAST_ROWS else []
+        if each:
+            spread = percentile([abs(load.seconds(stack) / measured - 1) for _, load, measured, stack in each], 90)
+            found |= {row.id: replace(stack, spread=spread) for row, _, _, stack in each}
+    return found
+
+
+def _unseen(own: Sequence[Loaded]) -> Iterator[tuple[PublicRow, PublicLoad, float, StackRates]]:
+    """Every row with a fit to those that are not of its like; nothing where all are."""
+    many = len({row.model.key for row, _, _ in own}) > 1
+    likes = {row.id: str(row.model.key if many else row.gpus) for row, _, _ in own}
+    for like in sorted(set(likes.values())):
+        rest = [each for each in own if likes[each[0].id] != like]
+        if rest:
+            stack = fitted_stack(rest)
+            yield from ((row, load, seconds, stack) for row, load, seconds in own if likes[row.id] == like)
+
+
+def fitted_stack(own: Sequence[Loaded]) -> StackRates:
+    many, several_nodes = len(own) >= _MANY_ROWS, any(load.hops for _, load, _ in own)
+    start = dict.fromkeys(_KINDS, 1.0) if many else {"all": 1.0}
+    start |= _NETWORK[many] if several_nodes else {}
+
+    def stack(params: Params) -> StackRates:
+        kinds = dict.fromkeys(_KINDS, params["all"]) if "all" in params else {}
+        rest = {name: value for name, value in params.items() if name != "all"}
+        return StackRates(**({"exposed": 1.0} | _NETWORK[many] | kinds | rest))
+
+    def error(params: Params) -> float:
+        if params.get("exposed", 0.0) > 1:
+            return math.inf
+        trial = stack(params)
+        away = sum(abs(math.log(params[name] / start[name])) for name in start)
+        return sum(abs(math.log(load.seconds(trial) / measured)) for _, load, measured in own) / len(own) + STAY * away
+
+    return stack(search(error, start))
+
+
+def _constants(rows: Sequence[PublicRow]) -> dict[str, float]:
+    """Seconds of each row by one share of the stated peak, of the model's FLOPs by the convention that suits it best
+    (full: 6 N + 12 L d T a token), for all rows of a source on a GPU: the median of what they reach, fitted to all."""
+    groups: dict[tuple[str, str], list[tuple[PublicRow, float]]] = defaultdict(list)
+    for row in rows:
+        try:
+            spec = step_of(row)
+        except Unsupported:
+            continue
+        assert row.card is not None
+        passes = 1 if spec.pass_name == "forward" else 3
+        attention = (row.model.layers or 0) * (row.model.hidden or 0) * spec.context
+        flops = passes * 2 * (row.num_parameters + 2 * attention) * spec.tokens * spec.micro_steps
+        flops *= spec.layout.data_ranks / (row.gpus or 1) if row.is_split else 1
+        peak = hardware_named(row.card).peaks[DTYPE_OF_MATMULS[spec.precision]].flops_per_s
+        groups[row.group, row.card].append((row, flops / peak))
+    found: dict[str, float] = {}
+    for own in groups.values():
+        share = median(at_peak_s / (row.measured_s or 1.0) for row, at_peak_s in own)
+        found |= {row.id: at_peak_s / share for row, at_peak_s in own}
+    return found
+
+
+def groups_of(checks: Sequence[RowCheck]) -> dict[str, list[RowCheck]]:
+    """The predicted rows of each source, and of each source on each GPU."""
+    found: dict[str, list[RowCheck]] = defaultdict(list)
+    for check in checks:
+        if check.error is not None:
+            found[check.row.group].append(check)
+            found[f"{check.row.steplab_gpu or check.row.gpu}, {check.row.group}"].append(check)
+    return dict(sorted(found.items()))
+
+
+def summary(checks: Sequence[RowCheck]) -> tuple[str, ...]:
+    """Of a group: rows, median error, p90, worst, share in the interval, and the constant's median and p90."""
+    errors = [abs(check.error or 0.0) for check in checks]
+    constants = [abs(check.constant_error or 0.0) for check in checks]
+    figures = [median(errors), percentile(errors, 90), max(errors)], [median(constants), percentile(constants, 90)]
+    off, of_constant = ([f"{100 * figure:.1f} %" for figure in some] for some in figures)
+    inside = f"{100 * sum(check.inside for check in checks) / len(checks):.0f} %"
+    return str(len(checks)), *off, inside, *of_constant
+
+
+def ranking(checks: Sequence[RowCheck]) -> dict[str, list[bool]]:
+    """By source, of pairs of one job whose measured times differ: whether they are predicted in the measured order."""
+    found: dict[str, list[bool]] = defaultdict(list)
+    for first, second in itertools.combinations([check for check in checks if check.predicted_s], 2):
+        if first.row.job == second.row.job and abs(first.measured_s / second.measured_s - 1) > APART:
+            predicted = (first.predicted_s or 0.0) < (second.predicted_s or 0.0)
+            found[first.row.group].append((first.measured_s < second.measured_s) == predicted)
+    return found
+
+
+def times(rows: Sequence[PublicRow]) -> None:
+    checks = check_rows(rows)
+    print("| source | steps | median | p90 | worst | in the interval | best constant: median | p90 |")
+    print("|---|---|---|---|---|---|---|---|")
+    for name, group in groups_of(checks).items():
+        print(f"| {' | '.join((name, *summary(group)))} |")
+    print("\n| source | pairs of one job | in the measured order |\n|---|---|---|")
+    for name, pairs in ranking(checks).items():
+        print(f"| {name} | {len(pairs)} | {mean(pairs):.0%} |")
+    print("\n| row | not predicted |\n|---|---|")
+    for check in checks:
+        if check.unsupported:
+            print(f"| {check.row.id} | {check.unsupported} |")
+
+
+# --- memory -------------------------------------------------------------------------------------------------------
+
+WITH_WHOLE_TOKENS = ("bigscience",)
+"""Sources from before sequence parallelism (Korthikanti et al. 2022): each rank of tp has all tokens between the
+products."""
+ALIKE_IN_MEMORY = {"H100 SXM 96GB HBM2e 500W": "H100 SXM"}
+"""A GPU that is not in the catalogue: torch's memory depends on its architecture alone."""
+
+
+def spec_of(row: PublicRow) -> StepSpec:
+    """The row's step with its layout. Raises SteplabError where steplab has none such."""
+    step, given = step_of(msgspec.structs.replace(row, layout=PublicLayout())), row.layout
+    shape = step.model.shape
+    assert shape is not None
+    tp, pp = given.tp or 1, given.pp or 1
+    padded = -(-shape.vocab_size // (PADDED_VOCABULARY * tp)) * PADDED_VOCABULARY * tp if tp > 1 else shape.vocab_size
+    untied = dataclasses.replace(shape, head="untied", vocab_size=padded)  # a pipeline's ends have a copy each
+    data = (row.gpus or 1) // tp // pp
+    sharded = "fsdp" in str(given.shard)
+    microbatches = row.grad_accum or 1
+    return dataclasses.replace(
+        step,
+        model=ModelSpec(name=row.model.key or row.id, kind="transformer", shape=untied),
+        layout=Layout(dp=1 if sharded else data, fsdp=data if sharded else 1, tp=tp, pp=pp),
+        batch=step.batch * (microbatches if pp > 1 else 1),
+        accumulation=1 if pp > 1 else microbatches,
+        microbatches=microbatches if pp > 1 else None,
+    )
+
+
+def memory(rows: Iterable[PublicRow]) -> None:
+    print("| row | GPUs | layout | kind | stated | predicted | error |\n|---|---|---|---|---|---|---|")
+    for published in rows:
+        row, stated = published, published.measured.get("memory_gib") or published.measured.get("memory_gb")
+        if not row.scored or not stated:
+            continue
+        row = msgspec.structs.replace(row, steplab_gpu=row.steplab_gpu or ALIKE_IN_MEMORY.get(row.gpu))
+        try:
+            spec = spec_of(row)
+        except SteplabError as error:
+            print(f"left out {row.id}: {error}", file=sys.stderr)
+            continue
+        kind = str(row.measured.get("memory_kind"))
+        reserved = "reserved" in kind or "nvidia-smi" in kind
+        name = hardware_named(row.card or row.gpu).device_names[0]
+        splits = row.group not in WITH_WHOLE_TOKENS
+        ranks = memory_by_rank(spec, workspace_of(name).value, sequence_parallel=splits)
+        found = max(with_state(row, spec, rank, place, reserved=reserved) for place, rank in enumerate(ranks)) / GIB
+        said = f"{stated:.1f} GiB | {found:.1f} GiB | {100 * (found / stated - 1):+.0f} %"
+        print(f"| {row.id} | {row.gpus} | {spec.layout} | {kind} | {said} |")
+
+
+def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, reserved: bool) -> float:
+    """What a rank holds with the state that the source keeps in place of ours."""
+    size = rank.reserved_bytes if reserved else rank.peak_bytes
+    group = rank_groups(spec)[place]
+    # torch's pipelines allocate the messages of all microbatches beforehand; these programs one of each at a time.
+    messages = [term for term in rank.terms if term.what.endswith("from neighbours")]
+    size -= sum(term.num_bytes * (term.count - rank.in_flight - 1) for term in messages)
+    if "nvidia-smi" in str(row.measured.get("memory_kind")):
+        size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
+    kept = str(row.precision.get("parameters"))
+    weights = gathered_elements(spec, group)
+    ours = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes
+    if kept.startswith("fp32 shards"):
+        return size - ours + 16 * weights / spec.layout.fsdp
+    if "master" not in kept:
+        return size
+    # Weights in 16 bits are whole on each rank, so that none are gathered, as FSDP2 does with ours.
+    size -= sum(term.num_bytes * term.count for term in rank.terms if term.what == "gathered weights")
+    # Gradients that are summed in fp32 after a backward pass are all there in 16 bits besides until then
+    # (nanotron, src/nanotron/optim/gradient_accumulator.py).
+    gradients = 4 + 2 if "fp32" in str(row.precision.get("gradients")) else 2
+    ranks = row.layout.shard_ranks or 1 if "zero1" in str(row.layout.shard) else 1
+    return size - ours + weights * (2 + gradients + 12 / ranks)
+
+
+if __name__ == "__main__":
+    {"times": times, "memory": memory}[sys.argv[1] if sys.argv[1:] else "times"](read_rows())

@@ -54,8 +54,6 @@ def relative_error(pairs: Iterable[tuple[float, float]]) -> float:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class ProductTime:
-    """A matrix product of a profile."""
-
     product: Product
     dtype: str
     seconds: float
@@ -89,7 +87,6 @@ def _product(name: str, inputs: str) -> Product | None:
 
 
 def fit_products(times: Sequence[ProductTime], dtype: str, gpu: Gpu) -> ProductRates:
-    """The rates of one number format."""
     own = [time for time in times if time.dtype == dtype and not any(x % 8 for x in _sizes(time.product))]
     shapes = {time.product for time in own}
 
@@ -270,8 +267,6 @@ def _reduces(name: str) -> bool:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class AttentionTime:
-    """One pass of a cell of a benchmark."""
-
     scores: Product
     seconds: float
 

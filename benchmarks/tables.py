@@ -191,8 +191,9 @@ def tables() -> dict[str, tuple[Callable[[], Iterable[str | Table]], Path]]:
     return {
         "steps": (steps, RESULTS / "step_h200_202611.md"),
         "fast": (tables_fast.fast, RESULTS / "fast_h200_202611.md"),
-        "eight_b": (tables_fast.eight_b, ROOT / "docs/layout.md"),
+        "eight_b": (tables_fast.eight_b, RESULTS / "eight_b_h200_202611.md"),
         "attention": (tables_attention.attention, ROOT / "docs/attention.md"),
+        "attention_bounds": (tables_attention.attention_bounds, RESULTS / "attention_h200_202611.md"),
         "memory": (memory, RESULTS / "memory_h200_202611.md"),
         "layouts": (layouts, RESULTS / "layout_h200_202611.md"),
     }

@@ -1,4 +1,4 @@
-"""The tables of docs/attention.md, from the committed benchmarks of attention; typed in are the ceilings below."""
+"""Tables of docs/attention.md and of the H200's results, from committed benchmarks; the ceilings below are typed in."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -7,14 +7,12 @@ from benchmarks.tables import RESULTS, read, table
 
 from steplab.records.attention import AttentionCell, AttentionRun
 from steplab.report.attention.figures import PASS_WORDS, median_s
-from steplab.report.attention.tables import by_shape, mean_speeds
+from steplab.report.attention.tables import by_shape
 from steplab.report.kit.document import Table
 from steplab.report.kit.quantities import LABEL
 from steplab.specs.attention import PASSES, AttentionSpec
 
 OURS = "flash_triton"
-SET_BESIDE = "sdpa_cudnn", "flash_attn_4", "flex"
-"""Whose speed is 1 in the tables of docs/attention.md: of each, in the newest benchmark that has it."""
 MATMUL_FLOPS_PER_S = 790e12
 """What a bf16 matmul of 8192³ reaches on an H200, random numbers."""
 COPY_BYTES_PER_S = 4.3e12
@@ -25,8 +23,6 @@ MOST = 0.75
 """Of a time, what binds it."""
 CLOCKS_HZ = (1.755e9, 1.98e9)
 """What an H200 runs at, under its power limit and at most."""
-LONGEST = 65_536
-"""Positions, of the long grid; the piece `beyond` has more, in one type and dimension."""
 _OF_PASSES = "forward / backward / both, milliseconds"
 GRID = "attention_dims"
 """Name of the benchmark, after benchmarks/attention_dims.toml."""
@@ -36,21 +32,23 @@ Times = dict[AttentionSpec, dict[str, float]]
 
 
 def attention() -> Iterator[Table]:
-    """The tables as they stand in the page."""
-    runs = read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun)
-    newest = next(run for run in reversed(runs) if run.study.name == "peers")
+    """The times of the newest comparison with peers."""
+    newest = _newest(read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun))
     told = f"record {newest.id} of {newest.created_utc[:10]} {newest.created_utc[11:16]} UTC"
     yield by_shape(newest.cells, _three_times, LABEL, f"{_OF_PASSES}; {told}.")
-    for peer in SET_BESIDE:
-        means = mean_speeds(newest.cells, peer)
-        assert means is not None
-        yield means
-    long = {cell.spec: cell for run in runs if run.study.name == "long" for cell in run.cells}
-    longest = [cell for cell in long.values() if cell.spec.queries == LONGEST]
-    longest.sort(key=lambda cell: (cell.spec.dtype, cell.spec.dim, cell.spec.queries))
-    yield by_shape(longest, _three_times, LABEL, f"{_OF_PASSES}; the longest sequences of the long grid.")
+
+
+def attention_bounds() -> Iterator[str | Table]:
+    """What binds each of its cells, and what other head dimensions cost."""
+    runs = read(RESULTS / "attention_h200_202611.jsonl.gz", AttentionRun)
+    yield "### Which cell of flash_triton is bound by what"
+    yield bounds(_newest(runs).cells)
+    yield "### Head dimensions and grouped heads"
     yield dims_table(runs)
-    yield bounds(newest.cells)
+
+
+def _newest(runs: Sequence[AttentionRun]) -> AttentionRun:
+    return next(run for run in reversed(runs) if run.study.name == "peers")
 
 
 def _three_times(cell: AttentionCell) -> str | None:

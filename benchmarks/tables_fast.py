@@ -1,26 +1,27 @@
 """The tables of the fastest steps and of the 8b step on two GPUs, from records and walks of `steplab advise`.
 
 Typed in are the ceilings below. The steps of 8b are what eight_b_study.py recorded; its traces were imported by
-`steplab import-trace TRACE.json.gz --name ours`.
+`steplab import-trace TRACE.json.gz --name ours`, and `steplab report` shows them.
 """
 
 import json
 import re
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from datetime import datetime, timedelta
 from statistics import median
-from typing import Any
 
 from benchmarks.tables import RESULTS, read, table
 from examples.eight_b import CONTEXT, FF, LAYERS, VOCABULARY, WIDTH
 
 from steplab.costs.flops import model_flops_per_token
-from steplab.lab.outlook import step_s
 from steplab.records.advice import Advice
+from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.report.kit.document import Table
+from steplab.report.run.listing import list_document
 from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12
@@ -31,12 +32,16 @@ ADAMW_BYTES = 28
 """That an update reads and writes for each parameter (docs/cross_entropy.md)."""
 OWN_ATTENTION = ("forward_kernel", "prepare_kernel", "backward_kernel", "finish_kernel")
 """Kernels of `flash_triton` by the names that they had until 2026-11-23, which put them into no category."""
-PHASES = ("forward", "backward", "optimizer")
 SAME_RUN = timedelta(minutes=10)
 """Two records of one GPU that are no further apart are of one run."""
 STEP = (
-    *("model", "context", "precision", "attention", "loss", "projections", "block ops", "compile", "graph"),
-    "optimizer",
+    *("model", "context", "precision", "attention", "loss", "block_ops", "compile", "cuda_graph", "optimizer"),
+    *("step_time_s", "forward_s", "backward_s", "optimizer_s", "mfu", "peak_allocated_bytes", "peak_reserved_bytes"),
+    "id",
+)
+STEP_CAPTION = (
+    "Medians of the measured steps. An overlapped update has no time of its own: it is in the backward pass. What the "
+    "CUDA graphs of `reduce-overhead` keep is reserved, and not counted as allocated."
 )
 
 
@@ -70,47 +75,10 @@ def _parameters(run: Run) -> int:
 
 
 def steps(runs: Sequence[Run]) -> Table:
-    """Step and phase times, MFU and memory of each run."""
-    rows = []
-    for run in runs:
-        assert run.spec is not None
-        assert run.timing is not None
-        spec, peak = run.spec, run.memory.peak("step") if run.memory else None
-        projections = spec.model.shape.projections if spec.model.shape else ""
-        rows.append(
-            (
-                *(spec.model.name, str(spec.context), spec.precision, spec.attention, spec.loss, projections),
-                *(
-                    spec.block_ops,
-                    spec.compile,
-                    spec.cuda_graph,
-                    spec.optimizer,
-                    _ms(run.median_s),
-                    _ms(min(run.samples_s)),
-                ),
-                *(_phase_ms(run, name) for name in PHASES),
-                f"{run.mfu:.1%}" if run.mfu else "–",
-                *(f"{size / 2**30:.1f}" if size else "–" for size in _sizes(peak)),
-                run.id,
-            )
-        )
-    headers = (
-        *STEP,
-        "step",
-        "shortest",
-        "forward",
-        "backward",
-        "update",
-        "MFU (causal)",
-        "allocated",
-        "reserved",
-        "record",
-    )
-    caption = (
-        "Milliseconds, medians of the measured steps; GiB at the peak. What the CUDA graphs of `reduce-overhead` keep "
-        "is reserved, and not counted as allocated."
-    )
-    return table(headers, rows, (*STEP, "record"), caption)
+    """Step and phase times, MFU and memory of each run, as `steplab list --columns` has them."""
+    [listed] = list_document([run_row(run) for run in runs], STEP).sections[0].blocks
+    assert isinstance(listed, Table)
+    return replace(listed, caption=STEP_CAPTION)
 
 
 def beside(runs: Sequence[Run], walks: Sequence[Advice]) -> Table:
@@ -177,19 +145,6 @@ def _in_one_run(a: Run, b: Run) -> bool:
     return len(gpus) == 1 and abs(apart) <= SAME_RUN
 
 
-def _phase_ms(run: Run, name: str) -> str:
-    assert run.spec is not None
-    assert run.timing is not None
-    if name == "optimizer" and run.spec.updates_in_backward:
-        return "in backward"
-    phase = run.timing.phase(name)
-    return _ms(median(phase.best_s)) if phase else "–"
-
-
-def _sizes(peak: object) -> tuple[int | None, int | None]:
-    return getattr(peak, "peak_allocated_bytes", None), getattr(peak, "peak_reserved_bytes", None)
-
-
 def shares(runs: Sequence[Run]) -> Table:
     """Milliseconds of a profiled step by what binds them, and beside two of them the rate that they reach."""
     rows = []
@@ -201,18 +156,13 @@ def shares(runs: Sequence[Run]) -> Table:
         products_s, attention_s, adamw_s = (lasted_s[each] for each in ("matmul", "attention", "optimizer"))
         all_s = sum(lasted_s.values())
         rest_s = all_s - products_s - attention_s - adamw_s
-        flops = spec.tokens_of_all * _linear_flops_per_token(run)
+        flops = spec.tokens_of_all * _flops_per_token(run, 0)
         moved = ADAMW_BYTES * model.num_parameters
         rows.append(
             (
                 *(spec.model.name, str(spec.context), spec.precision, spec.block_ops, spec.compile, spec.cuda_graph),
-                *(
-                    _ms(run.median_s),
-                    _ms(products_s),
-                    _tera(flops, products_s, digits=0),
-                    _ms(flops / MATMUL_FLOPS_PER_S),
-                ),
-                *(_ms(adamw_s), _tera(moved, adamw_s, digits=2), _ms(moved / COPY_BYTES_PER_S)),
+                *(_ms(run.median_s), _ms(products_s), _tera(flops, products_s, 0), _ms(flops / MATMUL_FLOPS_PER_S)),
+                *(_ms(adamw_s), _tera(moved, adamw_s, 2), _ms(moved / COPY_BYTES_PER_S)),
                 *(_ms(attention_s), _ms(rest_s), _ms(all_s - _busy_s(run)), _ms(_idle_s(run)), run.id),
             )
         )
@@ -240,7 +190,7 @@ def floors(runs: Sequence[Run]) -> Table:
         known = find_hardware(run.device_name or "")
         assert known is not None
         peak = known.peaks["bf16"].flops_per_s
-        tokens, linear, all_flops = run.spec.tokens_of_all, *(_flops_per_token(run, n) for n in (0, run.spec.context))
+        tokens, linear, all_flops = run.spec.tokens_of_all, _flops_per_token(run, 0), _flops_per_token(run)
         update_s = ADAMW_BYTES * run.model.num_parameters / known.memory_bandwidth_bytes_per_s
         parts_s = tokens * linear / peak, tokens * (all_flops - linear) / peak, update_s
         step_s = _step_s(run)
@@ -260,28 +210,24 @@ def floors(runs: Sequence[Run]) -> Table:
     return table(headers, rows, (*own, "record"), caption)
 
 
-def _linear_flops_per_token(run: Run) -> float:
-    """FLOPs that the linear layers need for a token, forward and backward."""
-    return _flops_per_token(run, 0)
-
-
-def _flops_per_token(run: Run, context: int) -> float:
-    """FLOPs that a token needs in a context, forward and backward."""
+def _flops_per_token(run: Run, context: int | None = None) -> float:
+    """FLOPs that a token needs, forward and backward, in another context; 0: those of the linear layers."""
     assert run.model is not None
+    assert run.spec is not None
     flops = model_flops_per_token(
         "causal",
         num_parameters=run.model.num_parameters,
         num_embedding_parameters=run.model.num_embedding_parameters,
         num_layers=run.model.num_layers,
         attention_width=run.model.attention_width,
-        context=context,
+        context=run.spec.context if context is None else context,
         backward=True,
     )
     assert flops is not None
     return flops
 
 
-def _tera(amount: float, seconds: float, *, digits: int) -> str:
+def _tera(amount: float, seconds: float, digits: int) -> str:
     return f"{amount / seconds / 1e12:.{digits}f}" if seconds else "–"
 
 
@@ -296,108 +242,40 @@ def _ms(seconds: float | None) -> str:
 
 # --- the 8b step on two GPUs ----------------------------------------------------------------------------------------
 
-COLLECTIVES = "communication"
-PARTS = ("matmul", "attention", COLLECTIVES)
-"""Categories of kernels with a row of their own."""
 NAMES = {"ours": "examples/eight_b.py", "peer": "of torch's own parts"}
 
 
 def eight_b() -> Iterator[Table]:
-    """The tables of the 8b step as they stand in the page: the walk, the runs of which each step's time is known, and
-    the profiles."""
-    path = RESULTS / "eight_b_h200_202611"
-    [advice], runs = read(path.with_suffix(".jsonl.gz"), Advice), read(path.with_suffix(".jsonl.gz"), Run)
-    recorded = json.loads(path.with_suffix(".json").read_text(encoding="utf-8"))
-    yield _walk(advice, {run.id: run for run in runs})
-    yield _recorded([run for run in recorded if "step_s" in run])
-    yield _parts({run.name: run for run in runs if run.profile})
+    """The runs of which each step's time is known; `steplab report` has the walk and the profiles.
 
-
-def _walk(advice: Advice, runs: dict[str, Run]) -> Table:
-    """What each change of a walk was predicted to save, what it saved, and the step and its memory with it."""
-    rows = []
-    for tried in advice.tried:
-        ratio, peak = tried.ratio, tried.peak_bytes or 0
-        saved = "–", "–"
-        if ratio:
-            saved = f"{(tried.predicted_share or 0) * ratio.a:.2f}", f"{ratio.a - ratio.b:.2f}"
-        rows.append((tried.words, *saved, f"{step_s(runs[tried.run_id or '']) or 0:.2f}", f"{peak / 1e9:.1f}"))
-    headers = ("change", "predicted", "saved", "step", "allocated")
-    caption = (
-        "Seconds; GB (1e9 bytes) of the first rank at the peak. Predicted is the share that the plan says, of the step "
-        "as measured. The step as given runs out of memory. "
-        f"Record {advice.id} of {advice.created_utc[:10]}."
-    )
-    return table(headers, rows, ("change",), caption)
-
-
-def _flops() -> dict[str, float]:
-    """FLOPs that a GPU needs for a step, a multiply-add being two: products outside of attention, forward and backward,
-    of all parameters but the embedding's; of attention two products forward and five backward, under the mask."""
-    block = 4 * WIDTH**2 + 3 * WIDTH * FF
-    linear = LAYERS * block + VOCABULARY * WIDTH
-    return {"matmul": 6.0 * CONTEXT * linear, "attention": 7.0 * WIDTH * CONTEXT**2 * LAYERS}
-
-
-def _recorded(runs: list[dict[str, Any]]) -> Table:
-    """Seconds and memory of each run."""
-    needed = sum(_flops().values())
-    rows = []
-    for run in runs:
-        median_s = median(run["step_s"])
-        rows.append(
-            (
-                *(
-                    run["created_utc"][:16].replace("T", " "),
-                    NAMES.get(run["what"], run["what"]),
-                    str(len(run["step_s"])),
-                ),
-                *(f"{median_s:.3f}", f"{min(run['step_s']):.3f} to {max(run['step_s']):.3f}"),
-                f"{needed / MATMUL_FLOPS_PER_S / median_s:.0%}",
-                *(f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved")),
-            )
-        )
+    The bound is by the FLOPs that a GPU needs for a step, a multiply-add being two: of products outside of attention,
+    forward and backward, of all parameters but the embedding's; of attention two products forward and five backward,
+    under the mask.
+    """
+    linear = LAYERS * (4 * WIDTH**2 + 3 * WIDTH * FF) + VOCABULARY * WIDTH
+    needed, rows = 6.0 * CONTEXT * linear + 7.0 * WIDTH * CONTEXT**2 * LAYERS, []
+    for run in json.loads((RESULTS / "eight_b_h200_202611.json").read_text(encoding="utf-8")):
+        if step_s := run.get("step_s"):
+            began, what, middle_s = run["created_utc"][:16].replace("T", " "), run["what"], median(step_s)
+            times = f"{middle_s:.3f}", f"{min(step_s):.3f} to {max(step_s):.3f}"
+            peaks = (f"{run[f'peak_{kind}_bytes'] / 1e9:.1f}" for kind in ("allocated", "reserved"))
+            share = f"{needed / MATMUL_FLOPS_PER_S / middle_s:.0%}"
+            rows.append((began, NAMES.get(what, what), str(len(step_s)), *times, share, *peaks))
     headers = ("UTC", "what", "steps", "step", "range", "of the bound", "allocated", "reserved")
     caption = (
         "Seconds from barrier to barrier by the host's clock of the first rank, medians; GB (1e9 bytes) at the peak. "
         f"The bound is the time of the needed FLOPs ({needed:.3g} a GPU) at {MATMUL_FLOPS_PER_S / 1e12:.0f} TFLOP/s, "
         "which a product of 8192³ reaches."
     )
-    return table(headers, rows, ("UTC", "what"), caption)
-
-
-def _parts(found: dict[str, Run]) -> Table:
-    """Where the time of a profiled step goes, beside what its FLOPs take at the rate of a large product."""
-    needed, rows = _flops(), []
-    lasted = {name: _lasted_s(run) for name, run in found.items()}
-    for part in PARTS[:2]:
-        cells = [f"{lasted[name][part]:.2f} ({needed[part] / lasted[name][part] / 1e12:.0f})" for name in found]
-        rows.append((_WORDS[part], f"{needed[part]:.3g}", f"{needed[part] / MATMUL_FLOPS_PER_S:.2f}", *cells))
-    rest = {name: sum(s for part, s in lasted[name].items() if part not in PARTS) for name in found}
-    rows.append(("other kernels", "–", "–", *(f"{rest[name]:.2f}" for name in found)))
-    rows.append((_WORDS[COLLECTIVES], "–", "–", *(f"{lasted[name][COLLECTIVES]:.2f}" for name in found)))
-    shared = [f"{sum(lasted[name].values()) - _busy_s(run):.2f}" for name, run in found.items()]
-    rows.append(("at once, counted twice above", "–", "–", *shared))
-    rows.append(("no kernel", "–", "–", *(f"{_idle_s(run):.3f}" for run in found.values())))
-    headers = ("part", "FLOPs", "at 790", *(NAMES.get(name, name) for name in found))
-    caption = (
-        "Seconds of the first rank in a profiled step, and in brackets TFLOP/s of the FLOPs that are needed: what is "
-        "computed again is not among them. At 790: their seconds at 790 TFLOP/s. "
-        f"Records: {', '.join(run.id for run in found.values())}."
-    )
-    return table(headers, rows, ("part",), caption)
-
-
-_WORDS = {"matmul": "products", "attention": "attention", COLLECTIVES: "collectives"}
+    yield table(headers, rows, ("UTC", "what"), caption)
 
 
 def _lasted_s(run: Run) -> dict[str, float]:
     assert run.profile is not None
     lasted = defaultdict[str, float](float)
     for kernel in run.profile.kernels:
-        lasted["attention" if kernel.name in OWN_ATTENTION else kernel.category] += (
-            kernel.total_s / run.profile.num_steps
-        )
+        part = "attention" if kernel.name in OWN_ATTENTION else kernel.category
+        lasted[part] += kernel.total_s / run.profile.num_steps
     return lasted
 
 

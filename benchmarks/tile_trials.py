@@ -40,8 +40,6 @@ _LEAST_REPEATS, _MOST_REPEATS = 5, 50
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CheckTask:
-    """A candidate to be compiled and compared with float64."""
-
     device: str
     tiles: Tiles
     shape: AttentionSpec
@@ -50,8 +48,6 @@ class CheckTask:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TimeTask:
-    """Candidates for one kernel, to be timed in turns."""
-
     device: str
     candidates: tuple[Tiles, ...]
     shape: AttentionSpec
@@ -59,8 +55,6 @@ class TimeTask:
 
 @dataclass(frozen=True, slots=True)
 class _Problem:
-    """The inputs of an attention and of its backward pass."""
-
     inputs: Inputs
     o: Tensor
     lse: Tensor

@@ -19,14 +19,14 @@ import csv
 import dataclasses
 import json
 import math
-import multiprocessing
 import os
+import pickle
+import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import product
-from multiprocessing.connection import Connection
 from pathlib import Path
 from statistics import geometric_mean, median
 from typing import Literal, NamedTuple, TypeVar, get_args
@@ -62,7 +62,6 @@ _MOST_PROCESSES = 16
 """The most processes at a time: each has a context on the GPU, half a gigabyte."""
 _LIMIT_S = 120.0
 """The time limit of a check and of a timing on one shape; what takes longer is taken to hang."""
-_PROCESSES = multiprocessing.get_context("spawn")
 _PRODUCTS = {"forward": 2, "backward_kv": 4, "backward_q": 3}
 """The number of products that a kernel computes, each a multiply-add for each score and column."""
 Task = TypeVar("Task")
@@ -72,16 +71,11 @@ Key = TypeVar("Key")
 
 @dataclass(frozen=True, slots=True)
 class Lost:
-    """The outcome of tasks whose process gave no results."""
-
     why: str
-    """The reason, in a few words."""
 
 
 @dataclass(frozen=True, slots=True)
 class Trial:
-    """The timing of one candidate on one shape."""
-
     tiles: Tiles
     shape: AttentionSpec
     device_s: tuple[float, ...]
@@ -89,7 +83,6 @@ class Trial:
 
     @property
     def time_s(self) -> float:
-        """The median of these."""
         return median(self.device_s)
 
     @property
@@ -104,7 +97,6 @@ class Trial:
 
 
 def box_of(head_dim: int) -> int:
-    """Columns of the tile that holds a head dimension."""
     return max(16, 1 << (head_dim - 1).bit_length())
 
 
@@ -219,30 +211,30 @@ def in_processes(
 
 
 def _in_a_process(work: Callable[[Task], Result], group: Sequence[Task], limit_s: float) -> list[Result] | Lost:
-    here, there = _PROCESSES.Pipe(duplex=False)
-    process = _PROCESSES.Process(target=_serve, args=(there, work, group), daemon=True)
-    process.start()
-    there.close()  # so that its end is noticed here
+    command, given = [sys.executable, "-c", _CHILD], pickle.dumps((work, group))
     try:
-        if not here.poll(limit_s):
-            return Lost(f"did not end within {limit_s:g} s")
-        results: list[Result] | Lost = here.recv()
-        return results
-    except (EOFError, ConnectionResetError):
-        process.join()
-        return Lost(f"its process ended with exit code {process.exitcode}")
-    finally:
-        process.kill()
-        process.join()
-        here.close()
+        done = subprocess.run(command, input=given, capture_output=True, timeout=limit_s, check=False)
+    except subprocess.TimeoutExpired:
+        return Lost(f"did not end within {limit_s:g} s")
+    if done.returncode:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        ended = f"its process ended with exit code {done.returncode}"
+        return Lost(said[-1] if done.returncode == 1 and said else ended)
+    results: list[Result] = pickle.loads(done.stdout)
+    return results
 
 
-def _serve(pipe: Connection, work: Callable[[Task], object], group: Sequence[Task]) -> None:
-    try:
-        pipe.send([work(task) for task in group])
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [""])[0]
-        pipe.send(Lost(f"{type(error).__name__}: {first_line}"))
+_CHILD = """
+import os, pickle, sys
+out = os.fdopen(os.dup(1), "wb")
+os.dup2(2, 1)
+work, group = pickle.load(sys.stdin.buffer)
+try:
+    out.write(pickle.dumps([work(task) for task in group]))
+except Exception as error:
+    sys.exit(f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0]}")
+"""
+"""A process's part: its output is the results alone, whatever a compiler prints."""
 
 
 def tried(

@@ -6,12 +6,11 @@ from typing import Any
 
 from tests.runs import ENVIRONMENT
 
-from steplab.costs.attention_operators import attention_flops
+from steplab.costs.operators import attention_flops
 from steplab.records.attention import AttentionCell, AttentionMemory, AttentionRun, TensorError
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
-from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of, cells_of_grid
 
 RATES = {"plain": 60e12, "sdpa_flash": 300e12, "flex": 400e12, "sdpa_cudnn": 500e12, "flash_triton": 450e12}
 LARGEST_PLAIN = 8 * 8192**2

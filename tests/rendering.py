@@ -7,8 +7,9 @@ from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import Sheet, sheet
+from steplab.report.report import Context
 from steplab.report.run.columns import rows_document, rows_table
-from steplab.report.sections import SECTIONS, Context
+from steplab.report.run.report import REPORT
 
 
 def rows_text(rows: Sequence[Row], format: str = "table", *, width: int | None = None, color: bool = False) -> str:
@@ -30,5 +31,5 @@ def run_text(
     color: bool = False,
 ) -> str:
     """One run in full."""
-    document = SECTIONS["run"].document(run, Context(references=references))
+    (document,) = REPORT.documents([run], Context(references=references))
     return render(document, format, width=width, color=color)

@@ -110,7 +110,7 @@ PAGES = {
     "comm": Page(title="Collectives on four GPUs", files={COLLECTIVES: _named("comm 4 GPUs")}),
     "ddp": Page(title="Data parallelism on two GPUs", files={DATA_PARALLEL: _named("compiled-2")}),
 }
-"""The pages by their names, which are those of their files."""
+"""Page by file name."""
 
 
 def make(name: str, folder: Path = HERE) -> Path:

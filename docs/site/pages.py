@@ -1,8 +1,8 @@
-"""Which files of the repository the documentation's site has besides those of docs/, and where their links lead there.
+"""Adds the repository's other documents and results to the documentation site, and moves links accordingly.
 
-Pages link to each other as files of the repository do, so that they read the same on a forge. On the site, README.md is
-the first page, other documents and results lie under `repository/`, and what a browser cannot show is no link. mkdocs
-calls the functions that begin with `on_`.
+Pages link to each other as repository files do, so they read the same on a forge. On the site, README.md is the first
+page; other documents and results are under `repository/`. Links to files that a browser cannot show become plain text.
+mkdocs calls the functions named `on_...`.
 """
 
 import posixpath

@@ -19,7 +19,7 @@ from tests.unit.memory_records import imported_snapshot, prediction_of, watched_
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.report.page import render_page
-from steplab.report.sections import Context
+from steplab.report.report import Context
 
 pytestmark = pytest.mark.skipif(
     chromium.PROGRAM is None, reason="no chromium, chromium-browser or google-chrome on PATH"

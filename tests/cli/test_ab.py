@@ -27,7 +27,7 @@ def slow():
 def test_a_slower_side_is_found_and_an_equal_one_is_not(steplab: Program) -> None:
     """A step that sleeps 10 ms, one that sleeps 15, and the first again; the threshold is far from both."""
     steplab.write("planted.py", STEP.format(plain=0.010, slow=0.015))
-    options = ("--device", "cpu", "--warmup", "1", "--format", "json", "--threshold", "20%")
+    options = ("--device", "cpu", "--warmup", "1", "--format", "json", "--threshold", "20%", "--starts", "1")
     sides = ("--model planted:plain", "--model planted:slow", "--model planted:plain")
     result = steplab("ab", *sides, *options)
     assert result.code == 4, result.stderr
@@ -68,7 +68,7 @@ def test_the_exit_code_is_that_of_compare(
         dataclasses.replace(make_run(), id=label * 4, turns=Turns(label=label, session="s"))
         for label in "ABC"[: len(ratios) + 1]
     )
-    monkeypatch.setattr("steplab.lab.turns.ab", lambda *sides, **given: Compared(runs=runs, ratios=ratios))
+    monkeypatch.setattr("steplab.lab.turns.ab", lambda *sides, **given: Compared(starts=(runs,), each=(ratios,)))
     sides = [f"--seed {number}" for number, _ in enumerate(runs)]
     result = steplab.here("ab", *sides, *threshold)
     assert result.code == code
@@ -100,7 +100,20 @@ def worktrees(repository: Program) -> list[str]:
 
 
 def test_each_side_imports_the_model_of_its_own_revision(repository: Program) -> None:
-    options = ("--model", "mine:plain", "--device", "cpu", "--warmup", "1", "--threshold", "20%", "--format", "json")
+    options = (
+        "--model",
+        "mine:plain",
+        "--device",
+        "cpu",
+        "--warmup",
+        "1",
+        "--threshold",
+        "20%",
+        "--format",
+        "json",
+        "--starts",
+        "1",
+    )
     result = repository("ab", "--against", "main", *options)
     assert result.code == 4, result.stderr
     then, now = result.rows()

@@ -12,8 +12,7 @@ from torch import nn
 
 from steplab.parallel.buckets import refuse_sparse
 from steplab.parallel.errors import Unsupported, UserError
-from steplab.parallel.layout import Sharding, Unit, open_mesh, refuse_shared, shard_parameters
-from steplab.parallel.pipeline import SCHEDULES
+from steplab.parallel.layout import SCHEDULES, Sharding, Unit, open_mesh, refuse_shared, shard_parameters
 from steplab.specs.layout import blocks_of_stage
 from steplab.specs.step import CHOICES, STAGES_A_RANK
 

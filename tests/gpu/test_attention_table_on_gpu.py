@@ -9,7 +9,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.implementations import DTYPES, TABLE, Implementation, why_not
-from steplab.ops.attention.sdpa import SDPA_BACKENDS
+from steplab.ops.attention.peers import SDPA_BACKENDS
 
 pytestmark = [
     pytest.mark.gpu,

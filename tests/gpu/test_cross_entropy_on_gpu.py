@@ -13,9 +13,9 @@ from tests.unit.test_cross_entropy import results_of
 from torch import Tensor
 
 from steplab.lab.measuring import measure
-from steplab.ops import cross_entropy_table
+from steplab.ops import triton_places
 from steplab.ops.cross_entropy import linear_cross_entropy
-from steplab.ops.cross_entropy_table import chunk_tokens, padded_entries
+from steplab.ops.triton_places import chunk_tokens, padded_entries
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step
 from steplab.units import MIB
@@ -46,7 +46,7 @@ def check(case: Case, dtype: torch.dtype, implementation: str = "fused", **optio
 def test_results_are_as_near_to_float64_as_the_format_allows(
     tokens: int, width: int, entries: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", 100 * padded_entries(entries) * dtype.itemsize)
+    monkeypatch.setattr(triton_places, "CHUNK_BYTES", 100 * padded_entries(entries) * dtype.itemsize)
     check(make_case(tokens, width, entries, dtype=dtype, device="cuda"), dtype)
     options: dict[str, Any] = {"bias": True, "ignored": 0.3, "label_smoothing": 0.1, "z_loss": 1e-3}
     check(make_case(tokens, width, entries, dtype=dtype, device="cuda", reduction="sum", **options), dtype)
@@ -61,7 +61,7 @@ def test_targets_need_not_lie_side_by_side() -> None:
 @pytest.mark.parametrize("implementation", ["fused", "chunked"])
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_losses_without_a_reduction(implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", 64 * padded_entries(10_000) * dtype.itemsize)
+    monkeypatch.setattr(triton_places, "CHUNK_BYTES", 64 * padded_entries(10_000) * dtype.itemsize)
     case = make_case(200, 64, 10_000, dtype=dtype, device="cuda", reduction="none", ignored=0.1)
     check(case, dtype, implementation)
 
@@ -71,7 +71,7 @@ def test_losses_without_a_reduction(implementation: str, dtype: torch.dtype, mon
 def test_under_autocast_the_gradient_of_a_float32_weight_is_summed_in_float32(
     implementation: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", 64 * padded_entries(10_000) * 2)
+    monkeypatch.setattr(triton_places, "CHUNK_BYTES", 64 * padded_entries(10_000) * 2)
     case = make_case(256, 64, 10_000, dtype=torch.float32, device="cuda")
     with torch.autocast("cuda", dtype=dtype):
         found = check(case, dtype, implementation, gradient_of_weight=torch.float32)

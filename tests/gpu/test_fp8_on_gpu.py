@@ -22,9 +22,8 @@ from tests.unit.test_fp8 import (
 )
 from torch import Tensor
 
-from steplab.ops.fp8.casts import E4M3, E5M2, amax, cast_both
+from steplab.ops.fp8.casts import E4M3, E5M2, amax, cast_both, plain_cast_both
 from steplab.ops.fp8.linear import WeightGradient, fp8_linear
-from steplab.ops.fp8.reference import plain_cast_both
 
 pytestmark = [
     pytest.mark.gpu,

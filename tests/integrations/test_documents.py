@@ -1,4 +1,4 @@
-"""What docs/trainers.md and docs/trackers.md show, run as it is written."""
+"""The pieces of docs/trainers.md, and the trackers of docs/report.md, run as they are written."""
 
 import json
 import os
@@ -16,8 +16,9 @@ from steplab.store.database import Store
 
 PIECES = [
     pytest.param(block, id=f"{name}-{block.line}")
-    for name in ("trainers", "trackers")
+    for name in ("trainers", "report")
     for block in blocks((REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8"))
+    if name == "trainers" or "track" in block.text
 ]
 
 

@@ -25,9 +25,11 @@ from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.turns import Turns
 from steplab.records.validation import check
-from steplab.report.advice.document import advice_chapter, advice_document, advice_verdict, tried_words
+from steplab.report.advice.document import REPORT as ADVICE_REPORT
+from steplab.report.advice.document import advice_verdict, tried_words
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
+from steplab.report.report import NOTHING
 from steplab.report.run.verdict import run_cautions
 from steplab.report.turns.document import turns_document
 from steplab.specs.changes import CHANGES, changes_for
@@ -256,20 +258,23 @@ def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[...
     assert advice.failure is None
     assert advice.start_s is None
     assert {"precision bf16", "attention auto"} <= {tried.words for tried in advice.kept}
-    assert "does not run" in render(advice_document(advice), "table", width=200)
+    assert "does not run" in render(ADVICE_REPORT.document(advice), "table", width=200)
 
 
 def test_a_step_that_never_fits_is_a_failure(walk: Callable[..., Advice]) -> None:
     advice = walk(lambda spec: "asked 800 GiB")
     assert (advice.status, advice.best, advice.best_s) == ("out_of_memory", None, None)
-    assert render(advice_document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.") == 1
+    assert (
+        render(ADVICE_REPORT.document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.")
+        == 1
+    )
 
 
 def test_a_step_that_raises_an_error_is_not_given_what_needs_less_memory(walk: Callable[..., Advice]) -> None:
     advice = walk(lambda spec: Failure(kind="error", message="RuntimeError: kaputt"))
     assert (advice.status, advice.tried, advice.untried) == ("error", (), ())
     assert len(walk.session.asked) == 1  # type: ignore[attr-defined]
-    text = render(advice_document(advice), "table", width=200)
+    text = render(ADVICE_REPORT.document(advice), "table", width=200)
     assert text.count("kaputt") == 1
     assert "No step ran: error: RuntimeError: kaputt." in text
 
@@ -337,7 +342,7 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
     assert len(advice.untried) == len(advice.untried_shares) > 0
     assert 210.0 - now < advice.untried_s
     assert now <= 210.0
-    text = " ".join(render(advice_document(advice), "table", width=200).split())
+    text = " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
     assert "because time was over" in text
     assert "more of --budget" in text
     assert "no gain predicted" in text
@@ -597,7 +602,7 @@ def test_masters_are_a_change_of_a_step_in_bf16_whose_optimizer_keeps_them() -> 
 
 
 def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> None:
-    text = render(advice_document(some_advice()), "table", width=200)
+    text = render(ADVICE_REPORT.document(some_advice()), "table", width=200)
     first = (
         "With precision bf16 the step takes 20.0 ms for 40.0 ms: 0.500 times as long (95 % interval 0.490 to 0.510)."
     )
@@ -650,8 +655,8 @@ def test_a_ratio_that_is_not_the_quotient_of_the_times_beside_it_says_so(b_s: fl
     """In turns it is not where the machine was slower for a while."""
     of_turns = dataclasses.replace(ratio(0.040, 0.020, "lower"), b=b_s)
     labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
-    compared = turns_document(labels, [of_turns], ["as it is", "the other"])
-    walked = advice_document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
+    compared = turns_document([labels], [[of_turns]], ["as it is", "the other"])
+    walked = ADVICE_REPORT.document(dataclasses.replace(some_advice(), overall=of_turns, best_s=b_s))
     for document in (compared, walked):
         text = " ".join(render(document, "table", width=300).split())
         source = "; of neighbouring turns, not of the two medians" * said
@@ -710,9 +715,9 @@ def test_whatever_was_decided_is_said(decision: Decision, walked: str, in_turns:
     advice = some_advice()
     (found, *_) = advice.tried
     advice = dataclasses.replace(advice, tried=(dataclasses.replace(found, kept=decision == "lower", ratio=told),))
-    assert walked in render(advice_document(advice), "csv")
+    assert walked in render(ADVICE_REPORT.document(advice), "csv")
     labels = [dataclasses.replace(make_run(), turns=Turns(label=label, session="s")) for label in "AB"]
-    assert in_turns in render(turns_document(labels, [told], ["as it is", "the other"]), "table", width=300)
+    assert in_turns in render(turns_document([labels], [[told]], ["as it is", "the other"]), "table", width=300)
 
 
 def test_a_walk_without_a_gain_says_so() -> None:
@@ -732,7 +737,7 @@ def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:
     assert decode(encode(advice)) == advice
     check(advice)
     assert summary_row(advice)["num_kept"] == 1
-    assert advice_chapter([advice]) is not None
+    assert ADVICE_REPORT.chapters[0].make([advice], NOTHING) is not None
     chart = waterfall(advice)
     assert chart is not None
     [svg] = [picture.svg for picture in chart.pictures]

@@ -1,16 +1,30 @@
 """Every attention a CPU can run against the formula in float64, computed by numpy."""
 
 import math
+import re
 import warnings
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+from torch.nn.functional import scaled_dot_product_attention
+from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 import steplab.ops.attention as public
+from steplab.ops.attention import operators
 from steplab.ops.attention.api import IMPLEMENTATIONS, attention
-from steplab.ops.errors import Unsupported
+from steplab.ops.attention.peers import _compiled, causal_mask
+from steplab.ops.attention.shapes import as_four_dims, check_inputs, fixed
+from steplab.ops.errors import Unsupported, UserError
 
 ON_CPU = ["plain", "sdpa", "sdpa_flash", "sdpa_math", "flash_reference", "auto"]
 GPU_ONLY = ["sdpa_cudnn", "sdpa_efficient", "flash_attn_4"]
@@ -195,3 +209,285 @@ def test_an_unknown_name_is_answered_with_the_valid_ones(name: str) -> None:
         attention(*inputs((1, 1), 4, 4, 8), implementation=name)
     assert f"'{name}'" in str(error.value)
     assert all(valid in str(error.value) for valid in IMPLEMENTATIONS)
+
+
+GROUPED = ["plain", "sdpa", "sdpa_flash", "sdpa_math", "flash_reference", "auto"]
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape)), dtype=torch.float64).to(dtype)
+
+
+@pytest.mark.parametrize("implementation", GROUPED)
+@pytest.mark.parametrize("num_key_heads", [1, 2, 3, 6])
+@pytest.mark.parametrize("causal", [False, True])
+def test_a_query_head_reads_the_key_head_of_its_group(implementation: str, num_key_heads: int, causal: bool) -> None:
+    q, k, v = random(2, 6, 5, 8), random(2, num_key_heads, 7, 8), random(2, num_key_heads, 7, 8) + 1
+    q, k, v = (t.requires_grad_() for t in (q, k, v))
+    out = attention(q, k, v, causal=causal, implementation=implementation)
+    alone = [
+        attention(q[:, [h]], k[:, [h * num_key_heads // 6]], v[:, [h * num_key_heads // 6]], causal=causal)
+        for h in range(6)
+    ]
+    expected = torch.cat(alone, dim=1)
+    torch.testing.assert_close(out, expected)
+    do = random(2, 6, 5, 8) - 0.5
+    gradients = (torch.autograd.grad(result, (q, k, v), do) for result in (out, expected))
+    for found, right in zip(*gradients, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+@pytest.mark.parametrize("implementation", GROUPED)
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 3), (3, 0)])
+@pytest.mark.parametrize("causal", [False, True])
+def test_nothing_to_ask_or_to_see_gives_zeros(
+    implementation: str, num_queries: int, num_keys: int, causal: bool
+) -> None:
+    out = attention(
+        random(2, 3, num_queries, 8), *2 * [random(2, 3, num_keys, 8)], causal=causal, implementation=implementation
+    )
+    assert out.shape == (2, 3, num_queries, 8)
+    assert not out.any()
+
+
+@pytest.mark.parametrize("implementation", GROUPED)
+def test_three_dimensions_are_a_batch_of_single_heads(implementation: str) -> None:
+    q, k, v = random(3, 5, 8), random(3, 9, 8), random(3, 9, 8) + 1
+    out = attention(q, k, v, causal=True, implementation=implementation)
+    expected = scaled_dot_product_attention(q, k, v, is_causal=True)
+    torch.testing.assert_close(out, expected)
+
+
+@given(
+    lead=st.lists(st.integers(1, 3), max_size=4).map(tuple),
+    order=st.permutations(range(6)),
+)
+def test_four_dimensions_are_a_view_that_holds_the_same(lead: tuple[int, ...], order: list[int]) -> None:
+    shape = (*lead, 2, 3)
+    strided = [d for d in order if d < len(shape)]
+    x = torch.arange(int(np.prod(shape))).view([shape[d] for d in strided]).permute(list(np.argsort(strided)))
+    four = as_four_dims(x)
+    assert four.dim() == 4
+    assert torch.equal(four.reshape(x.shape), x)
+    if len(shape) <= 4 or x.is_contiguous():
+        assert four.data_ptr() == x.data_ptr()
+
+
+def test_what_is_taken_is_not_complained_of() -> None:
+    for q, k in [((4, 8), (5, 8)), ((2, 4, 8), (2, 5, 8)), ((2, 4, 3, 8), (2, 2, 5, 8)), ((7, 2, 4, 3, 8),) * 2]:
+        check_inputs(torch.empty(q), torch.empty(k), torch.empty(k))
+
+
+@pytest.mark.parametrize(
+    ("q", "k", "v", "said"),
+    [
+        ((8,), (8,), (8,), "attention takes q [..., heads, queries, dim]"),
+        ((2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 8), "attention takes q [..., heads, queries, dim]"),
+        ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 5, 8), "v of the shape of k, not q [1, 2, 4, 8], k [1, 2, 4, 8]"),
+        ((1, 2, 4, 8), (1, 2, 4, 8), (1, 2, 4, 16), "v of the shape of k"),
+        ((1, 2, 4, 8), (1, 2, 4, 16), (1, 2, 4, 16), "one head dimension"),
+        ((1, 2, 4, 0), (1, 2, 4, 0), (1, 2, 4, 0), "one head dimension, at least 1"),
+        ((6, 4, 8), (2, 4, 8), (2, 4, 8), "for grouped-query heads give [batch, heads, positions, dim]"),
+        ((2, 6, 4, 8), (1, 6, 4, 8), (1, 6, 4, 8), "broadcasts nothing"),
+        ((2, 6, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "divides that of the query heads"),
+        ((2, 2, 4, 8), (2, 4, 4, 8), (2, 4, 4, 8), "divides that of the query heads"),
+        ((2, 2, 4, 8), (2, 0, 4, 8), (2, 0, 4, 8), "divides that of the query heads"),
+    ],
+)
+@pytest.mark.parametrize("implementation", ["plain", "sdpa", "flash_reference", "flash_triton"])
+def test_other_shapes_are_refused_in_a_line(
+    implementation: str, q: tuple[int, ...], k: tuple[int, ...], v: tuple[int, ...], said: str
+) -> None:
+    with pytest.raises(UserError, match=re.escape(said)) as error:
+        attention(torch.empty(q), torch.empty(k), torch.empty(v), implementation=implementation)
+    assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("types", "said"),
+    [
+        ((torch.float32, torch.bfloat16, torch.bfloat16), "not float32, bfloat16"),
+        ((torch.int64, torch.int64, torch.int64), "not int64"),
+        ((torch.complex64,) * 3, "not complex64"),
+    ],
+)
+def test_other_types_are_refused_in_a_line(types: tuple[torch.dtype, ...], said: str) -> None:
+    with pytest.raises(UserError, match=said):
+        attention(*(torch.ones(1, 1, 4, 8, dtype=dtype) for dtype in types))
+
+
+def test_tensors_of_two_devices_are_refused() -> None:
+    q = torch.ones(1, 1, 4, 8)
+    with pytest.raises(UserError, match="attention takes tensors of torch, not ndarray, Tensor, list"):
+        check_inputs(np.zeros((2, 3)), torch.zeros(2, 3), [[0.0]])  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="one device, not cpu, meta and meta"):
+        attention(q, q.to("meta"), q.to("meta"))
+
+
+def test_autocast_may_be_given_several_types() -> None:
+    q, k, v = random(1, 2, 4, 8), random(1, 2, 4, 8) + 1, random(1, 2, 4, 8) + 2
+    with torch.autocast("cpu", torch.bfloat16):
+        out = attention(q.float(), k.bfloat16(), v.float(), implementation="flash_reference")
+        with pytest.raises(UserError, match="not float64, float32"):
+            attention(q, k.float(), v.float())
+    assert out.dtype == torch.bfloat16
+
+
+def test_a_size_is_a_constant() -> None:
+    assert [fixed(n) for n in (0, 1, 4097)] == [0, 1, 4097]
+
+
+class OnGpu(Tensor):
+    """A tensor that says it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.fixture
+def called() -> list[str]:
+    """Which of the two was called."""
+    return []
+
+
+@pytest.fixture
+def call(called: list[str]) -> Callable[..., Any]:
+    """An operator and its function, of one tensor and two settings."""
+
+    def noting(name: str) -> Any:
+        return lambda x, causal, scale: called.append(name)
+
+    return operators._called(noting("operator"), noting("function"), 1)
+
+
+@pytest.mark.parametrize(
+    ("context", "through"),
+    [
+        (nullcontext, "function"),
+        (torch.enable_grad, "operator"),
+        (lambda: FlopCounterMode(display=False), "operator"),
+        (lambda: profile(activities=[ProfilerActivity.CPU]), "operator"),
+    ],
+    ids=["nobody", "autograd", "a mode", "a profiler"],
+)
+def test_operators_are_called_where_somebody_sees_them(
+    context: Callable[[], AbstractContextManager[Any]],
+    through: str,
+    call: Callable[..., Any],
+    called: list[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(operators, "_is_plain", lambda x: True)
+    with torch.no_grad(), context():
+        call(torch.zeros(1), True, 1.0)
+    assert called == [through]
+
+
+def test_a_transform_of_torch_func_sees_operators(
+    call: Callable[..., Any], called: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def attend(x: Tensor) -> Tensor:
+        call(x, True, 1.0)
+        return x
+
+    monkeypatch.setattr(operators, "_is_plain", lambda x: True)
+    with torch.no_grad():
+        torch.func.vmap(attend)(torch.zeros(2, 3))
+    assert called == ["operator"]
+
+
+@torch.no_grad()
+def test_other_tensors_than_plain_ones_of_a_gpu_go_through_operators(
+    call: Callable[..., Any], called: list[str]
+) -> None:
+    """Those on a CPU, of a class of their own, and those whose memory does not hold their values."""
+    negative = torch.zeros(2, dtype=torch.complex64).conj().imag
+    assert negative.is_neg()
+    for x in (torch.zeros(1), torch.zeros(1).as_subclass(OnGpu), negative, torch._efficientzerotensor((1,))):
+        call(x, True, 1.0)
+    assert called == ["operator"] * 4
+
+
+LISTS = ["kv", "full_kv", "q", "full_q"]
+
+
+def later_keys_hidden(batch: torch.Tensor, head: torch.Tensor, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+    return query >= key
+
+
+@pytest.mark.parametrize(
+    ("num_queries", "num_keys"),
+    [(1, 1), (128, 128), (200, 300), (300, 200), (384, 128), (512, 512), (513, 640), (130, 1000), (1000, 130)],
+)
+def test_the_mask_has_the_blocks_that_torch_finds(num_queries: int, num_keys: int) -> None:
+    found = causal_mask(num_queries, num_keys, torch.device("cpu"))
+    right = create_block_mask(later_keys_hidden, None, None, num_queries, num_keys, device="cpu")
+    assert torch.equal(found.to_dense(), right.to_dense())
+    for name in LISTS:
+        numbers, indices = (getattr(found, f"{name}_{of}")[0, 0] for of in ("num_blocks", "indices"))
+        right_indices = getattr(right, f"{name}_indices")[0, 0]
+        assert torch.equal(numbers, getattr(right, f"{name}_num_blocks")[0, 0])
+        for row, number in enumerate(numbers.tolist()):
+            assert indices[row, :number].tolist() == right_indices[row, :number].tolist()
+
+
+def test_a_mask_that_was_first_made_for_inference_serves_a_step_that_trains() -> None:
+    """Its lists are kept, and autograd saves no tensor that was made in inference mode."""
+    with torch.inference_mode():
+        causal_mask(777, 777, torch.device("cpu"))
+    mask = causal_mask(777, 777, torch.device("cpu"))
+    assert not any(getattr(mask, f"{name}_indices").is_inference() for name in LISTS)
+
+
+def test_within_a_compiled_graph_it_is_attention() -> None:
+    """Twice, as in two layers, and for several lengths, of which the compiler makes a symbol."""
+
+    def run(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+        once = attention(q, k, k, causal=True, implementation="flex")
+        return attention(once, k, k, causal=True, implementation="flex")
+
+    torch._dynamo.reset()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")
+    for length in (130, 140):
+        q, k = torch.randn(1, 4, length, 8), torch.randn(1, 2, 200, 8)
+        right = attention(attention(q, k, k, causal=True), k, k, causal=True)
+        torch.testing.assert_close(compiled(q, k), right)
+
+
+def test_many_shapes_in_one_process_are_each_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch gives a function up that it has compiled for eight, or here for two."""
+    compiled = []
+
+    def compiler(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> torch.fx.GraphModule:
+        compiled.append(graph)
+        return graph
+
+    monkeypatch.setattr("steplab.ops.attention.peers._compiled", _compiled.__wrapped__)
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=compiler))
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=2):
+        for length in range(1, 5):
+            q = torch.randn(1, 2, length, 8)
+            torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
+    assert len(compiled) == 4
+
+
+def test_gradients_on_a_cpu_are_refused() -> None:
+    q = torch.ones(1, 1, 4, 8, requires_grad=True)
+    with pytest.raises(Unsupported, match="choose sdpa or flash_reference"):
+        attention(q, q, q, implementation="flex")
+
+
+def test_without_gradients_a_cpu_takes_tensors_that_want_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the refusal above says: torch itself would look at the tensors alone."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    q = torch.randn(1, 2, 5, 8, requires_grad=True)
+    with torch.no_grad():
+        torch.testing.assert_close(attention(q, q, q, implementation="flex"), attention(q, q, q))
+
+
+@pytest.mark.parametrize(("num_queries", "num_keys"), [(0, 4), (4, 0)])
+def test_no_positions_on_a_cpu_are_refused(num_queries: int, num_keys: int) -> None:
+    """torch would divide by their number, and the process would be gone."""
+    q, k = torch.ones(1, 1, num_queries, 8), torch.ones(1, 1, num_keys, 8)
+    with torch.no_grad(), pytest.raises(Unsupported, match="without queries or keys"):
+        attention(q, k, k, implementation="flex")

@@ -30,8 +30,7 @@ from steplab.records.attention import AttentionCell
 from steplab.records.environment import Environment
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
-from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import AttentionStudy
+from steplab.specs.attention import AttentionSpec, AttentionStudy
 
 CPU = HostClockDevice(torch.device("cpu"))
 OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."

@@ -14,9 +14,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from steplab.ops.attention.api import attention
 from steplab.ops.attention.flash_reference import TILE
-from steplab.ops.attention.flops import num_pairs
 from steplab.ops.attention.functions import FlashAttentionReference, FlashAttentionTriton
-from steplab.ops.attention.operators import REFERENCE
+from steplab.ops.attention.operators import REFERENCE, num_pairs
 from steplab.ops.errors import Unsupported
 
 HALVES = [torch.bfloat16, torch.float16]

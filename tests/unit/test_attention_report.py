@@ -22,7 +22,7 @@ from tests.stored_lines import import_lines
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
 from steplab.lab.reporting import records_to_report
-from steplab.ops.attention import flash_attn_4
+from steplab.ops.attention import peers as others
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
@@ -30,7 +30,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.failure import Failure
 from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
-from steplab.report.attention.document import account_document, attention_document
+from steplab.report.attention.document import account_document, report_against
 from steplab.report.attention.figures import attention_rows, default_peer
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict
@@ -40,7 +40,7 @@ from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.attention_steps import attention_step_rows, attention_steps
 from steplab.report.run.listing import list_document
-from steplab.specs.attention_study import Grid
+from steplab.specs.attention import Grid
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
@@ -49,7 +49,7 @@ ROOT = Path(__file__).parents[2]
 def render_attention(
     run: AttentionRun, format: str = "table", *, against: str | None = None, width: int | None = None
 ) -> str:
-    return render(attention_document(run, against=against), format, width=width)
+    return render(report_against(against).document(run), format, width=width)
 
 
 def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:
@@ -427,11 +427,11 @@ def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
         def absent(name: str) -> None:
             raise error
 
-        monkeypatch.setattr(flash_attn_4, "refuse_unserved", lambda *given, **more: None)
-        monkeypatch.setattr(flash_attn_4, "import_module", absent)
+        monkeypatch.setattr(others, "refuse_unserved", lambda *given, **more: None)
+        monkeypatch.setattr(others, "import_module", absent)
         q = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)
         with pytest.raises(Unsupported) as raised:
-            flash_attn_4.flash_attn_4_attention(q, q, q)
+            others.flash_attn_4_attention(q, q, q)
         failed = make_cell(peers.cells[0].spec, passes=(), failure=Failure(kind="error", message=str(raised.value)))
         whole = dataclasses.replace(peers, cells=(failed, *peers.cells[1:]))
         return raised.value.args[1], attention_verdict(whole, "sdpa_flash").sentences[1]

@@ -8,13 +8,12 @@ import torch
 from tests.attention_records import make_benchmark, make_cell
 from torch.profiler import ProfilerActivity, profile
 
-from steplab.costs.attention_operators import attention_flops
+from steplab.costs.operators import attention_flops
 from steplab.errors import UserError
 from steplab.ops.attention.plain import plain_attention
 from steplab.plan.attention_memory import OF_CUDA_ALONE, account_of_failure, plain_account, smallest_that_does_not_fit
 from steplab.report.attention.document import account_document
-from steplab.specs.attention import AttentionSpec
-from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid, resolve_attention
+from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of, cells_of_grid, resolve_attention
 from steplab.specs.study import GRIDS, preset_names
 
 GIB = 1024**3

@@ -342,7 +342,7 @@ def test_flops_are_those_of_the_reference() -> None:
 @pytest.mark.parametrize(("dim", "widths"), [(64, 64), (40, 64), (80, 96), (128, 128)])
 def test_sums_in_panels_of_8_columns_become_the_gradient_of_the_queries(dim: int, widths: int) -> None:
     from steplab.ops.attention.triton_backward import PREPARED
-    from steplab.ops.attention.triton_portable_backward import attention_finish
+    from steplab.ops.attention.triton_portable import attention_finish
 
     batch, heads, length, padded = 2, 3, 70, 128
     make = torch.Generator().manual_seed(dim)

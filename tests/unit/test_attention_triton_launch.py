@@ -130,7 +130,8 @@ def starts(kernel: Kernel, variant: Variant, head_dim: int = 64) -> tuple[Start,
 )
 def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: Variant, head_dim: int) -> None:
     """And compiled it gets the same: nothing but a GPU would tell of two that are exchanged."""
-    home = importlib.import_module(f"steplab.ops.attention.triton_{variant}_{kernel.split('_')[0]}")
+    file = "portable" if variant == "portable" else f"hopper_{kernel}"
+    home = importlib.import_module(f"steplab.ops.attention.triton_{file}")
     noted = KernelWithoutGpu(list(getattr(home, f"attention_{kernel}").arg_names))
     with patch.object(home, f"attention_{kernel}", noted):
         start, num_tensors = starts(kernel, variant, head_dim)
@@ -140,7 +141,7 @@ def test_each_kernel_is_given_its_parameters_each_once(kernel: Kernel, variant: 
 @pytest.mark.parametrize(("head_dim", "num_tensors"), [(64, 11), (80, 13)])
 def test_the_kernels_of_one_sweep_are_given_their_parameters_each_once(head_dim: int, num_tensors: int) -> None:
     hopper = importlib.import_module("steplab.ops.attention.triton_hopper_backward")
-    portable = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    portable = importlib.import_module("steplab.ops.attention.triton_portable")
     noted = [
         KernelWithoutGpu(list(kernel.arg_names)) for kernel in (hopper.attention_backward, portable.attention_finish)
     ]
@@ -186,7 +187,7 @@ def test_plans_count_that_room(head_dim: int, num_kv_heads: int) -> None:
 
 
 def test_the_preparing_kernel_is_given_its_parameters_each_once() -> None:
-    home = importlib.import_module("steplab.ops.attention.triton_portable_backward")
+    home = importlib.import_module("steplab.ops.attention.triton_portable")
     noted = KernelWithoutGpu(list(home.attention_prepare.arg_names))
     shape, strides = (1, 4, 50, 64), (12800, 3200, 64, 1)
     with patch.object(home, "attention_prepare", noted):

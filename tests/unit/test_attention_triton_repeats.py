@@ -16,14 +16,16 @@ from triton.backends.nvidia import driver as nvidia
 from triton.runtime import driver
 
 from steplab.ops.attention import triton_repeats
-from steplab.ops.attention.triton_launcher import Address, hooked, launcher_of
 from steplab.ops.attention.triton_repeats import (
+    Address,
     Kind,
     Made,
     forget,
+    hooked,
     in_a_row,
     kind_of,
     laid_out_as,
+    launcher_of,
     refuse_while_capturing,
 )
 from steplab.ops.errors import Unsupported

@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import multiprocessing
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -49,9 +48,7 @@ def tile(kernel: Kernel = "forward", stages: int = 2, **changes: object) -> Tile
 # --- processes ----------------------------------------------------------------------------------------------------
 
 
-def test_a_group_that_fails_costs_nothing_but_itself(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Forked, since the tasks need nothing that a new process would have to import."""
-    monkeypatch.setattr(tune_attention, "_PROCESSES", multiprocessing.get_context("fork"))
+def test_a_group_that_fails_costs_nothing_but_itself() -> None:
     groups = [["a", "b"], ["c", "raise"], ["die", "d"], ["e"]]
     both, raised, died, alone = in_processes(behave, groups, at_once=2)
     assert raised == Lost("ValueError: no such tile")

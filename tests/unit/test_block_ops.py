@@ -8,17 +8,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, fx, nn
+from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import ComputedBuffer, ConcatKernel, NonOwningLayout
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 from torch.profiler import ProfilerActivity, profile
 
 import steplab
 from steplab.costs.rates import gpu_named
+from steplab.model import compiling
 from steplab.model.build import build_workload
+from steplab.model.gradient_products import GradientsOfProducts, gradients_of_products
 from steplab.model.workload import call
+from steplab.ops import block_kernels
 from steplab.ops import rms_norm as norm_api
-from steplab.ops import rms_norm_kernels as norm_kernels
-from steplab.ops import rotary_heads_kernels as heads_kernels
-from steplab.ops import swiglu_kernels as swiglu_kernels
+from steplab.ops.columns import columns, lower_join
 from steplab.ops.errors import Unsupported, UserError
 from steplab.ops.rms_norm import add_rms_norm, plain_add_rms_norm
 from steplab.ops.rotary_heads import plain_rotary_heads, rotary_heads
@@ -353,9 +359,8 @@ def peaks(changes: Sequence[int]) -> tuple[int, int]:
 
 def test_an_eager_step_allocates_what_the_plan_says(monkeypatch: pytest.MonkeyPatch) -> None:
     """Most bytes in each pass, and what the forward pass leaves for the other."""
-    for module in (norm_kernels, heads_kernels, swiglu_kernels):
-        for name in (name for name in vars(module) if name.endswith("_kernel")):
-            monkeypatch.setattr(module, name, NothingMade())
+    for name in (name for name in vars(block_kernels) if name.endswith("_kernel")):
+        monkeypatch.setattr(block_kernels, name, NothingMade())
     spec = step(**{"pass": "forward_backward", "attention": "plain"})
     workload = build_workload(spec, CPU)
     assert workload.module is not None
@@ -422,3 +427,103 @@ def test_the_plan_knows_the_kernels() -> None:
     assert moved["swiglu_backward"] == 2 * 5 * tokens * inner
     assert moved["rotary_heads"] == 2 * 6 * tokens * width + 4 * 5 * (width // 4)
     assert moved["add_rms_norm"] == (4 + 2 + 2 + 4) * tokens * width + 4 * tokens + 4 * width
+
+
+WIDTHS = (3, 2, 4)
+
+
+def weighed(x: Tensor, *, by_columns: bool) -> Tensor:
+    first, second, third = columns(x, WIDTHS) if by_columns else x.split(WIDTHS, -1)
+    return (first.exp() * third[..., :3]).sum() + (second * third[..., 2:]).sum()
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
+def test_groups_and_gradients_are_those_of_split(compiled: bool) -> None:
+    asked = torch.compile(weighed, fullgraph=True, backend="aot_eager") if compiled else weighed
+    ours, theirs = (torch.linspace(-1, 1, 2 * 9).view(2, 9).requires_grad_() for _ in range(2))
+    loss, expected = asked(ours, by_columns=True), weighed(theirs, by_columns=False)
+    loss.backward()
+    expected.backward()
+    assert torch.equal(loss, expected)
+    assert torch.equal(ours.grad, theirs.grad)  # type: ignore[arg-type]
+
+
+def test_inductor_computes_each_group_in_its_place() -> None:
+    """Not behind masks in one kernel, and not beside its place to be copied there."""
+    lower_join()
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.ops.steplab.join([x.sin(), x.cos()]) @ weight
+
+    with FakeTensorMode() as fakes:
+        inputs = torch.randn(4, 16), torch.randn(32, 8)
+        lowering = GraphLowering(make_fx(product)(*inputs))
+        with V.set_graph_handler(lowering), V.set_fake_mode(fakes):
+            lowering.run(*inputs)
+    [joined] = [buffer for buffer in lowering.buffers if isinstance(buffer, ConcatKernel)]
+    computed = [buffer.layout for buffer in lowering.buffers if isinstance(buffer, ComputedBuffer)]
+    places = [layout for layout in computed if isinstance(layout, NonOwningLayout)]
+    assert len(computed) == len(places) == 2
+    assert [place.view.get_layout().offset for place in places] == [0, 16]
+    assert [str(size) for size in joined.get_size()] == ["4", "32"]
+
+
+aten, prims = torch.ops.aten, torch.ops.prims
+
+
+def graph_of(device: str, *, read_again: bool = False, leaves: bool = True) -> fx.Graph:
+    """A gradient as autocast makes it: a bf16 product, turned, and cast to float32."""
+    graph = fx.Graph()
+
+    def call(target: object, *args: object) -> fx.Node:
+        node = graph.call_function(target, args)
+        values = [arg.meta["val"] if isinstance(arg, fx.Node) else arg for arg in args]
+        node.meta["val"] = target(*values)  # type: ignore[operator]
+        return node
+
+    with FakeTensorMode():
+        inputs = [graph.placeholder(name) for name in ("gradient", "x")]
+        for node, shape in zip(inputs, ((6, 8), (8, 4)), strict=True):
+            node.meta["val"] = torch.empty(shape, dtype=torch.bfloat16, device=device)
+        product = call(aten.mm.default, *inputs)
+        cast = call(prims.convert_element_type.default, call(aten.permute.default, product, [1, 0]), torch.float32)
+        results = (cast if leaves else call(aten.neg.default, cast), *([product] if read_again else []))
+    graph.output(results)
+    return graph
+
+
+def products_of(graph: fx.Graph) -> list[object]:
+    GradientsOfProducts()(graph)
+    graph.lint()
+    return [node.target for node in graph.nodes if node.op == "call_function"]
+
+
+def test_a_cast_product_that_leaves_the_graph_is_made_in_float32() -> None:
+    graph = graph_of("cuda")
+    assert products_of(graph) == [aten.mm.dtype, aten.permute.default]
+    product, turned = (node for node in graph.nodes if node.op == "call_function")
+    assert product.args[2] == torch.float32
+    values: list[Tensor] = [node.meta["val"] for node in (product, turned)]
+    assert [(tuple(value.shape), value.dtype) for value in values] == [((6, 4), torch.float32), ((4, 6), torch.float32)]
+
+
+def test_what_else_reads_a_product_keeps_it_as_it_is() -> None:
+    plain = [aten.mm.default, aten.permute.default, prims.convert_element_type.default]
+    assert products_of(graph_of("cuda", read_again=True)) == plain
+    assert products_of(graph_of("cuda", leaves=False)) == [*plain, aten.neg.default]
+    assert products_of(graph_of("cpu")) == plain  # of which torch has no such product
+
+
+@pytest.mark.parametrize("has_product", [True, False])
+def test_blocks_are_compiled_without_the_change_where_torch_has_no_such_product(
+    monkeypatch: pytest.MonkeyPatch, has_product: bool
+) -> None:
+    asked: list[object] = []
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how.get("options")))
+    lacks = {} if has_product else {compiling.FP32_GRADIENTS: "no product"}
+    monkeypatch.setattr(compiling, "what_inductor_lacks", lambda: lacks)
+    block = nn.Identity()
+    block.fp32_gradients_of_products = True  # type: ignore[assignment]
+    compiling.compiled_forward(block, block.forward, "block")
+    assert asked == [{"post_grad_custom_post_pass": gradients_of_products()} if has_product else None]
+    assert len(compiling.notes_on_compiling()) == len(lacks)

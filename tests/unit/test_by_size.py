@@ -5,7 +5,7 @@ import statistics
 from typing import Any
 
 import pytest
-from tests.runs import grid, make_run
+from tests.runs import ENVIRONMENT, grid, make_run
 
 from steplab.records.codec import decode, encode
 from steplab.records.memory import AllocatorState
@@ -16,7 +16,7 @@ from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import cells_of
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
-from steplab.report.sections import SECTIONS
+from steplab.report.run.report import REPORT
 
 STUDY = grid({"model": ["small", "medium"], "precision": ["fp32", "bf16"], "compile": ["off", "default"]})
 TRAIN = ("forward", "backward", "optimizer", "step")
@@ -99,9 +99,8 @@ def test_the_rows_of_a_choice_are_in_the_order_of_sizes() -> None:
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_several_runs_are_reported_with_these_tables_in_every_format(format: str) -> None:
-    together = SECTIONS["run"].together
-    assert together
-    text = render(together(STUDY), format)
+    (document,) = REPORT.documents(STUDY)
+    text = render(document, format)
     if format in ("table", "md", "latex"):
         for title in ("Phases of a step", "Choices by size", "bf16 instead of fp32", "The first steps"):
             assert title in text
@@ -172,6 +171,9 @@ def test_each_reason_names_what_was_seen() -> None:
 def test_a_first_step_like_the_others_needs_no_reason() -> None:
     flat = Timing(warmup=(), back_to_back=WARMED.back_to_back)
     assert first_steps_reasons(cells_of([make_run(timing=flat)])) == []
+    busy = dataclasses.replace(ENVIRONMENT, num_cpus=2, other_cpus=1.9, load_average=None)
+    disturbed = first_steps_reasons(cells_of([dataclasses.replace(warmed(), environment=busy)]))
+    assert [each.partition(":")[0] for each in disturbed] == ["Allocator"], "no cause from a busy machine"
 
 
 def test_the_first_step_after_compiling_is_not_the_first_call() -> None:

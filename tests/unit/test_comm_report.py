@@ -24,14 +24,16 @@ from steplab.records.comm import CommCell, CommRun, comm_row
 from steplab.records.ddp import ddp_row
 from steplab.records.record import Record
 from steplab.records.registry import kind_of
-from steplab.report.attention.document import attention_document
+from steplab.report.attention.document import REPORT as ATTENTION_REPORT
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
-from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_chapter, comm_document
+from steplab.report.comm.document import REPORT as COMM_REPORT
+from steplab.report.comm.document import bandwidth_table, comm_cell_line
 from steplab.report.comm.figures import comm_rows
-from steplab.report.ddp.document import ddp_document
+from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.kit.document import Document, Section
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
+from steplab.report.report import NOTHING
 from steplab.report.run.columns import rows_document
 from steplab.specs.comm import CommStudy
 from steplab.store.database import Store
@@ -67,7 +69,7 @@ Every cell
 
 
 def render_comm(run: CommRun, format: str = "table", width: int | None = None) -> str:
-    return render(comm_document(run), format, width=width)
+    return render(COMM_REPORT.document(run), format, width=width)
 
 
 @pytest.fixture(scope="module")
@@ -88,7 +90,7 @@ def test_a_benchmark_comes_back_as_it_was_written(gpus: CommRun) -> None:
 
 def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
     short = dataclasses.replace(gpus, cells=gpus.cells[:6])
-    assert comm_document(short).verdict.cautions[0] == (
+    assert COMM_REPORT.document(short).verdict.cautions[0] == (
         "Warning: the benchmark was interrupted: 6 of 48 cells had ended, and the record has only these."
     )
     assert comm_row(short)["warnings"] == "interrupted"
@@ -279,7 +281,11 @@ def test_documents_get_the_tables(gpus: CommRun, format: str) -> None:
 
 @pytest.mark.parametrize(
     ("document_of", "run"),
-    [(comm_document, make_comm()), (ddp_document, make_ddp_run(("flat",))), (attention_document, make_benchmark())],
+    [
+        (COMM_REPORT.document, make_comm()),
+        (DDP_REPORT.document, make_ddp_run(("flat",))),
+        (ATTENTION_REPORT.document, make_benchmark()),
+    ],
     ids=["comm", "ddp", "attention"],
 )
 def test_documents_get_the_notes(document_of: Callable[[Any], Document], run: Any) -> None:
@@ -344,7 +350,11 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
     assert backends_side_by_side(gpus.cells) is None
     cpu = make_comm({"backend": ["gloo"]}, ranks=4)
     for other, comes in ((cpu, True), (gpus, False)):
-        headings = [part.title for part in comm_chapter([gpus, other]).blocks if isinstance(part, Section)]
+        headings = [
+            part.title
+            for part in COMM_REPORT.chapters[0].make([gpus, other], NOTHING).blocks
+            if isinstance(part, Section)
+        ]
         assert ("Backends side by side" in headings) == comes
 
 

@@ -12,11 +12,11 @@ from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.ops import cross_entropy_chunks, cross_entropy_table
+from steplab.ops import cross_entropy_chunks, triton_places
 from steplab.ops.cross_entropy import linear_cross_entropy
 from steplab.ops.cross_entropy_chunks import OPERATORS, Terms, losses_in_chunks, plain_rows
-from steplab.ops.cross_entropy_table import CHUNK_BYTES, chunk_tokens, padded_entries, whole_entries
 from steplab.ops.errors import Unsupported, UserError
+from steplab.ops.triton_places import CHUNK_BYTES, chunk_tokens, padded_entries, whole_entries
 
 INTERPRETED = pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1")
 IN_CHUNKS = ["chunked", pytest.param("fused", marks=INTERPRETED)]
@@ -35,7 +35,7 @@ def tokens_in_a_chunk(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Sets how many tokens a chunk has, for a vocabulary and a format."""
 
     def set_it(count: int, num_entries: int, dtype: torch.dtype) -> None:
-        monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", count * padded_entries(num_entries) * dtype.itemsize)
+        monkeypatch.setattr(triton_places, "CHUNK_BYTES", count * padded_entries(num_entries) * dtype.itemsize)
 
     return set_it
 

@@ -2,22 +2,36 @@
 
 import dataclasses
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import msgspec
 import pytest
+import torch
 from tests.conversations import Converse, say, task_of
 from tests.ddp_records import make_ddp_cell, make_study
+from tests.unit.test_loop import FakeDevice
+from torch import Tensor, nn
 
 from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
+from steplab.measurement.ddp import memory as ddp_memory
+from steplab.measurement.ddp import session as ddp_session
+from steplab.measurement.ddp import turns as ddp_turns
+from steplab.measurement.ddp.memory import state_memory
+from steplab.measurement.ddp.turns import run_turns
+from steplab.measurement.machine.device import open_device
 from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.listener import Listener
 from steplab.measurement.processes.messages import Request
-from steplab.records.ddp import DdpCell
+from steplab.measurement.step import loop
+from steplab.measurement.step.loop import Phase
+from steplab.records.ddp import DdpCell, StateMemory
 from steplab.records.failure import Failure
 from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes_mb, variants_of
 from steplab.specs.resolve import resolve_step
+from steplab.units import GIB
 
 # --- what is asked ----------------------------------------------------------------------------------------
 
@@ -250,3 +264,157 @@ def test_ranks_that_say_nothing_are_not_asked_for_ever() -> None:
 
     found = measured(silent)
     assert [cell.failure and cell.failure.message for cell in found.values()] == ["the processes gave no result"] * 4
+
+
+class Others:
+    """Ranks that are there at once."""
+
+    def __init__(self, device: FakeDevice) -> None:
+        self.device = device
+
+    def host_gather(self, value: object) -> list[object]:
+        if value is None:
+            self.device.events.append("barrier")
+        return [value]
+
+    def all_reduce(self, tensor: Tensor, *, average: bool) -> Any:
+        self.device.events.append("meet")
+        return SimpleNamespace(wait=lambda: None)
+
+
+def world_of(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
+    for module in (loop, ddp_turns):
+        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    if device.asynchronous and ddp_turns.LONGEST_HOLD_S == 0.5:
+        monkeypatch.setattr(ddp_turns, "LONGEST_HOLD_S", 1000)  # the device's seconds are whole ones
+    return SimpleNamespace(device=device, collectives=Others(device))
+
+
+def phases_of(device: FakeDevice, name: str, launch_s: float, work_s: float) -> list[Phase]:
+    return [device.phase(f"{name} {phase}", [(launch_s, work_s)] * 20) for phase in ("forward", "backward")]
+
+
+def test_a_slow_host_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    world = world_of(device, monkeypatch)
+    quick, slow = phases_of(device, "quick", 1, 5), phases_of(device, "slow", 9, 6)
+    turns = run_turns([quick, slow], world, 4, 2, lambda step: None)
+    found = [samples for samples, _ in turns]
+    assert [[samples.device_s for samples in phases] for phases in found] == [
+        [(5,) * 4, (5,) * 4, (10,) * 4],
+        [(6,) * 4, (6,) * 4, (12,) * 4],
+    ]
+    assert all(min(samples.lead_s or (0.0,)) > 0 for phases in found for samples in phases)
+    assert [held_s for _, held_s in turns] == [1.5 * 2, 1.5 * 18]  # of what Python takes for a step
+
+
+def test_a_step_in_which_python_stalled_is_made_again_after_a_longer_hold(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    world = world_of(device, monkeypatch)
+    stalls = device.phase("stalls", [(1, 0), (1, 0), (90, 0), (1, 0), (1, 0), (1, 0), (1, 0)])
+    phases = [device.phase("works", [(1, 5)] * 9), stalls]
+    ((samples, held_s),) = run_turns([phases], world, 4, 4, lambda step: None)
+    assert samples[2].device_s == (5, 5, 5, 5)  # and not 91
+    assert held_s == 1.5 * 91
+    assert device.events.count("works") == 1 + 4 + 1
+
+
+def test_what_other_ranks_say_decides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank was late once, and takes longer to start a step: this one goes along."""
+    device = FakeDevice()
+    world = world_of(device, monkeypatch)
+    late = iter([True, False, False])
+
+    def host_gather(mine: object) -> list[object]:
+        return [mine, next(late) if isinstance(mine, bool) else 40.0]
+
+    world.collectives.host_gather = host_gather
+    ((samples, held_s),) = run_turns([[device.phase("whole", [(1.0, 5)] * 9)]], world, 2, 2, lambda step: None)
+    assert len(samples[0].best_s) == 2
+    assert held_s == 60
+    assert device.events.count("whole") == 1 + 2  # it was held for as long as the other rank needs already
+
+
+def test_no_hold_is_longer_than_has_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice()
+    monkeypatch.setattr(ddp_turns, "LONGEST_HOLD_S", 4)
+
+    def waits() -> None:
+        device.host_s += 10
+        device.synchronize()
+
+    world = world_of(device, monkeypatch)
+    ((_, held_s),) = run_turns([[Phase(name="whole", run=waits)]], world, 3, 3, lambda step: None)
+    assert held_s == 4
+
+
+def test_a_turn_begins_with_a_step_that_is_not_counted_and_each_step_with_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeDevice()
+    found = run_turns(
+        [phases_of(device, "a", 1, 5), phases_of(device, "b", 1, 5)],
+        world_of(device, monkeypatch),
+        2,
+        1,
+        lambda step: None,
+    )
+    assert [len(phases[0].best_s) for phases, _ in found] == [2, 2]
+    begun = device.events.index("barrier")  # before, each is held once and the ranks meet: the first time takes long
+    of_order = ("barrier", "hold", "meet", "a forward", "b forward")
+    told = [event for event in device.events[begun:] if event in of_order]
+    turn_of = {name: ["barrier", f"{name} forward", "hold", "meet", f"{name} forward"] for name in "ab"}
+    assert told == turn_of["a"] + turn_of["b"] + turn_of["b"] + turn_of["a"]
+
+
+def test_where_the_host_is_the_device_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(asynchronous=False)
+    run_turns([phases_of(device, "a", 1, 5)], world_of(device, monkeypatch), 2, 2, lambda step: None)
+    assert not {"hold", "meet"} & set(device.events)
+
+
+BASELINE = 20 * GIB
+
+
+def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], int | None]:
+    """The notes where the allocator counts this, look by look, a second apart; and what counts as others' then."""
+    looks, clock = iter([*counts, *[counts[-1]] * 100]), iter(range(1000))
+    monkeypatch.setattr(ddp_session, "free", lambda device: next(looks))
+    monkeypatch.setattr(ddp_session, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    session: Any = object.__new__(ddp_session._Session)
+    session._world, session._baseline_bytes = SimpleNamespace(device=None), BASELINE
+    return session._left_behind(), session._baseline_bytes
+
+
+def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert left_behind([BASELINE + 7 * GIB, BASELINE + 5 * GIB, BASELINE], monkeypatch) == ((), BASELINE)
+
+
+def test_what_stays_is_told_of_and_counts_as_held_by_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    (note,), held = left_behind([BASELINE + 7 * GIB], monkeypatch)
+    assert note == "memory: 7.00 GiB were not freed after the variant was measured"
+    assert held == BASELINE + 7 * GIB
+
+
+OTHERS, OWN, SHARED = 5000, 40, 1000
+"""Bytes: of other contenders, of this one that are neither parameters nor gradients, and shared with other ranks."""
+
+
+def test_what_is_shared_is_other_until_gradients_lie_in_it() -> None:
+    module = nn.Linear(4, 4, bias=False)
+    optimizer = torch.optim.SGD(module.parameters())
+    shared = torch.zeros(SHARED, dtype=torch.uint8)
+
+    def held() -> StateMemory:
+        counted = OTHERS + OWN + 4 * 16
+        with mock.patch.object(ddp_memory, "allocated_bytes", return_value=counted):
+            return state_memory(
+                "now", module, optimizer, open_device("cpu"), before_bytes=OTHERS, uncounted_bytes=SHARED
+            )
+
+    before = held()
+    module.weight.grad = shared[:64].view(torch.float32).view(4, 4)
+    after = held()
+    assert [memory.allocated_bytes for memory in (before, after)] == [OWN + 64 + SHARED] * 2
+    assert (before.gradients_bytes, before.other_bytes) == (0, OWN + SHARED)
+    assert (after.gradients_bytes, after.other_bytes) == (SHARED, OWN)

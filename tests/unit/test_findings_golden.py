@@ -147,7 +147,7 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
 
 
 def test_what_compiling_saves_of_a_model_of_ones_own_is_predicted_by_its_profile() -> None:
-    """benchmarks/mygpt_gpu.py, whose eager profile has the shares of its dry run."""
+    """examples/mygpt_gpu.py, whose eager profile has the shares of its dry run."""
     lines = gzip.decompress((GOLDEN / "own_model_h200_202611.jsonl.gz").read_bytes()).splitlines()
     eager, compiled = (run for run in map(decode, lines) if isinstance(run, Run))
     saved_s = step_s(eager) - step_s(compiled)

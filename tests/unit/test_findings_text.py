@@ -90,10 +90,16 @@ def test_a_terminal_gets_gain_evidence_reason_and_a_command_to_copy(run: Run, fo
 @pytest.mark.parametrize("format", ["table", "md"])
 def test_a_bound_is_not_told_as_an_estimate(run: Run, found: Findings, format: str) -> None:
     bound = dataclasses.replace(tried(found), findings=(dataclasses.replace(tried(found).findings[0], at_most=True),))
-    text = render_findings(run, bound, format, width=120)
-    assert "saves at most 3.00 ms of 30.0 ms per step, 10.0 %" in text
+    text = " ".join(render_findings(run, bound, format, width=120).split())
+    assert "saves a measured 4.00 ms of 30.0 ms per step, 13.3 %" in text
     assert "where at most 3.00 ms were predicted" in text
+    untried = dataclasses.replace(bound, findings=(dataclasses.replace(bound.findings[0], trial=None),))
+    assert "saves at most 3.00 ms of 30.0 ms per step, 10.0 %" in render_findings(run, untried, format, width=120)
     assert "saves about" not in text
+    little = dataclasses.replace(bound.findings[0], saves_s=1e-4, trial=None)
+    assert "No change saves 1 % of the step." in render_findings(
+        run, dataclasses.replace(bound, findings=(little,)), format, width=120
+    )
     assert msgspec.json.decode(render_findings(run, bound, "json"))[0]["at_most"] is True
 
 

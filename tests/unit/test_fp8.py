@@ -11,10 +11,8 @@ from torch.nn.functional import linear
 
 from steplab.ops.errors import Unsupported
 from steplab.ops.fp8 import casts, kernels
-from steplab.ops.fp8.casts import E4M3, E5M2, Operand, amax, cast, cast_both
-from steplab.ops.fp8.joined import fp8_heads, fp8_swiglu
-from steplab.ops.fp8.linear import WeightGradient, fp8_linear, product
-from steplab.ops.fp8.reference import plain_amax, plain_cast, plain_cast_both
+from steplab.ops.fp8.casts import E4M3, E5M2, Operand, amax, cast, cast_both, plain_amax, plain_cast, plain_cast_both
+from steplab.ops.fp8.linear import WeightGradient, fp8_heads, fp8_linear, fp8_swiglu, product
 from steplab.ops.rms_norm import add_rms_norm, add_rms_norm_amax
 from steplab.ops.rotary_heads import rotary_heads, rotary_heads_backward_amax
 from steplab.ops.swiglu import swiglu, swiglu_amax, swiglu_backward_amax

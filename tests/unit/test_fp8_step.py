@@ -19,8 +19,7 @@ from steplab.model.compiling import repeated_blocks
 from steplab.model.fp8_blocks import Fp8Block, Fp8Linear, products_by_torchao
 from steplab.model.fused_block import AddRMSNorm, FusedBlock, FusedSelfAttention, FusedSwiGLU
 from steplab.ops.fp8 import kernels
-from steplab.ops.fp8.casts import E4M3, E5M2
-from steplab.ops.fp8.reference import plain_amax, plain_cast
+from steplab.ops.fp8.casts import E4M3, E5M2, plain_amax, plain_cast
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.memory import predict_memory
 from steplab.plan.time import predict_step_time

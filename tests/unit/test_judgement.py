@@ -19,6 +19,7 @@ from steplab.records.rows import run_row, step_key
 from steplab.records.run import Run
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effects_of
+from steplab.report.run.verdict import runs_verdict
 from steplab.stats import percentile
 
 REPOSITORY = Path(__file__).parents[2]
@@ -107,3 +108,11 @@ def test_a_record_has_one_figure_of_tokens_per_second(recorded: dict[str, list[R
         side = Side(told=run.id, ids=(run.id,))
         found = {each.name: each for each in compare(side, side, [run], [run]).figures}
         assert found["tokens per second"].a == pytest.approx(run_row(run)["tokens_per_s"], rel=1e-12)
+
+
+def test_a_page_of_a_busy_machine_begins_with_what_is_known(recorded: dict[str, list[Run]]) -> None:
+    """A tiny model beside other programs, which took more processors than there are."""
+    verdict = runs_verdict(cells_of(recorded["busy_cpu_202611.jsonl.gz"]))
+    assert "With one thread 4 of 6 steps are faster, up to 40.5×: set OMP_NUM_THREADS=1." in verdict.sentences
+    (doubt,) = verdict.cautions
+    assert doubt.startswith("Warning: the step time of 6 of 6 runs is doubtful (")

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from steplab.parallel import peer_means
-from steplab.parallel.peer_means import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments, mean_kernel
+from steplab.parallel import peer_copies
+from steplab.parallel.peer_copies import BLOCK, PIECES, UNIT_BYTES, Means, mean_arguments, mean_kernel
 from steplab.parallel.peer_memory import Piece
 
 pytestmark = [
@@ -61,7 +61,7 @@ def test_the_kernel_is_compiled_for_pieces_that_32_bits_do_not_count(monkeypatch
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda *given, **constants: launched.append(given)
 
-    monkeypatch.setattr(peer_means, "mean_kernel", Kernel())
+    monkeypatch.setattr(peer_copies, "mean_kernel", Kernel())
     Means(torch.device("cpu"), 1)._compile(torch.float32, aligned=True)
     ((_, _, distance, _, starts, counts),) = launched
     assert min(map(abs, (distance, *starts, *counts))) >= 2**31

@@ -13,7 +13,7 @@ from tests.unit.allocator_model import KIB, MIB, Block, CachingAllocator
 from steplab.errors import SteplabError
 from steplab.reading.snapshots.building import build_history
 from steplab.reading.snapshots.digest import digest
-from steplab.reading.snapshots.source_lines import SourceLines
+from steplab.reading.snapshots.made import SourceLines
 from steplab.reading.snapshots.timeline import MOST_POINTS
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Made, Marks, Owned, Saved, Stretch

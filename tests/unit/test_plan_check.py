@@ -84,9 +84,9 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
     beforehand = {run.id for run in runs if run.name == "other GPU"}
     ahead = [check for check in checks if not check.device_waited]
     rows = {
-        "predicted beforehand, host always ahead": [check for check in ahead if check.id in beforehand],
-        "of the walk, host always ahead": [check for check in ahead if check.id not in beforehand],
-        "all others, where the device may have waited": [check for check in checks if check.device_waited],
+        "predicted beforehand, Python always ahead": [check for check in ahead if check.id in beforehand],
+        "of the walk, Python always ahead": [check for check in ahead if check.id not in beforehand],
+        "all others, where the GPU may have waited": [check for check in checks if check.device_waited],
     }
     for name, of_row in rows.items():
         off, inside = errors(of_row), sum(check.inside is True for check in of_row)

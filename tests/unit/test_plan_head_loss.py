@@ -11,10 +11,10 @@ from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
 from steplab.ops import cross_entropy_chunks as chunks
-from steplab.ops import cross_entropy_table
+from steplab.ops import triton_places
 from steplab.ops.cross_entropy import linear_cross_entropy
 from steplab.ops.cross_entropy_chunks import OPERATORS, Operators, Terms, losses_in_chunks
-from steplab.ops.cross_entropy_table import implementation, padded_entries
+from steplab.ops.triton_places import implementation, padded_entries
 from steplab.plan.dry_run.events import Allocated, Event, Freed
 from steplab.plan.dry_run.head_loss import head_loss
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -104,7 +104,7 @@ def test_what_the_fused_loss_allocates_is_predicted_to_the_byte(
     precision: str, tokens_in_a_chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dtype, low = DTYPES[precision], AUTOCAST.get(precision, DTYPES[precision])
-    monkeypatch.setattr(cross_entropy_table, "CHUNK_BYTES", tokens_in_a_chunk * padded_entries(V) * low.itemsize)
+    monkeypatch.setattr(triton_places, "CHUNK_BYTES", tokens_in_a_chunk * padded_entries(V) * low.itemsize)
     monkeypatch.setitem(OPERATORS, "fused", Operators(losses_without_rows, makes_nothing))  # type: ignore[arg-type]
     if low != torch.float32:  # a CPU's products of short numbers widen them first
         monkeypatch.setattr(torch, "mm", makes_nothing)

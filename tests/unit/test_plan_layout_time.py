@@ -304,7 +304,7 @@ def test_recorded_layouts_lie_within_their_intervals() -> None:
         if not 0.98 * time.low_s < real < 1.02 * time.high_s:
             outside.append((str(run.spec.layout), run.spec.checkpointing, run.spec.compile))
     assert outside == [("fsdp=4", "selective", "off"), ("tp=4", "none", "default")]
-    chapter_says("plan_layout", f"Of the {num_runs} recorded layouts {num_runs - len(outside)} lie within")
+    chapter_says("plan_layout", f"For {num_runs} recorded layouts {num_runs - len(outside)} lie within")
 
 
 @pytest.mark.parametrize("compile", ["off", "default"])

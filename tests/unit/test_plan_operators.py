@@ -21,7 +21,7 @@ from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.model.build import build_workload
 from steplab.model.transformer import Transformer
 from steplab.ops.attention.api import attention_named
-from steplab.ops.cross_entropy_table import chunk_tokens
+from steplab.ops.triton_places import chunk_tokens
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.memory import predict_memory

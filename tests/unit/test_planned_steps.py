@@ -16,7 +16,7 @@ from steplab.report.page import render_page
 from steplab.report.plan.layouts import layouts_document
 from steplab.report.plan.steps import planned_document, planned_table
 from steplab.report.plan.time import time_document
-from steplab.report.sections import Context
+from steplab.report.report import Context
 from steplab.specs.resolve import resolve_step
 from steplab.specs.study import study_from_grids
 from steplab.units import GIB

@@ -8,15 +8,20 @@ from statistics import mean, median
 
 import msgspec
 import pytest
-from benchmarks.published import PublicLayout, PublicRow, StackRates, load_of, read_rows, step_of
-from benchmarks.published_check import (
+from benchmarks.published import (
+    PublicLayout,
+    PublicRow,
     RowCheck,
+    StackRates,
     check_rows,
     counts,
     fitted_stack,
     groups_of,
+    load_of,
     loaded_rows,
     ranking,
+    read_rows,
+    step_of,
     summary,
     unseen_stacks,
 )
@@ -91,7 +96,7 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_time",
         f"has {len(published())} steps that others measured, with the file and line of each; {len(checked())} are",
-        f"Of {len(every)} pairs of one job",
+        f"In {len(every)} pairs of one job",
         f"{100 * mean(every):.0f} % are predicted in the measured order: "
         f"{100 * mean(of_vtrain):.0f} % of vTrain's {len(of_vtrain)},",
         f"and {sum(few)} of BigScience's {len(few)},",
@@ -99,7 +104,7 @@ def test_the_chapter_tells_the_errors_of_today() -> None:
     chapter_says(
         "plan_layout",
         f"rank {100 * mean(every):.0f} % of {len(every)} pairs",
-        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}, of which {sum(few)} are right",
+        f"account for {len(of_vtrain)} of them, and one job on 384 for {len(few)}; {sum(few)} of these are right",
     )
 
 

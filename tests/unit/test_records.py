@@ -1,28 +1,44 @@
 """Records survive JSON unchanged, read what newer versions wrote, and come to rows that invent nothing."""
 
 import dataclasses
+import gzip
+import inspect
 import itertools
 import json
+import lzma
+import pydoc
 import statistics
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.strategies import SearchStrategy
+from tests.attention_records import make_benchmark
+from tests.comm_records import make_comm
+from tests.ddp_records import make_ddp_run
+from tests.profiles import cpu_run, imported_run, launch_bound_run
 from tests.runs import make_run, out_of_memory, recorder_run
+from tests.unit.memory_records import imported_snapshot, watched_run
 
+import steplab
 from steplab.errors import SteplabError
 from steplab.records.ceilings import Ceiling, Ceilings
 from steplab.records.codec import decode, encode, new_id, now_utc
+from steplab.records.comparison import ComparedFigure, Comparison, Ratio, Side
 from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.failure import Failure
+from steplab.records.field_docs import add_to_help
 from steplab.records.memory import Memory, PeakMemory
+from steplab.records.record import Record
 from steplab.records.registry import KINDS, kind_of
 from steplab.records.rows import run_row
 from steplab.records.run import ModelFacts, Run, Utilization
 from steplab.records.timing import PhaseSamples, Timing, curve
-from steplab.specs.model import ModelSpec
+from steplab.records.validation import check
+from steplab.specs.model import SIZE_FIELDS, ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import FIELDS
 
@@ -333,3 +349,146 @@ def test_where_the_convention_is_unknown_the_rule_of_thumb_serves() -> None:
     found = dataclasses.replace(run, utilizations=params).utilization("mfu", "causal")
     assert found == params[0]
     assert dataclasses.replace(run, utilizations=params).utilization("hfu", "as_executed") is None
+
+
+REPOSITORY = Path(__file__).parents[2]
+RECORDED = sorted(
+    path
+    for folder in ("tests/golden", "benchmarks/results")
+    for path in (REPOSITORY / folder).glob("*.jsonl*")
+    if not path.name.startswith("findings")  # of records, and no records
+)
+
+
+def records_in(path: Path) -> Iterator[Record]:
+    content = path.read_bytes()
+    unpack: dict[str, Callable[[bytes], bytes]] = {".gz": gzip.decompress, ".xz": lzma.decompress}
+    yield from map(decode, unpack.get(path.suffix, bytes)(content).splitlines())
+
+
+@pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.name)
+def test_every_recorded_record_passes(path: Path) -> None:
+    kinds = set()
+    for record in records_in(path):
+        check(record)
+        kinds.add(record.schema)
+    assert kinds
+
+
+def test_all_kinds_but_ceilings_are_among_the_recorded() -> None:
+    kinds = {record.schema for path in RECORDED for record in records_in(path)}
+    assert {kind.split(".")[1].split("/")[0] for kind in kinds} >= {"run", "numerics", "attention", "comm", "ddp"}
+
+
+@pytest.mark.parametrize(
+    "record",
+    [
+        *(make_run(), out_of_memory(), recorder_run(), launch_bound_run(), cpu_run(), imported_run()),
+        *(imported_snapshot(), watched_run(), make_benchmark(), make_comm(), make_ddp_run()),
+    ],
+)
+def test_made_records_pass(record: Record) -> None:
+    check(decode(encode(record)))
+
+
+def test_a_pipeline_is_a_phase_of_a_step() -> None:
+    phases = tuple(PhaseSamples(phase=name, host_s=(1.0, 2.0)) for name in ("pipeline", "optimizer", "step"))
+    check(make_run(timing=Timing(warmup=phases, back_to_back=phases)))
+
+
+PROFILED, WATCHED, ATTENTION = launch_bound_run(), watched_run(), make_benchmark()
+COMM, DDP = make_comm(), make_ddp_run()
+BAD: dict[str, tuple[Record, tuple[str | int, ...], Any, str]] = {
+    "an id of control characters": (make_run(), ("id",), "a\x1b[2J", "id must be up to 64 letters"),
+    "an empty id": (make_run(), ("id",), "", "id must be up to 64 letters"),
+    "no time": (make_run(), ("created_utc",), "yesterday", "created_utc must be a time"),
+    "no such day": (make_run(), ("created_utc",), "2026-13-41T07:30:00Z", "created_utc must be a time"),
+    "a name that steers": (make_run(), ("name",), "a\rb", r"name has the control character '\r' at position 1"),
+    "a note that turns": (make_run(), ("notes",), ["\u202eabc"], r"notes[0] has the control character '\u202e'"),
+    "a negative time": (
+        make_run(),
+        ("timing", "back_to_back", 0, "device_s", 2),
+        -1.0,
+        "timing.back_to_back[0].device_s[2] must not be negative, but is -1",
+    ),
+    "an absurd time": (make_run(), ("timing", "back_to_back_host_s"), 1e300, "must be below 1e+18, not 1e+300"),
+    "absurd FLOPs": (make_run(), ("utilizations", 0, "flops"), 1e300, "utilizations[0].flops must be below 1e+30"),
+    "a long integer": (make_run(), ("tokens_per_step",), 10**40, "tokens_per_step must be below 1e+18"),
+    "no samples": (make_run(), ("timing", "back_to_back", 1, "device_s"), [], "timing.back_to_back[1] has no samples"),
+    "fewer samples": (
+        make_run(),
+        ("timing", "back_to_back", 1, "device_s"),
+        [0.1],
+        "timing.back_to_back[1] has 1 samples of forward, where others have 10",
+    ),
+    "an unknown phase": (
+        make_run(),
+        ("timing", "back_to_back", 1, "phase"),
+        "sideways",
+        "timing.back_to_back[1].phase 'sideways' is not known",
+    ),
+    "layers without end": (make_run(), ("spec", "model", "shape", "num_layers"), 10**9, "num_layers must be at most"),
+    "a short column": (PROFILED, ("profile", "timeline", "stream"), [7], "profile.timeline.stream has 1 entries"),
+    "a name out of the table": (PROFILED, ("profile", "timeline", "kernel", 0), 10**6, "timeline.kernel[0] is number"),
+    "an unknown category": (
+        PROFILED,
+        ("profile", "kernels", 0, "category"),
+        "magic",
+        "profile.kernels[0].category 'magic' is not known",
+    ),
+    "no steps": (PROFILED, ("profile", "num_steps"), 0, "profile.num_steps must be at least 1"),
+    "memory of nobody": (WATCHED, ("memory_profile", "at_peak"), {"magic": 1}, "at_peak 'magic' is not known"),
+    "a peak that is no sum": (WATCHED, ("memory_profile", "peak_bytes"), 1, "memory_profile.at_peak sums to"),
+    "a short curve": (WATCHED, ("memory_profile", "timeline", "allocated_bytes", 0), [1], "allocated_bytes[0] has 1"),
+    "an empty curve": (WATCHED, ("memory_profile", "timeline", "time_s"), [], "timeline.time_s is empty"),
+    "an unknown pass": (ATTENTION, ("cells", 0, "passes", 0, "phase"), "up", "cells[0].passes[0].phase 'up'"),
+    "a rank twice": (COMM, ("cells", 0, "ranks", 1, "rank"), 0, "cells[0].ranks must be ranks 0 to"),
+    "a cell of nothing": (COMM, ("cells", 0, "ranks"), [], "cells[0].ranks is empty"),
+    "an unknown collective": (DDP, ("cells", 1, "messages", 0, "collective"), "shout", "collective 'shout'"),
+}
+
+
+@pytest.mark.parametrize("what", BAD)
+def test_what_no_steplab_writes_is_refused_by_its_path(what: str) -> None:
+    record, path, value, told = BAD[what]
+    fields = json.loads(encode(record))
+    at = fields
+    for step in path[:-1]:
+        at = at[step]
+    assert path[-1] in at if isinstance(at, dict) else True
+    at[path[-1]] = value
+    with pytest.raises(SteplabError) as error:
+        check(decode(json.dumps(fields)))
+    assert str(error.value).startswith("record ")
+    assert told in str(error.value)
+    assert str(error.value).isprintable()
+
+
+@pytest.mark.parametrize("name", ["Run", "StepSpec", "ModelSpec", "StudySpec"])
+def test_help_tells_what_each_field_is(name: str) -> None:
+    described = getattr(steplab, name)
+    text = pydoc.plain(pydoc.render_doc(described))
+    hidden = {field.name for field in dataclasses.fields(described) if field.name.startswith("_")}
+    for field in {each.name for each in dataclasses.fields(described)} - hidden:
+        assert f"{field}: " in text, field
+    length = len(described.__doc__)
+    add_to_help(described)
+    assert len(described.__doc__) == length
+
+
+def test_help_of_a_step_has_defaults_and_sizes_and_can_be_read() -> None:
+    text = inspect.getdoc(steplab.StepSpec) or ""
+    assert "context: Tokens per sequence [default: 128]" in text
+    assert all(f"{field.key}: " in text for field in SIZE_FIELDS)
+    assert max(map(len, text.splitlines())) <= 110
+    assert "lambda" not in str(inspect.signature(steplab.StepSpec))
+    assert "help(steplab.StepSpec)" in (inspect.getdoc(steplab.measure) or "")
+
+
+def test_a_comparison_is_one_line_at_a_prompt() -> None:
+    ratio = Ratio(
+        a=2.0, b=3.0, num_a=9, num_b=9, ratio=1.5, low=1.4, high=1.6, p=1e-4, threshold=0.05, decision="higher"
+    )
+    figure = ComparedFigure(cell="", name="step time", group="time", unit="s", decides=True, a=2.0, b=3.0, ratio=ratio)
+    found = Comparison(a=Side(told="old", ids=("a",)), b=Side(told="new", ids=("b",)), figures=(figure,))
+    assert repr(found) == "<Comparison of new against old: regression, step time 1.500×>"

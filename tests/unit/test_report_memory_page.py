@@ -17,8 +17,8 @@ from steplab.report.kit.html import drawn
 from steplab.report.memory.document import memory_chapter, watched_in_full
 from steplab.report.memory.facts import memory_facts
 from steplab.report.page import render_page
+from steplab.report.report import Context
 from steplab.report.run.cells import cells_of
-from steplab.report.sections import Context
 
 HOSTILE = "<script>alert(1)</script>\x1b[31m$&|{{7*7}}"
 CONTEXTS = [

@@ -27,7 +27,7 @@ from steplab.report.ceilings import ceilings_verdict
 from steplab.report.kit.html import to_html as document_page
 from steplab.report.kit.rendering import FORMATS, render
 from steplab.report.page import render_page
-from steplab.report.sections import SECTIONS, Context
+from steplab.report.report import MODULES, Context, report_of
 
 REPORT = Path(steplab.__file__).parent / "report"
 FILES = sorted(REPORT.rglob("*.py"))
@@ -61,13 +61,13 @@ CHAPTERS = {
 
 
 def test_every_registered_kind_has_sections_and_an_example_here() -> None:
-    assert set(SECTIONS) == set(KINDS) == set(EXAMPLES)
+    assert set(MODULES) == set(KINDS) == set(EXAMPLES)
 
 
 @pytest.mark.parametrize("format", [*FORMATS, "html"])
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_a_record_of_every_kind_is_shown_in_every_format(kind: str, format: str) -> None:
-    document = SECTIONS[kind].document(EXAMPLES[kind], Context())
+    document = report_of(kind).documents([EXAMPLES[kind]])[0]
     text = document_page(document) if format == "html" else render(document, format, width=100)
     if format in ("json", "csv"):
         assert json.loads(text) if format == "json" else list(csv.DictReader(io.StringIO(text)))
@@ -79,7 +79,7 @@ def test_a_record_of_every_kind_is_shown_in_every_format(kind: str, format: str)
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize("kind", EXAMPLES)
 def test_records_of_every_kind_are_reported_together_in_every_format(kind: str, format: str) -> None:
-    for document in SECTIONS[kind].documents([EXAMPLES[kind]]):
+    for document in report_of(kind).documents([EXAMPLES[kind]]):
         assert render(document, format, width=100)
 
 
@@ -98,7 +98,7 @@ def test_a_page_of_all_kinds_has_the_chapters_of_all() -> None:
 def test_a_document_says_the_same_each_time() -> None:
     for kind, record in EXAMPLES.items():
         before = encode(record)
-        texts = {render(SECTIONS[kind].document(record, Context()), "md") for _ in range(2)}
+        texts = {render(report_of(kind).documents([record])[0], "md") for _ in range(2)}
         assert len(texts) == 1
         assert encode(record) == before
 
@@ -180,7 +180,7 @@ def test_ceilings_measured_on_a_busy_machine_say_that_they_may_be_too_low() -> N
     assert ceilings_verdict(quiet).cautions == ()
     (caution,) = ceilings_verdict(busy).cautions
     assert caution.startswith("Warning: Other processes kept 1.9 of 2 processors busy")
-    assert "run `steplab doctor` again" in caution
+    assert "run `steplab doctor` on an idle machine" in caution
 
 
 @pytest.mark.parametrize(
@@ -209,7 +209,7 @@ def test_doctor_says_which_kernels_flash_triton_has(triton: str | None, kernels:
 @pytest.mark.parametrize("kind", ["comm", "ddp", "attention", "numerics", "ceilings", "advice"])
 def test_the_answer_of_a_record_stands_once_on_a_page_of_it_and_whole_beside_others(kind: str) -> None:
     record = EXAMPLES[kind]
-    told = SECTIONS[kind].verdict([record], Context())
+    told = report_of(kind).verdict([record], Context())
     lines = (*told.sentences, *told.cautions)
 
     def counts(*records: Record) -> list[int]:

@@ -34,8 +34,9 @@ from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
+from steplab.report.run.cells import cells_of
 from steplab.report.run.gaps import gaps
-from steplab.report.run.verdict import run_cautions
+from steplab.report.run.verdict import run_cautions, runs_verdict
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES
@@ -422,6 +423,25 @@ def test_an_observer_sees_the_stages_and_their_steps_in_order(monkeypatch: pytes
     succeeded(measured(log.observer(), compile=compile, warmup=2, steps=3))
     compiling = [("compile", 1)] if compile != "off" else []
     assert log.events == ["cpu", ("build", 0), *compiling, ("warmup", 2), 0, 1, ("measure", 3), 0, 1, 2]
+
+
+@pytest.mark.parametrize(("slower", "samples"), [(math.inf, 6), (0.0, 0)])
+def test_a_step_on_a_cpu_is_tried_with_one_thread_and_told_where_that_is_faster(
+    monkeypatch: pytest.MonkeyPatch, slower: float, samples: int
+) -> None:
+    threads = [4]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[-1])
+    monkeypatch.setattr(torch, "set_num_threads", threads.append)
+    monkeypatch.setattr(session, "median", lambda steps: slower)
+    run = succeeded(measured())
+    assert run.timing is not None
+    assert len(run.timing.one_thread_s) == samples
+    assert threads == [4, 1, 4]
+    many = dataclasses.replace(run.timing.back_to_back[0], phase="step", device_s=None, host_s=(1.0,) * 10)
+    for one_thread_s, said in (((0.1,) * 6, True), ((1.0,) * 6, False)):
+        timing = dataclasses.replace(run.timing, back_to_back=(many,), one_thread_s=one_thread_s)
+        told = " ".join(runs_verdict(cells_of([dataclasses.replace(run, timing=timing)])).sentences)
+        assert ("With one thread it takes 100 ms, 10.0× as fast: OMP_NUM_THREADS=1 steplab run" in told) == said
 
 
 def test_measuring_prints_nothing(capfd: pytest.CaptureFixture[str]) -> None:

@@ -18,11 +18,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from steplab.errors import SteplabError, UserError
-from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.building import Refused, build_history
 from steplab.reading.snapshots.digest import digest
 from steplab.reading.snapshots.history import ACTIONS, ALLOCATED, AWAITING_FREE, INACTIVE, NONE, OTHER, History
 from steplab.reading.snapshots.reading import _unpickled, read_snapshot
-from steplab.reading.snapshots.refusal import Refused
 from steplab.unpacking import Unpacked
 
 PROTOCOLS = (2, 3, 4, 5)

@@ -7,18 +7,44 @@ import inspect
 import json
 import pkgutil
 import re
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Annotated
 
+import msgspec
 import pytest
+from cyclopts import App
+from tests.ddp_records import make_ddp_run
+from tests.rendering import sheet_of
+from tests.runs import make_run
 
 import steplab.records
 import steplab.specs
-from steplab.errors import UserError
+from steplab.cli.app import main
+from steplab.cli.options import StepOptions
+from steplab.errors import Remark, UserError
+from steplab.lab.machine import device_kind_here
+from steplab.lab.measuring import asked_step
+from steplab.lab.planning import plan_time
 from steplab.ops.attention.api import IMPLEMENTATIONS
+from steplab.records.ddp import ddp_row
+from steplab.records.rows import Row, run_row
+from steplab.records.run import Run
+from steplab.report.kit.document import Table
+from steplab.report.kit.table import drawn, sheet
+from steplab.report.run.attention_steps import attention_step_rows
+from steplab.report.run.cells import FIELDS as LABELLED
+from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.effects import effects_of
+from steplab.report.run.listing import list_document
+from steplab.report.run.narrative import facts
+from steplab.specs.changes import CHANGES, recipe_help, resolve_with_recipe
 from steplab.specs.model import EXAMPLES, MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import CHOICES, FIELDS, STEP_FIELDS, StepSpec
+from steplab.specs.step_fields import Declared, StepField, declared_fields
+from steplab.specs.study import load_study
 from steplab.store.cells import cell_key
 
 MODULES = [
@@ -379,3 +405,307 @@ def test_the_loss_is_a_choice_of_built_in_models_alone() -> None:
     assert resolve_step({"loss": "fused"}).loss == "fused"
     with pytest.raises(UserError, match=r"loss has no effect here: .* computes its own loss; leave it out"):
         resolve_step({"model": "package.module:function", "loss": "plain"})
+
+
+AROUND: dict[str, dict[str, object]] = {
+    "block_ops": {"model.projections": "merged"},
+    "data_parallel": {"layout": "dp=2"},
+    "bucket_size_mb": {"layout": "dp=2"},
+    "reshard_after_forward": {"layout": "fsdp=2"},
+    "pipeline_schedule": {"layout": "pp=2", "model.num_layers": 4},
+    "microbatches": {"layout": "pp=2"},
+}
+"""A step on which a field has an effect, where the default one is none."""
+VALUES: dict[str, tuple[object, object]] = {
+    "model": ("small", "medium"),
+    "checkpointing": ("none", "every_2"),
+    "device": ("cuda:0", "cuda:1"),
+    "layout": ("dp=2", "fsdp=2"),
+    "bucket_size_mb": (10.0, 25.0),
+    "model.num_heads": (4, 8),
+    "model.num_kv_heads": (1, 2),
+    "model.learned_positions": (128, 256),
+    "model.d_model": (64, 128),
+}
+"""Two valid values; of choices the first two will do, and of other numbers 2 and 4."""
+SIZES = tuple(f"model.{size.name}" for size in dataclasses.fields(TransformerShape))
+FOLLOWING = {
+    "model": SIZES,
+    "pass": ("checkpointing", "optimizer", "accumulation"),
+    "layout": ("data_parallel", "bucket_size_mb", "reshard_after_forward"),
+} | dict.fromkeys(SIZES, ("model",))
+"""Columns that may change with a field: sizes of a model, and what has an effect for one of its values alone."""
+
+
+def pair(field: StepField) -> tuple[object, object]:
+    one, other = VALUES.get(field.key) or field.choices[:2] or (2, 4)
+    return one, other
+
+
+def specs(field: StepField) -> tuple[StepSpec, StepSpec]:
+    """Two specs that differ in the field alone."""
+    one, other = (resolve_step({**AROUND.get(field.key, {}), field.key: value}) for value in pair(field))
+    return one, other
+
+
+def runs(field: StepField) -> list[Run]:
+    """A run of each, measured on one machine."""
+    return [dataclasses.replace(make_run(), id=str(index), spec=spec) for index, spec in enumerate(specs(field))]
+
+
+def read_at_80_columns(rows: Sequence[Row]) -> set[str]:
+    """The different texts of these rows in a list on a narrow terminal, without their ids."""
+    (table,) = (block for block in list_document(rows).sections[0].blocks if isinstance(block, Table))
+    seen = drawn(sheet(table), 80)
+    assert seen.header, "a table, and not a block for each row"
+    begins = max(len(str(row["id"])) for row in rows)
+    return {"\n".join(line[begins:] for line in lines) for lines in seen.rows}
+
+
+each_field = pytest.mark.parametrize("field", FIELDS.values(), ids=lambda field: field.key)
+
+
+@each_field
+def test_two_specs_that_differ_in_a_field_alone_differ_wherever_steps_are_told_apart(field: StepField) -> None:
+    one, other = specs(field)
+    assert one != other
+    assert cell_key(one) != cell_key(other)
+    both = runs(field)
+    rows = [run_row(run) for run in both]
+    differing = {name for name in rows[0] if rows[0][name] != rows[1][name]} - {"id"}
+    assert {field.column} <= differing <= {field.column, *FOLLOWING.get(field.key, ())}
+    cells = cells_of(both)
+    labels = [label(cell, varying(cells)) for cell in cells]
+    assert len(set(labels)) == 2
+    assert not any(" run " in f" {text}" for text in labels), "told apart by its value, not by a number"
+    shown = "model" if field.about.group == "sizes" else field.column
+    assert len(read_at_80_columns(rows)) == 2
+    table = sheet_of(rows)
+    (index,) = (index for index, column in enumerate(table.columns) if column.key == shown)
+    assert len({cells[index] for cells in table.rows}) == 2
+
+
+def test_a_list_of_steps_that_differ_in_any_field_tells_all_of_them_apart() -> None:
+    every = [run for field in FIELDS.values() for run in runs(field)]
+    rows = [run_row(run) | {"id": f"{number:012}"} for number, run in enumerate(every)]
+    different = {tuple((key, value) for key, value in row.items() if key != "id") for row in rows}
+    assert len(read_at_80_columns(rows)) == len(different)
+
+
+@pytest.mark.parametrize(
+    "field",
+    [f for f in FIELDS.values() if f.about.group != "processes" and f.key not in ("pass", "cuda_graph")],
+)
+def test_data_parallel_studies_of_different_steps_are_told_apart(field: StepField) -> None:
+    made = make_ddp_run()
+    studies = [
+        dataclasses.replace(made, id=str(number), study=dataclasses.replace(made.study, step=spec))
+        for number, spec in enumerate(specs(field))
+    ]
+    assert len(read_at_80_columns([ddp_row(study) for study in studies])) == 2
+
+
+@each_field
+def test_a_field_has_an_option_with_a_help_a_header_and_a_name_on_an_axis(field: StepField) -> None:
+    app = App(result_action="return_value")
+
+    @app.default
+    def command(*, step: StepOptions = StepOptions()) -> dict[str, object]:  # noqa: B008
+        return step.fields()
+
+    text = str(pair(field)[1])
+    assert app([f"--{field.key.replace('_', '-')}", text], exit_on_error=False) == {field.key: text}
+    assert field.about.help[0].isupper()
+    assert not field.about.help.endswith(".")
+    assert all(choice in field.help for choice in field.choices)
+    if field.about.group != "sizes":  # the model says its own
+        assert "[default: " in field.help
+        assert axis_name(field.column)
+        assert field.column in LABELLED
+    assert field.header
+
+
+@each_field
+def test_a_field_says_the_same_on_the_command_line_in_a_study_and_in_a_record(field: StepField, tmp_path: Path) -> None:
+    for value, spec in zip(pair(field), specs(field), strict=True):
+        assert msgspec.json.decode(msgspec.json.encode(spec), type=StepSpec) == spec
+        given = {**AROUND.get(field.key, {}), field.key: value}
+        assert resolve_step({name: str(text) for name, text in given.items()}) == spec
+        study = tmp_path / "study.toml"
+        lines = [f"{json.dumps(name)} = [{json.dumps(text)}]" for name, text in given.items()]
+        study.write_text("\n".join(["[[grid]]", *lines]))
+        assert load_study(str(study), {}).cells == (spec,)
+
+
+@each_field
+def test_every_spec_is_a_key(field: StepField) -> None:
+    one, other = specs(field)
+    assert len({one, other, dataclasses.replace(one)}) == 2
+
+
+def test_a_field_with_its_default_leaves_a_key_as_it_is() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Longer(StepSpec):
+        invented: Annotated[float, Declared(help="Largest norm of the gradients")] = 0.0
+
+    spec = resolve_step({"context": 64})
+    values = {field.name: getattr(spec, field.name) for field in dataclasses.fields(spec)}
+    assert cell_key(Longer(**values)) == cell_key(spec)
+    assert cell_key(Longer(**values, invented=1.0)) != cell_key(spec)
+
+
+def test_what_is_not_declared_is_refused_with_what_to_write() -> None:
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Forgetful:
+        invented: float = 0.0
+
+    with pytest.raises(TypeError, match=r"Forgetful.invented is not declared: write Annotated"):
+        declared_fields(Forgetful)
+
+
+def test_a_default_that_goes_without_saying_has_no_column_and_no_word_in_a_caption() -> None:
+    rows = [run_row(make_run({"context": context})) for context in (64, 128)]
+    sheet = sheet_of(rows)
+    quiet = {field.column for field in FIELDS.values() if field.about.quiet}
+    assert quiet >= {"seed", "layout", "requested_device"}
+    assert quiet.isdisjoint(column.key for column in sheet.columns)
+    assert not any(word in sheet.caption for word in ("seed", "one process", "auto"))
+    seeded = sheet_of([run_row(make_run({"context": context, "seed": 3})) for context in (64, 128)])
+    assert "seed 3" in seeded.caption
+
+
+def test_the_summary_compares_with_the_declared_baselines() -> None:
+    told = [fact.text for fact in facts(cells_of([make_run({"optimizer": name}) for name in ("adamw_loop", "sgd")]))]
+    assert any("sgd instead of adamw_loop" in text for text in told)
+
+
+def test_a_device_that_was_asked_for_by_another_name_is_still_compared() -> None:
+    runs = [make_run({"device": "auto"}), make_run({"device": "cuda", "precision": "bf16"})]
+    assert [effect.choice for effect in effects_of(cells_of(runs))] == ["bf16 instead of fp32"]
+
+
+def test_steps_of_a_transformers_model_are_compared_by_their_attention(tmp_path: Path) -> None:
+    """The configuration is a dict in the spec, and a dict is no key."""
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "hidden_size": 32}')
+    shown = []
+    for name in ("plain", "sdpa"):
+        spec = resolve_step({"model": f"hf:{tmp_path}", "attention": name})
+        shown.append(dataclasses.replace(make_run(), id=name, spec=spec))
+    assert [row["attention"] for row in attention_step_rows(shown)] == ["plain", "sdpa"]
+
+
+def test_sizes_default_to_those_of_the_model() -> None:
+    row = run_row(make_run({"model": "small", "model.num_layers": 2}))
+    assert (row["model"], row["model.num_layers"], row["model.d_ff"]) == (
+        "small[num_layers=2]",
+        2,
+        MODEL_SIZES["small"].d_ff,
+    )
+
+
+def resolved(kind: str, **fields: object) -> tuple[StepSpec, str]:
+    with warnings.catch_warnings(record=True) as found:
+        warnings.simplefilter("always")
+        spec = resolve_with_recipe({"recipe": "fast"} | fields, lambda name: kind)
+    (remark,) = found
+    assert remark.category is Remark
+    return spec, str(remark.message)
+
+
+def test_on_a_gpu_the_spec_is_that_of_the_options_that_it_names() -> None:
+    spec, said = resolved("cuda", model="small")
+    fields = {"precision": "bf16_master", "attention": "auto", "compile": "block", "cuda_graph": "step"}
+    fields |= {"optimizer": "adamw_triton", "update": "overlapped"}
+    fields |= {"model.projections": "merged", "block_ops": "triton"}
+    assert spec == resolve_step({"model": "small"} | fields)
+    assert said.startswith("recipe fast on cuda sets --precision bf16_master --attention auto --compile block ")
+    assert said.endswith("which made steps faster on an H200; --precision bf16_master changes the numbers")
+
+
+def test_on_a_cpu_it_sets_what_serves_there() -> None:
+    spec, said = resolved("cpu", model="small", device="cpu")
+    assert spec == resolve_step({"model": "small", "device": "cpu", "attention": "sdpa"})
+    assert said == "recipe fast on cpu sets --attention sdpa, which made steps faster on a CPU"
+    assert resolved("mps")[1] == "recipe fast on mps sets nothing"
+
+
+def test_what_is_given_wins_even_if_it_is_a_default() -> None:
+    spec, said = resolved("cuda", compile="off", precision="fp32", optimizer="sgd")
+    assert (spec.compile, spec.precision, spec.optimizer, spec.cuda_graph) == ("off", "fp32", "sgd", "step")
+    sets = "--attention auto --model.projections merged --block-ops triton --cuda-graph step --update overlapped"
+    assert said == f"recipe fast on cuda sets {sets}, which made steps faster on an H200"
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"optimizer": "adamw_fused"}, "the optimizer has to keep fp32 masters"),
+        ({"accumulation": 2}, "gradients of micro-steps would be added up in bf16"),
+        ({"layout": "dp=2"}, "ranks would add up their gradients in bf16"),
+        ({"model": "mine:build"}, ""),
+    ],
+)
+def test_precision_is_bf16_where_weights_cannot_have_masters(fields: dict[str, object], why: str) -> None:
+    spec, said = resolved("cuda", **fields)
+    assert spec.precision == "bf16"
+    assert said.startswith("recipe fast on cuda sets --precision bf16 ")
+    assert (f"--precision bf16_master is left out: {why}" in said) == bool(why)
+
+
+@pytest.mark.parametrize(
+    ("fields", "left_out"),
+    [
+        ({"precision": "fp16"}, ["--cuda-graph step is left out: its gradient scaler waits"]),
+        ({"compile": "reduce-overhead"}, ["--cuda-graph step is left out: that mode records CUDA graphs of its own"]),
+        (
+            {"layout": "fsdp=2"},
+            [f"--{field} is left out:" for field in ("block-ops triton", "optimizer adamw_triton", "cuda-graph step")],
+        ),
+    ],
+)
+def test_what_a_step_does_not_support_is_left_out_and_said(fields: dict[str, object], left_out: list[str]) -> None:
+    spec, said = resolved("cuda", **fields)
+    assert spec.cuda_graph == "off"
+    assert all(part in said for part in left_out)
+    assert "--attention auto" in said
+
+
+def test_a_model_of_the_users_gets_what_every_model_bears() -> None:
+    spec, _ = resolved("cuda", model="mine:build")
+    assert spec == resolve_step({"model": "mine:build", "precision": "bf16", "compile": "default"})
+
+
+def test_without_gradients_no_optimizer_is_set() -> None:
+    assert "--optimizer" not in resolved("cuda", **{"pass": "forward"})[1]
+
+
+def test_a_later_row_of_a_field_refines_the_earlier_one_and_the_help_names_both() -> None:
+    for kind in ("cuda", "cpu", "mps"):
+        for model in ("transformer", "hf", "factory"):
+            before = dict[str, str]()
+            for change in CHANGES:
+                if model in change.fast.get(kind, ()):
+                    assert change.field not in before or before[change.field] in change.replaces
+                    before[change.field] = change.value
+    assert "on cuda --precision bf16_master or bf16, --attention auto, --compile block" in recipe_help()
+    assert "on cpu --attention sdpa" in recipe_help()
+
+
+def test_a_recipe_is_a_field_for_python_and_a_plan_is_of_a_gpu() -> None:
+    with pytest.warns(Remark, match="recipe fast on cuda"):
+        planned = plan_time("small", context=512, recipe="fast")
+    assert planned.spec is not None
+    assert (planned.spec.compile, planned.spec.cuda_graph) == ("block", "step")
+    with pytest.warns(Remark, match="recipe fast on cpu sets --attention sdpa"):
+        assert asked_step("measure", "tiny", {"recipe": "fast", "device": "cpu"}).attention == "sdpa"
+    with pytest.raises(UserError, match="recipe 'quick' is not known; choose one of fast"):
+        asked_step("measure", "tiny", {"recipe": "quick"})
+    assert device_kind_here("cuda:1") == "cuda"
+
+
+def test_the_command_line_says_what_it_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "time", "--model", "small", "--recipe", "fast", "--optimizer", "adamw_fused"]) == 0
+    out, said = capsys.readouterr()
+    assert said.startswith("steplab: recipe fast on cuda sets --precision bf16 --attention auto")
+    assert "adamw_triton" not in said
+    assert "replayed as CUDA graphs" in out

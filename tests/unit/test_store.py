@@ -190,12 +190,10 @@ def test_rows_are_newest_first_and_filtered(store: Store) -> None:
     assert store.rows(kind="ceilings")[0]["matmul_fp32_flops_per_s"] == 4e9
 
 
-def test_latest_ceilings_of_a_device(store: Store) -> None:
+def test_ceilings_of_a_device_the_newest_first(store: Store) -> None:
     store.add(make_ceilings("a", device="cpu0", second=2))
     store.add(make_ceilings("b", device="cpu0", second=1))
     store.add(make_ceilings("c", device="cpu1", second=3))
-    assert store.latest_ceilings("cpu0") == make_ceilings("a", device="cpu0", second=2)
-    assert store.latest_ceilings("cpu2") is None
     assert [record.id for record in store.ceilings("cpu0")] == ["a", "b"]
     assert store.ceilings("cpu2") == []
 

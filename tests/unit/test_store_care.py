@@ -17,8 +17,8 @@ from steplab.errors import Remark, SteplabError
 from steplab.lab.keeping import back_up_store, check_store
 from steplab.records.codec import encode
 from steplab.store import connection
+from steplab.store.connection import network_file_system
 from steplab.store.database import Store
-from steplab.store.file_system import network_file_system
 
 
 @pytest.fixture

@@ -1,9 +1,11 @@
 """Steps in turns: who has its turn when, what a record says of its turns, and what happens when a side dies."""
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from random import Random
+from statistics import fmean, stdev
 from typing import Any
 
 import msgspec
@@ -27,6 +29,8 @@ from steplab.records.failure import Failure
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.records.turns import Turn, Turns
+from steplab.report.kit.rendering import render
+from steplab.report.turns.document import turns_document
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
 
@@ -111,7 +115,7 @@ def specs(*contexts: int) -> list[Any]:
 
 
 def compared(*contexts: int, store: Path, steps: int = 30) -> Compared:
-    return ab(*({"context": context} for context in contexts), model="tiny", steps=steps, store=store)
+    return ab(*({"context": context} for context in contexts), model="tiny", steps=steps, starts=1, store=store)
 
 
 @pytest.fixture
@@ -260,6 +264,30 @@ def test_unlike_sides_are_refused(device: Device, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="the same --steps"):
         ab({"context": 1, "steps": 10}, {"context": 2, "steps": 20}, model="tiny", store=store)
     assert device.order == []
+
+
+def test_sides_start_three_times_where_that_is_soon_and_the_spread_of_starts_is_in_the_interval(
+    device: Device, tmp_path: Path
+) -> None:
+    def faster(_: str) -> None:
+        device.step_s[2] *= 0.98  # each start of B is faster than the one before
+
+    found = ab({"context": 1}, {"context": 2}, model="tiny", store=tmp_path / "store.db", on_side=faster)
+    assert [len(runs) for runs in found.starts] == [2, 2, 2]
+    assert len({run.turns.session for run in found.runs if run.turns}) == 3
+    logs = [math.log(ratio.ratio) for (ratio,) in found.each if ratio]
+    (ratio,) = found.ratios
+    assert ratio is not None
+    assert math.log(ratio.ratio) == pytest.approx(fmean(logs))
+    assert ratio.low is not None
+    assert math.log(ratio.ratio / ratio.low) == pytest.approx(4.303 * stdev(logs) / math.sqrt(3))
+    assert ratio.decision == "undecided", "1.03 ± 0.1"
+    text = render(turns_document(found.starts, found.each, ["1", "2"]), "table", width=200)
+    assert "The sides started 3 times." in text
+    assert text.count("2, all starts") == 1
+    assert ab({"context": 1}, {"context": 3}, model="tiny", starts=2, store=tmp_path / "store.db").starts[1:]
+    with pytest.raises(UserError, match="at least 1"):
+        ab({"context": 1}, {"context": 3}, starts=0, store=tmp_path / "store.db")
 
 
 # --- the record of a step in turns ------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from tests.runs import ENVIRONMENT, make_run, recorder_run
 
 from steplab.lab.utilization import PeakFigure, peak_figure, utilizations, with_given_flops, with_utilizations
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.environment import DeviceInfo
+from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.specs.resolve import resolve_step
 from steplab.store.database import Store
@@ -23,9 +23,17 @@ def store(tmp_path: Path) -> Iterator[Store]:
         yield opened
 
 
-def doctor(store: Store, day: int, flops_per_s: float, device: DeviceInfo = CPU, dtype: str = "fp32") -> None:
-    best = Ceiling(name="matmul", dtype=dtype, unit="FLOP/s", work=flops_per_s, seconds=(1.5, 1.0))
-    environment = replace(ENVIRONMENT, device=device)
+def doctor(
+    store: Store,
+    day: int,
+    flops_per_s: float,
+    device: DeviceInfo = CPU,
+    dtype: str = "fp32",
+    seconds: tuple[float, ...] = (1.5, 1.0),
+    environment: Environment = ENVIRONMENT,
+) -> None:
+    best = Ceiling(name="matmul", dtype=dtype, unit="FLOP/s", work=flops_per_s, seconds=seconds)
+    environment = replace(environment, device=device)
     made = f"2026-11-{day:02}T08:00:00Z"
     record = Ceilings(
         id=f"{day:012}", created_utc=made, steplab_version="0.1.0", environment=environment, ceilings=(best,)
@@ -72,14 +80,25 @@ def test_a_data_sheet_is_before_any_measurement(store: Store) -> None:
     assert (peak_figure(ENVIRONMENT.device, "fp32", store).flops_per_s or 0) > 1e13
 
 
-def test_a_share_above_one_of_a_measured_peak_asks_for_another_measurement(store: Store) -> None:
+def test_a_ceiling_below_what_the_step_reached_is_left_out(store: Store) -> None:
     doctor(store, 19, 1e11)
-    run = on_the_cpu()
-    (note,) = set(with_utilizations(run, store).notes) - set(run.notes)
-    assert note == (
-        "MFU and HFU over 100 %: the ceiling `steplab doctor` measured is below what the step reached; "
-        "run `steplab doctor` again on an idle machine"
+    told = with_utilizations(on_the_cpu(), store)
+    assert {used.value for used in told.utilizations} == {None}
+    assert told.utilizations[0].peak_source == (
+        "the ceiling that was measured: fp32 matmul by steplab doctor, 2026-11-19, record 000000000019 is below what "
+        "this step reached; run `steplab doctor` again on an idle machine"
     )
+
+
+def test_doubtful_ceilings_are_left_out(store: Store) -> None:
+    doctor(store, 19, 1e18)
+    busy = replace(ENVIRONMENT, device=CPU, num_cpus=2, other_cpus=1.9)
+    doctor(store, 20, 2e18, environment=busy)
+    assert peak_figure(CPU, "fp32", store).flops_per_s == 1e18
+    doctor(store, 21, 3e18, dtype="bf16", seconds=(1.0, 1.9, 1.8))
+    unknown = peak_figure(CPU, "bf16", store)
+    assert unknown.flops_per_s is None
+    assert "Repeats of one product or copy took 1.5 times as long as others (bf16)." in unknown.source
 
 
 def test_a_possible_share_has_no_note(store: Store) -> None:

@@ -31,10 +31,11 @@ from steplab.report.memory.verdict import memory_verdict
 from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
+from steplab.report.report import Context, report_of
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effects_of
 from steplab.report.run.narrative import gain_of
-from steplab.report.sections import SECTIONS, Context
+from steplab.report.run.verdict import runs_verdict
 from steplab.specs.resolve import resolve_step
 
 ROOT = Path(__file__).parents[2]
@@ -50,7 +51,7 @@ def records(path: str) -> list[Record]:
 def answer(found: Sequence[Record], context: Context = NOTHING_MORE, *, kind: str = "run") -> Verdict:
     cells = cells_of([record for record in found if isinstance(record, Run)])
     given = cells if kind == "run" else found
-    return SECTIONS[kind].verdict(given, replace(context, cells=cells))
+    return report_of(kind).verdict(given, replace(context, cells=cells))
 
 
 def steps(run: Run, *samples: float) -> Run:
@@ -69,11 +70,25 @@ def findings(run: Run) -> Findings:
 # --- steps --------------------------------------------------------------------------------------------------
 
 
+def test_a_study_of_warm_up_begins_with_what_warm_up_does() -> None:
+    study = [
+        run
+        for run in records("tests/golden/step_h200_202611.jsonl.gz")
+        if isinstance(run, Run) and run.study == "729f4a0fa277"
+    ]
+    assert runs_verdict(cells_of(study)).sentences[0] == (
+        "The mean step of small is 37.5 ms ± 56.1 ms after 0 warm-up steps and 20.4 ms ± 421 µs after 5 warm-up steps."
+    )
+
+
 def test_a_launch_bound_step_is_told_that_the_gpu_waits() -> None:
     late, busy = launch_bound_run(), profiled_run()
     told = answer([late], Context(findings={late.id: findings(late)}))
-    assert told.sentences[0].startswith("The GPU waits for the CPU")
-    assert re.search(r": (--[\w-]+ \S+ )+saves (about|at most) ", told.sentences[0])
+    assert told.sentences[0].startswith("The CPU waits for the GPU"), "a CUDA graph holds no such wait"
+    assert told.sentences[1].startswith("Next: The GPU waits for the CPU")
+    only = replace(findings(late), findings=findings(late).findings[1:])
+    first = answer([late], Context(findings={late.id: only})).sentences[0]
+    assert re.search(r": (--[\w-]+ \S+ )+saves about .*, after the change for host_copies_and_syncs\.$", first)
     assert "waits for the CPU" not in answer([busy], Context(findings={busy.id: findings(busy)})).sentences[0]
 
 
@@ -295,12 +310,12 @@ def test_speeds_of_one_sign_have_a_mean_and_others_do_not() -> None:
     peers = next(study for study in studies if study.id == "2e06c77be07c")
     (only,) = answer([peers], kind="attention").sentences
     assert only.startswith(
-        "cuDNN (sdpa_cudnn) is 1.85× ± 0.03 as fast as FlashAttention-2 (sdpa_flash) in forward + backward, "
-        "flash_triton 1.70× ± 0.04"
+        "cuDNN (sdpa_cudnn) is 1.85× ± 0.01 as fast as FlashAttention-2 (sdpa_flash) in forward + backward, "
+        "flash_triton 1.70× ± 0.01"
     )
     mixed = next(study for study in studies if study.id == "03b53fc4ad07")
     told = answer([mixed], kind="attention").sentences
-    assert told[0].startswith("cuDNN (sdpa_cudnn) is 1.61× (1.22× to 2.01×) as fast"), "on no shape slower beyond doubt"
+    assert told[0].startswith("cuDNN (sdpa_cudnn) is 1.61× ± 0.05 as fast"), "on no shape slower beyond doubt"
     others = [text for text in told if "is faster than FlashAttention-2 (sdpa_flash) on" in text]
     assert others
     assert all("and slower on" in text and "±" not in text for text in others)
@@ -336,9 +351,9 @@ def test_communication_that_is_not_hidden_is_called_exposed() -> None:
     assert isinstance(hidden, DdpRun)
     first, second = ddp_verdict(hidden).sentences
     assert first.startswith(
-        "bucketed 100 MB, peer_copy has the shortest step and adds 5.01 ms (4.86 ms to 5.22 ms) of exposed"
+        "bucketed 100 MB, peer_copy has the shortest step and adds 5.01 ms (4.92 ms to 5.20 ms) of exposed"
     )
-    assert "0.30 of the 16.9 ms (16.7 ms to 17.7 ms) that torch DDP adds" in first
+    assert "0.30 of the 16.9 ms (16.8 ms to 17.3 ms) that torch DDP adds" in first
     assert second.startswith("79.0 % of the 23.9 ms")
     assert "exposed:" not in second
 
@@ -350,7 +365,7 @@ def test_a_sharded_optimizer_that_saves_more_than_it_sends_is_said_to_save() -> 
         "A step with sharded 100 MB, peer_copy takes 81.1 ms, 3.09 ms less than one without communication, "
         "because each rank updates only a part of the parameters."
     )
-    assert second.startswith("bucketed 200 MB, peer_copy adds 4.98 ms (4.82 ms to 5.30 ms) of exposed communication")
+    assert second.startswith("bucketed 200 MB, peer_copy adds 4.98 ms (4.85 ms to 5.07 ms) of exposed communication")
 
 
 # --- precision, plan ----------------------------------------------------------------------------------------

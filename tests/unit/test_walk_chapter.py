@@ -1,38 +1,28 @@
-"""The chapter of a walk is what docs/walk/make.py makes of the committed records."""
+"""The walk that docs/advise.md tells is the newest one in the committed records."""
 
-import re
-from importlib.util import module_from_spec, spec_from_file_location
+import gzip
 from pathlib import Path
-from types import ModuleType
 
-import pytest
+from tests.documents import chapter_says
 
-DOCS = Path(__file__).parents[2] / "docs"
+from steplab import units
+from steplab.records.advice import Advice
+from steplab.records.codec import decode
 
-
-@pytest.fixture(scope="module")
-def make() -> ModuleType:
-    spec = spec_from_file_location("walk_chapter", DOCS / "walk" / "make.py")
-    assert spec
-    assert spec.loader
-    module = module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+RECORDS = Path(__file__).parents[2] / "benchmarks" / "results" / "walk_h200_202611.jsonl.gz"
 
 
-def test_the_committed_chapter_is_that_of_the_committed_records(make: ModuleType) -> None:
-    drawn: dict[str, str] = {}
-    text = make.chapter(make.read(make.RECORDS), drawn)
-    assert (DOCS / "walk.md").read_text(encoding="utf-8") == text, "`python docs/walk/make.py` makes it again"
-    assert set(re.findall(r"!\[[^\]]*\]\(([^)]+)\)", text)) == set(drawn)
-    for path, svg in drawn.items():
-        assert re.findall(r"<text[^>]*>([^<]*)<", svg) == re.findall(r"<text[^>]*>([^<]*)<", (DOCS / path).read_text())
-    assert "None" not in text
-
-
-def test_every_change_that_may_be_kept_is_explained(make: ModuleType) -> None:
-    """Those that mainly save memory, and further kernels of attention, are told by their figures alone."""
-    from steplab.specs.changes import CHANGES
-
-    words = {change.words for change in CHANGES if change.field != "checkpointing"}
-    assert set(make.WHY) <= words
+def test_the_chapter_tells_the_newest_walk_of_2_7b() -> None:
+    records = map(decode, gzip.decompress(RECORDS.read_bytes()).splitlines())
+    walks = [each for each in records if isinstance(each, Advice) and each.spec]
+    own = [each for each in walks if each.spec and (each.spec.model.label, each.spec.context) == ("2.7b", 512)]
+    walk = max(own, key=lambda each: each.created_utc)
+    rows = []
+    for tried in walk.kept:
+        assert tried.ratio is not None
+        assert tried.predicted_share is not None
+        before_s = tried.ratio.a
+        after_s = before_s * tried.ratio.ratio
+        figures = (before_s * tried.predicted_share, before_s - after_s, after_s)
+        rows.append(f"| {tried.words} | {' | '.join(map(units.format_time, figures))} |")
+    chapter_says("advise", *rows, f"begins at record {walk.start_id} and ends at {walk.kept[-1].run_id}")

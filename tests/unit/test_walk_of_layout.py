@@ -24,7 +24,7 @@ from steplab.records.failure import Failure
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.advice.document import advice_document
+from steplab.report.advice.document import REPORT as ADVICE_REPORT
 from steplab.report.kit.rendering import render
 from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import hardware_named
@@ -140,7 +140,7 @@ def test_the_answer_gives_the_times_of_the_turns_that_were_compared(walk: Any) -
     assert advice.overall is not None
     assert (advice.start_s, advice.best_s) == (advice.overall.a, advice.overall.b)
     assert (advice.start_s, advice.best_s) == (pytest.approx(0.2), pytest.approx(0.16))
-    text = " ".join(render(advice_document(advice), "table", width=200).split())
+    text = " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
     a, b = format_time(advice.overall.a), format_time(advice.overall.b)
     assert f"With loss fused the step takes {b} for {a}: {advice.overall.ratio:.3f} times as long" in text
     assert "Each turn was a process of its own" in text
@@ -295,7 +295,7 @@ def test_no_saving_is_promised_of_what_is_predicted_not_to_fit(walk: Any) -> Non
     *others, none = advice.untried
     assert none == "checkpointing none"
     assert advice.untried_fits == (*[True] * len(others), False)
-    text = " ".join(render(advice_document(advice), "table", width=200).split())
+    text = " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
     assert "checkpointing none (predicted not to fit the GPU's memory). Trying them takes" in text
     assert "checkpointing selective with loss fused (predicted to save" in text
 

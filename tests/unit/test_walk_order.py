@@ -8,6 +8,7 @@ import dataclasses
 import math
 import random
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -40,6 +41,14 @@ START_S, TURNS_S = 10.0, 10.0
 @cache
 def planned(spec: StepSpec) -> StepTimePrediction:
     return predict_step_time(spec, H200)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def predicted_once() -> Iterator[None]:
+    """Walks of one model ask for the same steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(outlook, "predict_memory", cache(predict_memory))
+        yield
 
 
 class HostSession(FakeSession):

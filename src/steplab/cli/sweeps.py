@@ -1,9 +1,8 @@
 """Run a study with its progress on standard error, and report it, as `sweep` and `study` do."""
 
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
-from steplab.cli.output import chosen_format, say
+from steplab.cli.output import chosen_format, say, write_report
 from steplab.cli.progress import ProgressLine
-from steplab.cli.writing import write_report
 from steplab.lab.reporting import records_to_report
 from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances

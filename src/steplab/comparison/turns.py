@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from statistics import fmean, median, stdev
 
 from steplab.comparison.samples import Blocks, by_interval, compare_samples
 from steplab.records.comparison import Ratio
@@ -75,6 +76,45 @@ def chained(ratios: Sequence[Ratio]) -> Ratio:
         decision=by_interval(low, high, threshold),
     )
 
+
+def over_starts(each: Sequence[Sequence[Ratio | None]]) -> tuple[Ratio | None, ...]:
+    """The ratio of each side over all starts that have one; `each` has those of a start, side by side."""
+    sides = ([ratio for ratio in side if ratio] for side in zip(*each, strict=True))
+    return tuple(of_starts(found) if found else None for found in sides)
+
+
+def of_starts(ratios: Sequence[Ratio]) -> Ratio:
+    """The ratio over several starts of both sides, each with turns of its own.
+
+    Its logarithm is the mean of theirs. The half width of its interval is the larger of what their intervals give, and
+    of Student's for the spread between starts: processes of one step differ by more than turns within one.
+    """
+    if len(ratios) == 1:
+        return ratios[0]
+    logs = [math.log(each.ratio) for each in ratios]
+    between = _STUDENT[min(len(ratios), len(_STUDENT) + 1)] * stdev(logs) / math.sqrt(len(ratios))
+    whole = chained(ratios)
+    within = [math.log(end / whole.ratio) / len(ratios) for end in (whole.low, whole.high) if end]
+    threshold, ratio = max(each.threshold for each in ratios), math.exp(fmean(logs))
+    low, high = (None, None)
+    if within:
+        low, high = ratio * math.exp(min(within[0], -between)), ratio * math.exp(max(within[-1], between))
+    return Ratio(
+        a=median(each.a for each in ratios),
+        b=median(each.b for each in ratios),
+        num_a=sum(each.num_a for each in ratios),
+        num_b=sum(each.num_b for each in ratios),
+        ratio=ratio,
+        low=low,
+        high=high,
+        p=None,
+        threshold=threshold,
+        decision=by_interval(low, high, threshold),
+    )
+
+
+_STUDENT = {2: 12.71, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+"""97.5th percentile of Student's t by the number of starts, one more than its degrees of freedom."""
 
 _Placed = tuple[tuple[int, tuple[float, ...]], ...]
 """Samples of blocks, each with the place of its turn."""

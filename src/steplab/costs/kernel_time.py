@@ -9,8 +9,8 @@ import math
 
 import msgspec
 
-from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.flops import DTYPE_OF_MATMULS
+from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates
 from steplab.ops.attention.hopper_kernels import planned_on
 from steplab.specs.step_choices import FP8

@@ -22,7 +22,7 @@ from steplab.explain.scores_materialised import scores_materialised
 from steplab.explain.vocabulary_padding import vocabulary_padding
 from steplab.explain.weight_casts import weight_casts
 from steplab.records.ceilings import Ceilings
-from steplab.records.finding import Finding
+from steplab.records.finding import Finding, in_order
 from steplab.records.run import Run
 from steplab.specs.resolve import command
 from steplab.units import format_time
@@ -51,7 +51,7 @@ _NOTABLE = 1.005
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """The findings about a run, largest predicted gain first.
+    """The findings about a run, in the order in which to follow them (records.finding.in_order).
 
     `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks it.
     """
@@ -63,7 +63,7 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
         finding = diagnose(case)
         if finding is not None:
             found.append(_believable(case, finding if diagnose in WITHOUT_PROFILE else _scaled(case, finding)))
-    return sorted(found, key=lambda finding: -1.0 if finding.saves_s is None else finding.saves_s, reverse=True)
+    return list(in_order(found))
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:

@@ -116,12 +116,13 @@ class Case:
 
 
 def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
-    """The device a run was made on; ceilings count only if they are of a device of the same name."""
+    """The device a run was made on; doubtful ceilings and those of another device or number of threads do not count."""
     name = run.device_name
     hardware = find_hardware(name) if name else None
     if hardware is not None:
         return gpu_of(hardware)
-    same = ceilings.ceilings if ceilings is not None and ceilings.environment.device.name == name else ()
+    serve = ceilings and run.environment and ceilings.serves(run.environment.device) and not ceilings.doubt
+    same = ceilings.ceilings if ceilings and serve else ()
     copy = next((c.best_per_s for c in same if c.name == "copy"), None)
     if name is None or copy is None:
         return None

@@ -26,7 +26,8 @@ def launch_bound(case: Case) -> Finding | None:
     change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
     replays = change != _SLOW_HOST[0]
     records_graphs = bool(fields) or (replays and case.spec is None)
-    if records_graphs and host_copies_and_syncs(case) is not None:
+    waits = records_graphs and host_copies_and_syncs(case) is not None
+    if waits:
         note += _SYNCS_FIRST
     fuses = case.is_eager and bool(fields)
     fused_s = fusing_of(case, profile).fused_s if fuses else 0.0
@@ -45,6 +46,7 @@ def launch_bound(case: Case) -> Finding | None:
         at_most=case.step_s is None or not replays,
         prediction=_prediction(case, waiting_s, fused_s, replays=replays, whole_step="cuda_graph" in fields),
         fields=fields,
+        after="host_copies_and_syncs" if waits else "",
     )
 
 

@@ -3,7 +3,7 @@
 import re
 
 from steplab.costs.kernel_time import streaming_s
-from steplab.costs.optimizers import UPDATE_PASSES
+from steplab.costs.operators import UPDATE_PASSES
 from steplab.explain.case import Case, reached_bandwidth
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.kernel_time import Product
+from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
 from steplab.plan.dry_run.sizes import Count

@@ -1,6 +1,6 @@
 """A record as a tracker of experiments takes it: flat parameters, figures and files.
 
-`steplab export --tracker` gives this to MLflow, W&B and TensorBoard, and docs/trackers.md to any other.
+`steplab export --tracker` gives this to MLflow, W&B and TensorBoard, and docs/report.md to any other.
 """
 
 import os

@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
-from steplab.costs.attention_operators import attention_flops
+from steplab.costs.operators import attention_flops
 from steplab.errors import UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.keeping import open_store
@@ -16,8 +16,7 @@ from steplab.ops.attention.implementations import TABLE
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.codec import new_head
-from steplab.specs.attention import PASSES, AttentionSpec
-from steplab.specs.attention_study import AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy, cells_of, cells_of_grid
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import check_device
 from steplab.specs.study import as_grid

@@ -17,8 +17,8 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.rows import Row
 from steplab.store.database import Store
-from steplab.store.header import is_store_header
-from steplab.store.prefix import BACK, LAST
+from steplab.store.location import is_store_header
+from steplab.store.selection import BACK, LAST
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

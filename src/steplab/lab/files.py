@@ -21,8 +21,7 @@ from typing import IO, TYPE_CHECKING, cast
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.processes.scratch import scratch_folder
 from steplab.printing import MARK
-from steplab.store.header import SQLITE_MAGIC, is_store_header
-from steplab.store.location import default_path
+from steplab.store.location import SQLITE_MAGIC, default_path, is_store_header
 
 if TYPE_CHECKING:
     from steplab.records.run import Run

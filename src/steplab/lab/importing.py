@@ -10,7 +10,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.keeping import open_store
 from steplab.limits import LimitReached, Limits
 from steplab.records.record import Record
-from steplab.store.header import SQLITE_MAGIC
+from steplab.store.location import SQLITE_MAGIC
 from steplab.store.record_table import ForeignRecord, read_foreign
 from steplab.units import format_bytes
 from steplab.unpacking import Unpacked

@@ -7,7 +7,6 @@ from pathlib import Path
 
 from steplab.errors import Unsupported
 from steplab.lab.keeping import open_store
-from steplab.lab.memory import predicted_memory
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
 from steplab.specs.step import AUTOCAST, StepSpec
@@ -44,6 +43,8 @@ def fp32_forecast(run: Run) -> Fp32Forecast | None:
     spec, profile = run.spec, run.memory_profile
     if spec is None or profile is None or profile.source != "cuda allocator" or spec.precision not in _LOW_PRECISION:
         return None
+    from steplab.lab.memory import predicted_memory
+
     with suppress(Unsupported):
         own = predicted_memory(spec, device=run.device_name)
         fp32 = predicted_memory(dataclasses.replace(spec, precision="fp32"), device=run.device_name)

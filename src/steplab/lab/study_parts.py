@@ -27,7 +27,7 @@ from steplab.records.failure import Failure
 from steplab.records.numerics import Numerics
 from steplab.records.record import Record
 from steplab.records.run import Run
-from steplab.specs import attention_study as attention_fields
+from steplab.specs import attention as attention_fields
 from steplab.specs import comm as comm_fields
 from steplab.specs.ddp import CHOSEN_BY_THE_STUDY
 from steplab.specs.step import FIELDS, StepSpec

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
@@ -10,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from steplab.comparison.samples import FEWEST
-from steplab.comparison.turns import step_ratio
+from steplab.comparison.turns import over_starts, step_ratio
 from steplab.errors import UserError
 from steplab.git import git
 from steplab.lab.checkpointing import choose_checkpointing
@@ -29,6 +30,8 @@ from steplab.store.database import Store
 
 STEPS = 30
 """Measured steps of each side unless others are asked for."""
+STARTS, _SOON_S = 3, 60.0
+"""Starts of each side by `ab`, and seconds that the first may take for others to follow unasked."""
 LEAST_GAIN = 0.003
 """The smallest gain that a change is kept for, as a share of the step; several such add up to what matters."""
 _PLAIN = 0.03
@@ -119,16 +122,27 @@ class StoredSession:
 class Compared:
     """Steps that were measured in turns."""
 
-    runs: tuple[Run, ...]
-    """The records of the sides, in the order in which they were given."""
-    ratios: tuple[Ratio | None, ...]
-    """Step time of each further side over that of the first; None where one of the two has none."""
+    starts: tuple[tuple[Run, ...], ...]
+    """The records of each start: of the sides in the order in which they were given."""
+    each: tuple[tuple[Ratio | None, ...], ...]
+    """Of each start, step time of each further side over that of the first; None where one of the two has none."""
+
+    @property
+    def ratios(self) -> tuple[Ratio | None, ...]:
+        """The ratio of each further side over all starts (comparison.turns.of_starts)."""
+        return over_starts(self.each)
+
+    @property
+    def runs(self) -> tuple[Run, ...]:
+        """The records of all starts."""
+        return tuple(run for runs in self.starts for run in runs)
 
 
 def ab(
     *sides: Mapping[str, object],
     against: str | None = None,
     threshold: float | None = None,
+    starts: int | None = None,
     name: str = "",
     store: Path | str | None = None,
     timeout_s: float | None = None,
@@ -144,7 +158,9 @@ def ab(
         steplab.ab({"precision": "fp32"}, {"precision": "bf16"}, model="small").ratios[0].ratio
         steplab.ab(against="main", model="my_model:build")
 
-    A record of each side is stored. `threshold` is the smallest difference that matters, as a share. `timeout_s` limits
+    A record of each side and start is stored. `starts` is the number of times that the sides start anew, because two
+    processes of one step differ by more than turns within one; None: `STARTS`, or one where that takes over a minute.
+    `threshold` is the smallest difference that matters, as a share. `timeout_s` limits
     the time until a side is warm, and that of each turn; `on_side` is called with the label of each as it is built.
     Raises UserError for a step that cannot be measured at all, or whose steps or device are not those of the others.
     """
@@ -160,22 +176,27 @@ def ab(
         what = "--steps" if len(steps) > 1 else "--device"
         raise UserError(f"steps that take turns have the same {what}; give it once, for all of them")
     name = checked_name(name)
-    with (
-        checked_out(against) if against else nullcontext(HERE) as first,
-        open_store(store, write=True) as opened,
-        StoredSession(Session(timeout_s=timeout_s, on_progress=on_progress), opened, name) as taking,
-    ):
-        present = []
-        for number, spec in enumerate(specs):
-            on_side(label_of(number))
-            present.append(taking.enter(label_of(number), spec, HERE if number else first))
-        taking.session.measure(present, steps.pop())
-        runs = tuple(taking.leave(side) for side in present)
-    others = runs[1:]
-    return Compared(
-        runs=runs,
-        ratios=tuple(step_ratio(runs[0], run, threshold=threshold, num_decided=len(others)) for run in others),
-    )
+    if starts is not None and starts < 1:
+        raise UserError("starts must be at least 1")
+    found: list[tuple[Run, ...]] = []
+    with checked_out(against) if against else nullcontext(HERE) as first, open_store(store, write=True) as opened:
+        for start in range(starts or STARTS):
+            began_s = time.monotonic()
+            with StoredSession(Session(timeout_s=timeout_s, on_progress=on_progress), opened, name) as taking:
+                present = []
+                for number, spec in enumerate(specs):
+                    on_side(label_of(number) + (f", start {start + 1}" if start else ""))
+                    present.append(taking.enter(label_of(number), spec, HERE if number else first))
+                taking.session.measure(present, specs[0].steps)
+                found.append(tuple(taking.leave(side) for side in present))
+            restarts = taking.session.alternating or any(run.failure for run in found[-1])
+            if restarts or (starts is None and time.monotonic() - began_s > _SOON_S):
+                break
+    others = len(specs) - 1
+    ratios = [
+        tuple(step_ratio(runs[0], run, threshold=threshold, num_decided=others) for run in runs[1:]) for runs in found
+    ]
+    return Compared(starts=tuple(found), each=tuple(ratios))
 
 
 def label_of(number: int) -> str:

@@ -31,7 +31,7 @@ class PeakFigure:
     source: str
     """Source of the peak, a data sheet or a measurement; or the reason why it is not known."""
     measured: bool = False
-    """Whether `steplab doctor` measured it; on a busy machine such a peak is too low."""
+    """Whether `steplab doctor` measured it."""
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
@@ -40,6 +40,9 @@ def with_utilizations(run: Run, store: Store) -> Run:
         return run
     peak = peak_figure(run.environment.device, DTYPE_OF_MATMULS[run.spec.precision], store)
     used = utilizations(run, peak)
+    if peak.measured and _done_over(used):
+        why = "is below what this step reached; run `steplab doctor` again on an idle machine"
+        used = utilizations(run, PeakFigure(flops_per_s=None, source=f"the ceiling that was {peak.source} {why}"))
     notes = (*run.notes, *_over_the_peak(used, peak), *_uncounted(run, used))
     return dataclasses.replace(run, utilizations=used, notes=notes)
 
@@ -60,7 +63,7 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
     """The device's dense peak: stated for a GPU of the catalogue, otherwise measured by `steplab doctor`.
 
     Of several measurements the highest is used, because other work on the machine only lowers one. Measurements of
-    another device, or with another number of threads, are not used.
+    another device, with another number of threads, or beside other work are not used.
     """
     hardware = find_hardware(device.name)
     stated = hardware.peak_flops(dtype) if hardware else None
@@ -70,14 +73,19 @@ def peak_figure(device: DeviceInfo, dtype: str, store: Store) -> PeakFigure:
         found = store.ceilings(device.name)
     except SteplabError as error:  # a store that fails must not cost the measurement in hand
         return PeakFigure(flops_per_s=None, source=f"the measured ceilings could not be read: {error}")
-    alike = [record for record in found if record.environment.device.threads == device.threads]
-    measured = [(matmul.best_per_s, record) for record in alike if (matmul := record.matmul(dtype))]
+    alike = [record for record in found if record.serves(device)]
+    measured = [
+        (matmul.best_per_s, record) for record in alike if not record.doubt and (matmul := record.matmul(dtype))
+    ]
     if measured:
         highest, record = max(measured, key=lambda pair: pair[0])
         best_of = f"the highest of {len(measured)} records, " if len(measured) > 1 else ""
         source = f"measured: {dtype} matmul by steplab doctor, {best_of}{record.created_utc[:10]}, record {record.id}"
         return PeakFigure(flops_per_s=highest, source=source, measured=True)
     where, measure = device.name, "steplab doctor"
+    if alike and alike[0].doubt:
+        why = f"the ceilings of record {alike[0].id} are doubtful: {alike[0].doubt}"
+        return PeakFigure(flops_per_s=None, source=f"{why} Run `steplab doctor` on an idle machine")
     if found and device.threads is not None:  # measured, but with another number of threads
         where += f" with {counted(device.threads, 'thread')}"
         measure = f"OMP_NUM_THREADS={device.threads} steplab doctor"
@@ -123,8 +131,7 @@ def _utilization(
 def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
     """Notes on utilizations above 100 %, which are impossible with a correct peak."""
     over = [u for u in used if u.exceeds_peak]
-    # Causal and counted MFU and HFU count only FLOPs that are done; the other conventions may count some that are not.
-    done = [u for u in over if u.convention in ("causal", "counted", "as_executed")]
+    done = _done_over(used)
     if not over:
         return []
     kinds = " and ".join(dict.fromkeys(u.kind.upper() for u in done or over))
@@ -135,12 +142,14 @@ def _over_the_peak(used: Sequence[Utilization], peak: PeakFigure) -> list[str]:
                 "the FLOPs that the recorder was given are more than the step can have executed, or the peak is too low"
             )
             why += "; `steplab doctor` measures it again" if peak.measured else ""
-    elif peak.measured:
-        why = "the ceiling `steplab doctor` measured is below what the step reached; run `steplab doctor` again on an "
-        why += "idle machine"
     else:
         why = "the step exceeds the stated peak of the device, so one of the two figures is wrong"
     return [f"{kinds} over 100 %: {why}"]
+
+
+def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
+    """Those above the peak by FLOPs that are done; conventions other than these may count some that are not."""
+    return [u for u in used if u.exceeds_peak and u.convention in ("causal", "counted", "as_executed")]
 
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:

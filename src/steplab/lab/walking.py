@@ -14,8 +14,8 @@ from typing import Any
 
 from steplab.comparison.turns import chained
 from steplab.errors import Remark, UserError, warn_caller
-from steplab.lab.explaining import failure_words
 from steplab.lab.outlook import Attempt, Candidate, Outlook, now, step_s
+from steplab.lab.trying import failure_words
 from steplab.lab.turns import LEAST_GAIN, StoredSession
 from steplab.measurement.processes.turns import Side
 from steplab.records.comparison import Ratio

@@ -20,7 +20,7 @@ from steplab.records.ddp import DdpCell, DdpFacts
 from steplab.records.numerics import Numerics
 from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
-from steplab.specs.attention_study import AttentionStudy
+from steplab.specs.attention import AttentionStudy
 from steplab.specs.comm import CommStudy
 from steplab.specs.ddp import DdpStudy
 from steplab.specs.step import StepSpec

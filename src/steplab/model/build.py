@@ -15,13 +15,11 @@ from torch.nn.functional import cross_entropy
 from steplab.errors import Unsupported, UserError
 from steplab.model.compiling import notes_on_compiling
 from steplab.model.workload import Workload, random_tokens
-from steplab.ops.attention.api import attention_named
-from steplab.ops.attention.choice import device_name
+from steplab.ops.attention.api import attention_named, device_name
 from steplab.ops.attention.plain import Span, no_span
 from steplab.ops.attention.triton_tuning import hopper_kernels_on
 from steplab.ops.cross_entropy import linear_cross_entropy
-from steplab.ops.cross_entropy_table import implementation
-from steplab.ops.triton_places import runs_on
+from steplab.ops.triton_places import implementation, runs_on
 from steplab.specs.attention_kernels import choice_told, chosen_by_auto
 from steplab.specs.model import TransformerShape, refuse_planning_only
 from steplab.specs.step import FIELDS, StepSpec

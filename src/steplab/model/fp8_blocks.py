@@ -14,8 +14,7 @@ from steplab.errors import Unsupported
 from steplab.model.compiling import repeated_blocks
 from steplab.model.fused_block import AddRMSNorm, FusedBlock, FusedSelfAttention, FusedSwiGLU, Stream
 from steplab.model.transformer import NORM_EPS
-from steplab.ops.fp8.joined import fp8_heads, fp8_swiglu
-from steplab.ops.fp8.linear import fp8_linear
+from steplab.ops.fp8.linear import fp8_heads, fp8_linear, fp8_swiglu
 from steplab.ops.rms_norm import add_rms_norm_amax
 from steplab.ops.triton_places import FP8_MULTIPLE
 

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from steplab.model.transformer import NORM_EPS, Block, MergedSwiGLU, SelfAttention
 from steplab.ops.attention.api import AttentionFn
-from steplab.ops.attention.autocast import autocast_dtype
+from steplab.ops.attention.shapes import autocast_dtype
 from steplab.ops.rms_norm import add_rms_norm
 from steplab.ops.rotary_heads import rotary_heads
 from steplab.ops.swiglu import swiglu

@@ -16,7 +16,7 @@ from torch.nn.attention import sdpa_kernel
 
 from steplab.errors import Unsupported, UserError
 from steplab.model.workload import Workload, num_parameters, random_tokens
-from steplab.ops.attention.sdpa import SDPA_BACKENDS
+from steplab.ops.attention.peers import SDPA_BACKENDS
 from steplab.specs.step import StepSpec
 
 _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))

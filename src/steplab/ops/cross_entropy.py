@@ -15,9 +15,9 @@ from torch import Tensor
 from torch.nn.functional import cross_entropy, linear
 
 from .cross_entropy_chunks import OPERATORS, sum_dtype
-from .cross_entropy_table import NAMES
 from .errors import Unsupported, UserError
 from .triton_device import refuse_func_grad, refuse_second_derivative
+from .triton_places import NAMES
 
 
 def plain_linear_cross_entropy(
@@ -184,7 +184,7 @@ def linear_cross_entropy(
         ignore_index: a token with this target has no loss and no gradient.
         label_smoothing: weight of the uniform distribution in the targets, from 0 to 1.
         z_loss: weight of the squared log-sum-exp of a token's logits, which is added to its loss.
-        implementation: a name of the table in cross_entropy_table.py.
+        implementation: a name of the table in triton_places.py.
 
     Returns:
         The loss: a number, or [...] without a reduction. Those in chunks give float32 (float64 for float64); plain

@@ -30,9 +30,9 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from .cross_entropy_table import ROW_MULTIPLE, chunk_tokens, padded_entries, whole_entries
 from .torch_library import define
 from .triton_device import on_device_of, refuse_unserved
+from .triton_places import ROW_MULTIPLE, chunk_tokens, padded_entries, whole_entries
 
 
 @dataclass(frozen=True, slots=True)

@@ -65,7 +65,7 @@ def _checked(x: Tensor, branch: Tensor, weight: Tensor) -> torch.dtype:
 def _forward(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, dtype: torch.dtype, amax: Tensor | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from .rms_norm_kernels import add_rms_norm_kernel
+    from .block_kernels import add_rms_norm_kernel
 
     x, branch = x.contiguous(), branch.contiguous()
     normed, total, rstd = _fake_forward(x, branch, weight, eps, dtype)
@@ -81,7 +81,7 @@ def _forward(
 def _backward(
     grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    from .rms_norm_kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
+    from .block_kernels import add_rms_norm_backward_kernel, rms_norm_weight_kernel
 
     grad, total = grad.contiguous(), total.contiguous()
     grad_x, grad_branch, grad_weight = _fake_backward(grad, grad_sum, total, weight, rstd, *dtypes)

@@ -78,7 +78,7 @@ def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
 
 
 def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
-    from .rotary_heads_kernels import rotary_heads_kernel
+    from .block_kernels import rotary_heads_kernel
 
     merged, table = merged.contiguous(), _rows_together(table)
     q, k, v = _fake_forward(merged, table, num_heads)
@@ -93,7 +93,7 @@ def _forward(merged: Tensor, table: Tensor, num_heads: int) -> tuple[Tensor, Ten
 
 
 def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, amax: Tensor | None = None) -> Tensor:
-    from .rotary_heads_kernels import rotary_heads_backward_kernel
+    from .block_kernels import rotary_heads_backward_kernel
 
     dq, dk, dv = (x if x.stride(-1) == 1 else x.contiguous() for x in (dq, dk, dv))
     table = _rows_together(table)

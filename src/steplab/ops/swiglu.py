@@ -58,7 +58,7 @@ def _refuse(gate_up: Tensor) -> None:
 
 
 def _forward(gate_up: Tensor, amax: Tensor | None = None) -> Tensor:
-    from .swiglu_kernels import swiglu_kernel
+    from .block_kernels import swiglu_kernel
 
     gate_up = gate_up.contiguous()
     out = _fake_forward(gate_up)
@@ -74,7 +74,7 @@ def _forward(gate_up: Tensor, amax: Tensor | None = None) -> Tensor:
 
 
 def _backward(grad: Tensor, gate_up: Tensor, amax: Tensor | None = None) -> Tensor:
-    from .swiglu_kernels import swiglu_backward_kernel
+    from .block_kernels import swiglu_backward_kernel
 
     grad, gate_up = grad.contiguous(), gate_up.contiguous()
     grad_joined = torch.empty_like(gate_up)

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .data_parallel import DataParallel
-    from .sharded_optimizer import ShardedOptimizer
-    from .sharded_state import merge_shards
+    from .sharded_optimizer import ShardedOptimizer, merge_shards
 
 __all__ = ["DataParallel", "ShardedOptimizer", "merge_shards"]
 
-_HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimizer", "merge_shards": "sharded_state"}
+_HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimizer", "merge_shards": "sharded_optimizer"}
 
 
 def __getattr__(name: str) -> Any:

@@ -120,7 +120,7 @@ class SymmetricMemory:
         self._ready = torch.cuda.Event()
         self._ready.record(torch.cuda.current_stream(device))  # it exists from then on
         self._operations: dict[Any, MemoryOperations] = {}
-        from .peer_means import Means  # it needs Triton
+        from .peer_copies import Means  # it needs Triton
 
         self._means = Means(device, self.size - 1)
 

@@ -2,8 +2,8 @@
 
 import re
 
-from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
+from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.costs.rates import Gpu
 from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, Operator
 from steplab.plan.fusion import Kernel

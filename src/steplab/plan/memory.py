@@ -12,7 +12,7 @@ from collections import Counter
 from steplab.costs.parameters import num_parameters
 from steplab.errors import Unsupported
 from steplab.ops.attention.implementations import implementation
-from steplab.ops.cross_entropy_table import implementation as loss_implementation
+from steplab.ops.triton_places import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
 from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.sizes import Count

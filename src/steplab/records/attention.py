@@ -9,8 +9,7 @@ from steplab.records.problems import Problem, known
 from steplab.records.record import Benchmark
 from steplab.records.rows import Row, head, tail
 from steplab.records.timing import PhaseSamples, find_phase
-from steplab.specs.attention import PASSES, AttentionSpec
-from steplab.specs.attention_study import AttentionStudy
+from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -2,12 +2,16 @@
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from statistics import median
 
-from steplab.records.environment import Environment
+from steplab.records.disturbances import busy_machine
+from steplab.records.environment import DeviceInfo, Environment
 from steplab.records.measured import MeasuredCell, MeasuredFigure
 from steplab.records.problems import Problem, known
 from steplab.records.record import MachineRecord
 from steplab.records.rows import Row, head, software
+
+_SCATTERED = 1.5
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,6 +34,11 @@ class Ceiling:
         """Rate of the fastest repeat, the one that other work on the machine disturbed least."""
         return self.work / min(self.seconds)
 
+    @property
+    def scatters(self) -> bool:
+        """Whether half of the repeats took 1.5 times as long as the fastest, or more."""
+        return median(self.seconds) > _SCATTERED * min(self.seconds)
+
     def problems(self) -> Iterator[Problem]:
         """Yield what cannot be right (records.problems)."""
         if not self.seconds or not all(self.seconds):
@@ -51,6 +60,19 @@ class Ceilings(MachineRecord):
     def matmul(self, dtype: str) -> Ceiling | None:
         """The measured matmul ceiling of a data type."""
         return next((c for c in self.ceilings if c.name == "matmul" and c.dtype == dtype), None)
+
+    def serves(self, device: DeviceInfo) -> bool:
+        """Whether they are those of a device of this name, with as many threads."""
+        own = self.environment.device
+        return (own.name, own.threads) == (device.name, device.threads)
+
+    @property
+    def doubt(self) -> str | None:
+        """Why they may be too low, as a sentence; MFU is not relative to such. None: nothing says so."""
+        if busy := busy_machine(self.environment):
+            return busy.text
+        wide = [c.dtype or c.name for c in self.ceilings if c.scatters]
+        return f"Repeats of one product or copy took 1.5 times as long as others ({', '.join(wide)})." if wide else None
 
 
 def ceilings_row(record: Ceilings) -> Row:

@@ -1,5 +1,7 @@
 """Diagnoses of a run: the evidence, the explanation, the proposed change and its predicted gain."""
 
+import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -75,8 +77,26 @@ class Finding:
     fields: dict[str, str] = field(default_factory=dict)
     """Fields of the spec that make the change, by the names of study files, such as {'compile': 'default'}; empty: no
     field makes it."""
+    after: str = ""
+    """Kind of the finding whose change must be made first; empty: none."""
     trial: Trial | None = None
     """Measured effect of the change; None: it was not tried."""
+
+    @property
+    def gain_s(self) -> float | None:
+        """Seconds that the change saves per step: as measured where it was tried, else as predicted."""
+        return self.trial.saved_s if self.trial and self.trial.saved_s is not None else self.saves_s
+
+
+def in_order(findings: Iterable[Finding]) -> tuple[Finding, ...]:
+    """The largest gain first, unknown gains last; before a change comes the one that must precede it."""
+    found = sorted(findings, key=lambda one: -math.inf if one.gain_s is None else one.gain_s, reverse=True)
+    for finding in list(found):
+        first = next((one for one in found if finding.after == one.kind), None)
+        if first is not None and found.index(first) > found.index(finding):
+            found.remove(first)
+            found.insert(found.index(finding), first)
+    return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
@@ -92,7 +112,7 @@ class Findings:
     step_s: float | None
     """Median step time of the run in seconds, without a profiler; None if it was not timed."""
     findings: tuple[Finding, ...]
-    """The findings, the largest predicted gain first, those without a prediction last."""
+    """The findings, as `in_order` puts them."""
     not_looked_at: tuple[str, ...] = ()
     """What the record lacks, what could not be diagnosed without it, and how to record it."""
     schema: str = "steplab.findings/1"

@@ -1,7 +1,7 @@
 """The registry of the kinds of stored records: name, type, format and row in listings of each.
 
 Code for several kinds (the codec, the store, `list`, `show`, `report`, `export`, `import`) uses this registry and never
-the type of a record. A new kind is one entry here, and its section in `report.sections`.
+the type of a record. A new kind is one entry here, and its report in `report.report`.
 """
 
 from collections.abc import Callable

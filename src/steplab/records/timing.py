@@ -61,6 +61,9 @@ class Timing:
     first_step_s: float | None = None
     """Synchronised host time in seconds of the step that compiled, before the warm-up, or of the steps before a
     recording as CUDA graphs and the recording; None for an eager step."""
+    one_thread_s: tuple[float, ...] = ()
+    """Seconds of further steps on a CPU with one thread in place of all; empty where a first such step was no faster,
+    or none was tried."""
 
     def phase(self, name: str) -> PhaseSamples | None:
         """The back-to-back samples of one phase."""

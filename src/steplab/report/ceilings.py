@@ -1,49 +1,18 @@
 """The report of a machine: its environment and the ceilings measured on it."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from steplab.ops.attention.hopper_kernels import remedy, too_old
 from steplab.records.ceilings import Ceiling, Ceilings
-from steplab.records.disturbances import busy_machine
 from steplab.records.environment import Environment
 from steplab.records.rows import Row
-from steplab.report.environments import environment_section
-from steplab.report.kit.document import Column, Document, Section, Table, Verdict
+from steplab.report.kit.document import Column, Section, Table, Verdict
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.report.kit.text import dotted, made
+from steplab.report.report import RecordReport
 from steplab.specs.hardware import HardwareSpec, find_hardware
 from steplab.stats import summarize
 from steplab.units import format_percent, format_rate
-
-
-def ceilings_document(ceilings: Ceilings) -> Document:
-    """The machine, its ceilings beside those of the data sheet where there is one, and what could not be read."""
-    table = _table(ceilings)
-    return Document(
-        title=ceilings.environment.device.name,
-        subtitle=made(ceilings, "record"),
-        verdict=ceilings_verdict(ceilings),
-        sections=(
-            environment_section(ceilings.environment),
-            Section.of("Ceilings", table),
-            Section.notes(ceilings.environment.gaps, "Not measured"),
-        ),
-        data=table.rows,
-    )
-
-
-def ceilings_chapter(records: Sequence[Ceilings], answered: bool = False) -> Section:
-    """The machines on a page."""
-    parts = (
-        Section.of_record(
-            dotted(ceilings.created_utc, f"record {ceilings.id}"),
-            Verdict() if answered else ceilings_verdict(ceilings),
-            [Section.of("", _table(ceilings))],
-            title=ceilings.environment.device.name,
-        )
-        for ceilings in records
-    )
-    return Section.of("Ceilings", *parts, anchor="ceilings")
 
 
 def ceilings_verdict(ceilings: Ceilings) -> Verdict:
@@ -64,8 +33,10 @@ def ceilings_verdict(ceilings: Ceilings) -> Verdict:
     against = "its data sheet" if hardware else "the matmul ceilings below, because it is not in the catalogue"
     first = (f"{name} {' and '.join(told)}.",) if told else ()
     cautions = []
-    if busy := busy_machine(ceilings.environment):
-        cautions = [f"Warning: {busy.text} The ceilings may be too low; run `steplab doctor` again on an idle machine."]
+    if ceilings.doubt:
+        cautions = [
+            f"Warning: {ceilings.doubt} MFU does not use such ceilings; run `steplab doctor` on an idle machine."
+        ]
     told_against = f"MFU on this device is relative to {against}."
     kernels = _attention_kernels(ceilings.environment)
     return Verdict(sentences=(*first, told_against, *kernels), cautions=tuple(cautions))
@@ -126,3 +97,22 @@ def _row(ceiling: Ceiling, hardware: HardwareSpec | None) -> Row:
         "best_per_s": ceiling.best_per_s,
         "stated_per_s": stated,
     }
+
+
+def _sections(ceilings: Ceilings) -> Iterator[Section]:
+    yield Section.of("Ceilings", _table(ceilings))
+    yield Section.notes(ceilings.environment.gaps, "Not measured")
+
+
+REPORT = RecordReport(
+    chapter="Ceilings",
+    anchor="ceilings",
+    title=lambda record: record.environment.device.name,
+    subtitle=lambda record: made(record, "record"),
+    heading=lambda record: dotted(record.created_utc, f"record {record.id}"),
+    called=lambda record: record.environment.device.name,
+    answer=ceilings_verdict,
+    sections=_sections,
+    rows=lambda record: _table(record).rows,
+    names_one=True,
+)

@@ -18,9 +18,9 @@ from steplab.report.kit import html
 from steplab.report.kit.document import Document, Pairs, Section, Sentences, Verdict
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.table import sheet
+from steplab.report.report import NOTHING, Chapter, Context, Terms, report_of
 from steplab.report.run.cells import RunCell, cells_of
 from steplab.report.run.columns import rows_table
-from steplab.report.sections import SECTIONS, Chapter, Context, Terms
 from steplab.specs.step import describe
 
 _OF_ALL: Terms = (
@@ -34,7 +34,6 @@ _OF_ALL: Terms = (
     ("–", "Not measured, or not known; never zero."),
 )
 """Terms of every page."""
-_NOTHING = Context()
 
 
 def render_page(
@@ -42,7 +41,7 @@ def render_page(
     *,
     title: str,
     description: str = "",
-    about: Context = _NOTHING,
+    about: Context = NOTHING,
     attempts: Attempts | None = None,
     write: Callable[[Document, Mapping[str, str]], str] = html.to_html,
 ) -> str:
@@ -65,8 +64,8 @@ def render_page(
     sections: list[Section] = []
     ready: dict[str, str] = {}
     terms: Terms = ()
-    for name in KINDS:
-        for part in SECTIONS[name].chapters:
+    for name in (name for name in KINDS if of_kind[name]):
+        for part in report_of(name).chapters:
             made = tries.draw(part.name, of_kind[name], partial(_printed, part, context, ready))
             if made:
                 sections.append(made)
@@ -98,7 +97,7 @@ def page_verdict(records: Sequence[Record], context: Context | None = None) -> V
         name: [record for record in records if kind_of(record).name == name] for name in KINDS
     }
     by_kind["run"] = [cell for cell in context.cells if cell.id in ids]
-    found = {name: SECTIONS[name].verdict(some, context) for name, some in by_kind.items() if some}
+    found = {name: report_of(name).verdict(some, context) for name, some in by_kind.items() if some}
     if len(found) == 1:
         return next(iter(found.values()))
     told = (answer.sentences if name == "run" else answer.sentences[:1] for name, answer in found.items())

@@ -7,7 +7,7 @@ from dataclasses import replace
 from steplab.errors import Unsupported
 from steplab.ops.attention.choice_rule import FALLBACK, Choice, choose
 from steplab.ops.attention.implementations import BF16, DTYPES, FP16, FP32, TABLE, implementation, why_not
-from steplab.ops.cross_entropy_table import implementation as loss_implementation
+from steplab.ops.triton_places import implementation as loss_implementation
 from steplab.ops.triton_places import runs_on
 from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
@@ -59,7 +59,7 @@ def chosen_attention(spec: StepSpec) -> str:
 
 
 def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *, hopper: bool | None = None) -> Choice:
-    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.choice.device_name has it,
+    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.api.device_name has it,
     hopper: as `choose` takes it."""
     return choose(
         device=device_name,

@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Annotated, Final, Literal, Self
 
 from steplab.ops.attention.implementations import NAMES, TABLE
-from steplab.ops.cross_entropy_table import NAMES as LOSS_NAMES
-from steplab.ops.cross_entropy_table import TABLE as LOSS_TABLE
+from steplab.ops.triton_places import NAMES as LOSS_NAMES
+from steplab.ops.triton_places import TABLE as LOSS_TABLE
 from steplab.specs.checkpointing import CHECKPOINTING, check_checkpointing
 from steplab.specs.layout import DEVICES_TOLD, SINGLE, Layout, check_device, parse_layout
 from steplab.specs.model import MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec

@@ -14,9 +14,7 @@ import msgspec
 from steplab.errors import SteplabError
 from steplab.records.codec import UnknownFormat, decode
 from steplab.records.registry import summary_row
-from steplab.store.connection import open_to_read
-from steplab.store.failures import is_damage, sqlite_errors
-from steplab.store.file_system import network_file_system
+from steplab.store.connection import is_damage, network_file_system, open_to_read, sqlite_errors
 from steplab.store.schema import pragma, version
 
 _MOST_DAMAGE = 20

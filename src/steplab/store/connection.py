@@ -1,4 +1,4 @@
-"""Opens the store's file, to write or only to read, and turns SQLite's exceptions into SteplabError."""
+"""Opens the store's file, to write or only to read; each exception of SQLite becomes a line that names the fix."""
 
 import itertools
 import os
@@ -10,10 +10,100 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from steplab.errors import Remark, SteplabError, warn_caller
+from steplab.errors import Remark, SteplabError, UserError, warn_caller
 from steplab.store import schema
-from steplab.store.failures import MOVE_AWAY, NAME_ANOTHER, locked, not_writable, sqlite_errors
-from steplab.store.file_system import network_file_system
+
+MOVE_AWAY = "move it away, and `steplab import` an export of it, if there is one, into a new store"
+NAME_ANOTHER = "name another store with --store or STEPLAB_STORE"
+RECOVER = "`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read into a new store"
+_LOCKED = "another process keeps the store {path} locked; wait for it or end it, then try again"
+
+_MESSAGES: dict[int, str] = {
+    sqlite3.SQLITE_NOTADB: f"{{path}} is not a steplab store, it is not even an SQLite file; {MOVE_AWAY}",
+    sqlite3.SQLITE_CORRUPT: f"the store {{path}} is damaged; {RECOVER}",
+    sqlite3.SQLITE_READONLY: (
+        f"the store {{path}} is not writable; make it and its folder writable, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_PERM: f"the store {{path}} is not accessible; change its permissions, or {NAME_ANOTHER}",
+    sqlite3.SQLITE_CANTOPEN: (
+        f"cannot open the store {{path}}; make it and its folder readable and writable, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_FULL: (f"the disk is full: the store {{path}} cannot grow; free some space, or {NAME_ANOTHER}"),
+    sqlite3.SQLITE_BUSY: _LOCKED,
+    sqlite3.SQLITE_LOCKED: _LOCKED,
+    sqlite3.SQLITE_IOERR: (
+        f"the disk failed under the store {{path}} ({{error}}); check it and its space, or {NAME_ANOTHER}"
+    ),
+    sqlite3.SQLITE_CONSTRAINT: "the store {path} refuses the record ({error}); please report this as a bug",
+}
+_NO_LOCKS = (
+    f"the file system of the store {{path}} has no working locks ({{error}}), as some network folders; "
+    f"{NAME_ANOTHER}, on a local disk"
+)
+_OF_LOCKS = {
+    *(sqlite3.SQLITE_IOERR_LOCK, sqlite3.SQLITE_IOERR_UNLOCK, sqlite3.SQLITE_IOERR_RDLOCK, sqlite3.SQLITE_PROTOCOL),
+    *(sqlite3.SQLITE_IOERR_SHMLOCK, sqlite3.SQLITE_IOERR_SHMMAP, sqlite3.SQLITE_IOERR_SHMOPEN),
+    sqlite3.SQLITE_IOERR_CHECKRESERVEDLOCK,
+}
+_OTHER = f"the store {{path}} failed ({{error}}); if that repeats, {MOVE_AWAY}"
+
+
+def not_writable(path: Path) -> str:
+    """The message for a store that cannot be written."""
+    return _MESSAGES[sqlite3.SQLITE_READONLY].format(path=path)
+
+
+def locked(path: Path) -> str:
+    """The message for a store that another process keeps locked."""
+    return _LOCKED.format(path=path)
+
+
+def is_damage(error: sqlite3.Error) -> bool:
+    """Whether the file's content is the cause, and not a lock or the disk."""
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
+
+
+@contextmanager
+def sqlite_errors(path: Path) -> Iterator[None]:
+    """Raise SteplabError, naming the store and the fix, for whatever sqlite3 or the file system raises inside."""
+    try:
+        yield
+    except sqlite3.Error as error:
+        # The low byte of an extended code is its family: SQLITE_READONLY_DIRECTORY is a SQLITE_READONLY.
+        code = getattr(error, "sqlite_errorcode", 0)
+        message = _NO_LOCKS if code in _OF_LOCKS else _MESSAGES.get(code & 0xFF, _OTHER)
+        raise SteplabError(message.format(path=path, error=error)) from error
+    except OSError as error:
+        raise SteplabError(f"cannot open the store {path}: {error.strerror}; {NAME_ANOTHER}") from error
+    except UnicodeDecodeError as error:  # a name in the file, or SQLite's message about it
+        raise SteplabError(_MESSAGES[sqlite3.SQLITE_CORRUPT].format(path=path, error=error)) from error
+    except (UnicodeEncodeError, OverflowError) as error:
+        raise UserError(
+            f"a text or number that was given can neither be stored nor found in the store {path} ({error}); use valid "
+            "text, and whole numbers below 2^63"
+        ) from error
+
+
+_NETWORK = {
+    *("nfs", "nfs3", "nfs4", "cifs", "smb2", "smb3", "smbfs", "afpfs", "afs", "webdav", "davfs", "9p", "virtiofs"),
+    *("ceph", "lustre", "gpfs", "beegfs", "glusterfs", "orangefs", "panfs", "wekafs", "ocfs2", "gfs2"),
+    *("sshfs", "s3fs", "rclone", "gcsfuse", "juicefs", "goofys", "ceph-fuse"),
+}
+"""Types of file systems that several machines, or a machine and its guest, may have open at once."""
+
+
+def network_file_system(path: Path) -> str | None:
+    """The type of the network file system that the path is on; None for a local one, or if it is not known."""
+    import psutil  # type: ignore[import-untyped]  # only a writer asks
+
+    try:
+        mounted = {part.mountpoint: part.fstype for part in psutil.disk_partitions(all=True)}
+    except (OSError, RuntimeError):  # no list of mounts in this container
+        return None
+    folder = Path(os.path.realpath(path))
+    kind = next((mounted[str(parent)] for parent in (folder, *folder.parents) if str(parent) in mounted), "")
+    return kind if kind.removeprefix("fuse.") in _NETWORK else None
+
 
 _BARE = "mode=ro&immutable=1"
 """Reads the file alone, without locks and companions."""

@@ -17,8 +17,7 @@ from steplab.records.rows import Row, Scalar
 from steplab.records.validation import check
 from steplab.store.cells import cell_key
 from steplab.store.connection import Connection, text_of
-from steplab.store.prefix import id_beginning, unique_id
-from steplab.store.selection import Selection
+from steplab.store.selection import Selection, id_beginning, unique_id
 
 _ROWS = msgspec.json.Decoder(Row)
 _DAMAGE = (msgspec.DecodeError, UnicodeDecodeError, RecursionError, TypeError)
@@ -264,19 +263,11 @@ class RecordTable:
                 emptied |= {study: None for (study,) in gone if study is not None}
             return [study for study in emptied if _remove_empty(self._connection, study)]
 
-    def latest_ceilings(self, device_name: str) -> Ceilings | None:
-        """The newest ceilings that were measured on a device of that name."""
-        return next(self._ceilings(device_name), None)
-
     def ceilings(self, device_name: str) -> list[Ceilings]:
         """All ceilings that were measured on a device of that name, newest first."""
-        return list(self._ceilings(device_name))
-
-    def _ceilings(self, device_name: str) -> Iterator[Ceilings]:
-        for row in self.rows(kind="ceilings"):
-            record = self.find(str(row["id"])) if row.get("device") == device_name else None
-            if isinstance(record, Ceilings):
-                yield record
+        of_device = [row for row in self.rows(kind="ceilings") if row.get("device") == device_name]
+        found = (self.find(str(row["id"])) for row in of_device)
+        return [record for record in found if isinstance(record, Ceilings)]
 
 
 def _rows(connection: Connection, selection: Selection, limit: int | None) -> Iterator[Row]:

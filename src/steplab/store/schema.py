@@ -11,7 +11,7 @@ from steplab.records.codec import decode, encode
 from steplab.records.record import Record
 from steplab.records.registry import summary_row
 from steplab.store.cells import cell_key
-from steplab.store.header import APPLICATION_ID
+from steplab.store.location import APPLICATION_ID
 
 
 def to_format_2(sqlite: sqlite3.Connection) -> None:

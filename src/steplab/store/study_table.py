@@ -7,8 +7,7 @@ from steplab.records.rows import Row
 from steplab.specs.study import StudySpec
 from steplab.store.cells import fingerprint_of_format_1, study_fingerprint, study_keys
 from steplab.store.connection import Connection, text_of
-from steplab.store.prefix import unique_id
-from steplab.store.selection import FINISHED, NOT_SUPERSEDED
+from steplab.store.selection import FINISHED, NOT_SUPERSEDED, unique_id
 
 
 class StudyTable:

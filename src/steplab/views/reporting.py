@@ -20,8 +20,9 @@ from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
 from steplab.report.page import page_verdict, render_page
+from steplab.report.report import Context, Report
+from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
-from steplab.report.sections import SECTIONS, Context, Sections
 from steplab.views.view import View
 
 
@@ -103,7 +104,8 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
     by_kind = {name: found.of(name) for name in KINDS}
     if by_kind["run"] and not named and format in ("json", "csv"):
         by_kind["numerics"] = ()
-    tables = sum(bool(records) if SECTIONS[name].together else len(records) for name, records in by_kind.items())
+    kinds = {name: report_of_kind(name) for name, records in by_kind.items() if records}
+    tables = sum(1 if kind.is_joint else len(by_kind[name]) for name, kind in kinds.items())
     if format in ("json", "csv") and tables > 1:
         raise UserError(
             f"--format {format} holds one table, and these records have several; name the id of one record, or take "
@@ -111,15 +113,10 @@ def _tables(found: ReportedRecords, format: str, *, named: bool, color: bool) ->
         )
     draw = Attempts().draw
 
-    def texts(kind: Sections, records: Sequence[Any]) -> list[str]:
-        documents = kind.documents(records) if records else []
-        return [render(document, format, color=color) for document in documents]
+    def texts(kind: Report, records: Sequence[Any]) -> list[str]:
+        return [render(document, format, color=color) for document in kind.documents(records)]
 
-    made = [
-        text
-        for name, records in by_kind.items()
-        for text in draw("the report", records, partial(texts, SECTIONS[name]))
-    ]
+    made = [text for name, kind in kinds.items() for text in draw("the report", by_kind[name], partial(texts, kind))]
     if not made:
         raise SteplabError("none of these records can be reported; --debug shows why")
     return "\n\n".join(text.rstrip("\n") for text in made)

@@ -22,17 +22,10 @@ from steplab.records.record import Record
 from steplab.records.registry import kind_of
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep, StepTimePrediction
-from steplab.report.compare.document import compare_document
-from steplab.report.history.document import history_document
 from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table
 from steplab.report.kit.rendering import NOTEBOOK, render
-from steplab.report.plan.document import plan_document
-from steplab.report.plan.layouts import layouts_document
-from steplab.report.plan.steps import planned_document
-from steplab.report.plan.time import time_document
-from steplab.report.profile.findings import findings_document
+from steplab.report.report import Context, report_of
 from steplab.report.run.words import annotations
-from steplab.report.sections import SECTIONS, Context
 from steplab.views.view import View
 
 Shown = (
@@ -67,7 +60,7 @@ def show(shown: Shown | str = "last", *, store: Path | str | None = None) -> Vie
 
 def in_short(record: Record) -> str:
     """A record for a notebook, as HTML: its answer, its first table and its first picture."""
-    document = SECTIONS[kind_of(record).name].document(record, Context())
+    (document,) = report_of(kind_of(record).name).documents([record])
     blocks = [block for section in document.sections for block in _blocks(section)]
     table = next((block for block in blocks if isinstance(block, Table)), None)
     made = (block.draw() if isinstance(block, Deferred) else block for block in blocks)
@@ -82,7 +75,7 @@ def _record_text(record: Record, store: Path | str | None, format: str, color: b
     context = Context()
     if isinstance(record, Run) and has_store(store):
         context = Context(references=memory_references([record], store), findings=findings_of([record], store))
-    document = SECTIONS[kind_of(record).name].document(record, context)
+    (document,) = report_of(kind_of(record).name).documents([record], context)
     document = replace(document, subtitle="\n".join((document.subtitle, *annotations(record))))
     return render(document, format, color=color)
 
@@ -95,20 +88,35 @@ def _writer(document: Document, json: str) -> Callable[[str, bool], str]:
 
 
 def _document(shown: Any, store: Path | str | None) -> Document:
+    """The document of what is no record; its module loads only where it is needed."""
     match shown:
         case Findings():
+            from steplab.report.profile.findings import findings_document
+
             return findings_document(run_to_explain(shown.run_id, store=store), shown)
         case Comparison():
+            from steplab.report.compare.document import compare_document
+
             return compare_document(shown)
         case (Series(), *_):
+            from steplab.report.history.document import history_document
+
             return history_document(shown)
         case PlannedStep():
+            from steplab.report.plan.steps import planned_document
+
             return planned_document([shown])
         case LayoutPlan():
+            from steplab.report.plan.layouts import layouts_document
+
             return layouts_document(shown)
         case MemoryPrediction(spec=spec) if spec:
+            from steplab.report.plan.document import plan_document
+
             return plan_document(spec, shown)
         case StepTimePrediction(spec=spec) if spec:
+            from steplab.report.plan.time import time_document
+
             return time_document(spec, shown)
     raise UserError(
         f"{type(shown).__name__} is nothing to show; give a record, its id, or what explain, compare or plan gave"

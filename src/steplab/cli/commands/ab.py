@@ -40,6 +40,10 @@ def ab(
             help="Smallest difference that matters: 3% or 0.03 [default: 1%; 5% if each turn is a process of its own]"
         ),
     ] = None,
+    starts: Annotated[
+        int | None,
+        Parameter(help="How often the sides start anew [default: 3; 1 if a start takes over a minute]"),
+    ] = None,
     name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
     timeout: Annotated[str, Parameter(help="Time after which a side that is not ready is given up: 90s, 5min")] = "1h",
     out: OutputOptions = OutputOptions(),
@@ -57,6 +61,7 @@ def ab(
             *map(fields_in, sides),
             against=against,
             threshold=parse_share(threshold) if threshold else None,
+            starts=starts,
             name=name,
             store=out.store,
             timeout_s=parse_duration(timeout),
@@ -65,7 +70,7 @@ def ab(
             **step.fields(),
         )
     words = [against, "working tree"] if against else ["as given", *sides] if len(sides) == 1 else sides
-    document = turns_document(found.runs, found.ratios, words)
+    document = turns_document(found.starts, found.each, words)
     emit_document(document, chosen, out, stored=" ".join(run.id for run in found.runs))
     if any(run.failure for run in found.runs):
         return 1

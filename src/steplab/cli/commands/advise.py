@@ -42,7 +42,7 @@ def advise(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.advising import advise as walk
     from steplab.lab.turns import STEPS
-    from steplab.report.advice.document import advice_document, tried_words
+    from steplab.report.advice.document import REPORT, tried_words
     from steplab.specs.resolve import resolve_step
     from steplab.units import parse_duration
 
@@ -59,6 +59,6 @@ def advise(
             on_change=lambda what: say(f"measuring {what} …"),
             on_tried=lambda tried: say(tried_words(tried)),
         )
-    emit_document(advice_document(advice), chosen, out, stored=advice.id)
+    emit_document(REPORT.document(advice), chosen, out, stored=advice.id)
     say_stored("walk", advice.id)
     return 1 if advice.failure else 0

@@ -13,7 +13,7 @@ from typing import Annotated
 from cyclopts import Group, Parameter
 
 from steplab.cli.options import GivenFields, OutputOptions, field_options
-from steplab.specs.attention_study import FIELDS
+from steplab.specs.attention import FIELDS
 from steplab.specs.layout import DEVICES_TOLD
 
 _CELLS = Group.create_ordered(
@@ -63,7 +63,7 @@ def attention(
     from steplab.cli.progress import ProgressLine
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
-    from steplab.report.attention.document import account_document, attention_cell_line, attention_document
+    from steplab.report.attention.document import account_document, attention_cell_line, report_against
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
@@ -94,6 +94,6 @@ def attention(
             on_progress=line.alive,
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
         )
-    emit_document(attention_document(run, against=against), chosen, out, stored=run.id)
+    emit_document(report_against(against).document(run), chosen, out, stored=run.id)
     say_stored("benchmark", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

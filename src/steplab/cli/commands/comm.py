@@ -48,7 +48,7 @@ def comm(
     from steplab.lab.benchmark import went_well
     from steplab.lab.comm import comm_study, measure_comm
     from steplab.lab.processes import is_first_rank
-    from steplab.report.comm.document import comm_cell_line, comm_document
+    from steplab.report.comm.document import REPORT, comm_cell_line
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
@@ -64,6 +64,6 @@ def comm(
             on_cell=lambda index, cell: line.done(index + 1, len(study.cells), comm_cell_line(cell)),
         )
     if is_first_rank():
-        emit_document(comm_document(run), chosen, out, stored=run.id)
+        emit_document(REPORT.document(run), chosen, out, stored=run.id)
         say_stored("benchmark", run.id)
     return 0 if went_well(run) else 1

@@ -84,7 +84,7 @@ def ddp(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.ddp import ddp_study, measure_ddp
     from steplab.lab.processes import is_first_rank
-    from steplab.report.ddp.document import ddp_cell_line, ddp_document
+    from steplab.report.ddp.document import REPORT, ddp_cell_line
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
@@ -111,6 +111,6 @@ def ddp(
         )
     if not is_first_rank():
         return 0  # the first rank reports the result
-    emit_document(ddp_document(run), chosen, out, stored=run.id)
+    emit_document(REPORT.document(run), chosen, out, stored=run.id)
     say_stored("study", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

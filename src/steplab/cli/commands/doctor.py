@@ -20,10 +20,10 @@ def doctor(
     from steplab.cli.output import chosen_format, emit_document
     from steplab.cli.progress import ProgressLine
     from steplab.lab.machine import doctor as examine
-    from steplab.report.ceilings import ceilings_document
+    from steplab.report.ceilings import REPORT
     from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
         ceilings = examine(device=device, store=out.store, timeout_s=parse_duration(timeout), on_progress=line.within)
-    emit_document(ceilings_document(ceilings), chosen, out, stored=ceilings.id)
+    emit_document(REPORT.document(ceilings), chosen, out, stored=ceilings.id)

@@ -40,7 +40,8 @@ def explain(
     from steplab.cli.output import chosen_format, emit, emit_document, say
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose
-    from steplab.lab.explaining import run_to_explain, try_findings
+    from steplab.lab.explaining import run_to_explain
+    from steplab.lab.trying import try_findings
     from steplab.records.codec import encode
     from steplab.report.profile.findings import findings_document
     from steplab.units import parse_duration

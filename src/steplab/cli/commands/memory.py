@@ -89,10 +89,10 @@ def show_memory(
     """Write the memory profile of a run, or, for a run without one, its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.report.memory.document import memory_document
-    from steplab.report.sections import SECTIONS, Context
+    from steplab.report.run.report import REPORT
 
     if record.memory_profile is None:
-        document = SECTIONS["run"].document(record, Context())
+        document = REPORT.documents([record])[0]
     else:
         document = memory_document(record, prediction=prediction, references=references)
     emit_document(document, format, out, stored=record.id)

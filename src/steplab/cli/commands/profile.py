@@ -65,10 +65,10 @@ def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     from steplab.cli.output import emit_document
     from steplab.lab.explaining import findings_of
     from steplab.report.profile.document import profile_document
-    from steplab.report.sections import SECTIONS, Context
+    from steplab.report.run.report import REPORT
 
     if record.profile:
         document = profile_document(record, findings_of([record], out.store)[record.id])
     else:
-        document = SECTIONS["run"].document(record, Context())
+        document = REPORT.documents([record])[0]
     emit_document(document, format, out, stored=record.id)

@@ -28,8 +28,7 @@ def report(
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
     out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import chosen_format
-    from steplab.cli.writing import write_report
+    from steplab.cli.output import chosen_format, write_report
     from steplab.lab.reporting import records_to_report
 
     chosen = chosen_format(out.format, out)

@@ -19,7 +19,7 @@ def run(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure
     from steplab.lab.processes import is_first_rank, is_told_here
-    from steplab.report.sections import SECTIONS, Context
+    from steplab.report.run.report import REPORT
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out)
@@ -32,7 +32,7 @@ def run(
             on_progress=line.within,
         )
     if is_first_rank():
-        emit_document(SECTIONS["run"].document(record, Context()), chosen, out, stored=record.id)
+        emit_document(REPORT.documents([record])[0], chosen, out, stored=record.id)
     if record.failure is None:
         return 0
     if is_told_here(record.failure):

@@ -33,10 +33,9 @@ from steplab.measurement.machine.environment import read_clocks, read_environmen
 from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
-from steplab.ops.attention.choice import choice_for
+from steplab.ops.attention.api import choice_for
 from steplab.records.attention import AttentionCell
-from steplab.specs.attention import AttentionPass
-from steplab.specs.attention_study import AttentionStudy
+from steplab.specs.attention import AttentionPass, AttentionStudy
 from steplab.units import MIB
 
 T = TypeVar("T")

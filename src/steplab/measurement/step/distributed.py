@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from steplab.parallel.pipeline import Pipeline
+from steplab.parallel.layout import Pipeline
 
 MakeOptimizer = Callable[..., torch.optim.Optimizer]
 """(parameters, class of the optimizer, **its options) -> the optimizer"""

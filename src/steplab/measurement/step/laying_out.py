@@ -14,11 +14,26 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.step.distributed import Distributed
 from steplab.model.checkpointing import wrap_block
 from steplab.model.compiling import repeated_blocks
-from steplab.model.stages import TransformerStage, blocks_of, cut
-from steplab.model.tensor_plan import arrive_whole, loss_over_ranks, ready_for_loss, tensor_plan
+from steplab.model.layout import (
+    TransformerStage,
+    arrive_whole,
+    blocks_of,
+    cut,
+    loss_over_ranks,
+    ready_for_loss,
+    tensor_plan,
+)
 from steplab.model.transformer import LossFn, Transformer, call_plainly
-from steplab.parallel.layout import Sharding, Unit, data_share, lay_out, no_gradient_sync, open_mesh
-from steplab.parallel.pipeline import Pipeline, stage_numbers
+from steplab.parallel.layout import (
+    Pipeline,
+    Sharding,
+    Unit,
+    data_share,
+    lay_out,
+    no_gradient_sync,
+    open_mesh,
+    stage_numbers,
+)
 from steplab.specs.layout import Layout
 from steplab.specs.step import STAGES_A_RANK, StepSpec
 

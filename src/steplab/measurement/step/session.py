@@ -8,6 +8,9 @@ import dataclasses
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from statistics import median
+
+import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
@@ -91,6 +94,8 @@ _LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
 """Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
 GPU that are shorter than _SHORT_S the second lets the host run ahead."""
 _SHORT_S = 0.1
+_WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
+"""Steps with one thread, from which comparison.samples decides; and how long one may take by the time with all."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -195,10 +200,31 @@ class _Cell:
             synchronised=synchronised,
             back_to_back_host_s=host_s,
             first_step_s=warm.first_step_s,
+            one_thread_s=() if watcher else self.with_one_thread(phases, measured),
         )
         memory = self.memory(warm, peaks)
         run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
         return self.watch(watcher, run, warm.step) if watcher else run
+
+    def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
+        """Times of steps with one thread, where a first one is faster: on a busy CPU threads wait for each other."""
+        threads, step = torch.get_num_threads(), find_phase(measured, "step")
+        on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
+        if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
+            return ()
+        self.begin("one thread", 0)
+        torch.set_num_threads(1)
+        try:
+            started = time.perf_counter()
+            for phase in phases:
+                phase.run()
+            if time.perf_counter() - started >= median(step.best_s):
+                return ()
+            alone, _ = run_back_to_back(phases, self.device, _WITH_ONE_THREAD, self.observer.on_step)
+        finally:
+            torch.set_num_threads(threads)
+        found = find_phase(alone, "step")
+        return found.best_s if found else ()
 
     def take_turns(self, turns: Turns) -> Run:
         """Measure the steps of each turn as it is given.

@@ -35,7 +35,7 @@ from steplab.model.workload import Workload, call, loss_of
 from steplab.ops.adamw import OneKernelAdamW, bf16_with_masters
 from steplab.ops.update import UpdateByParts, UpdateInBackward
 from steplab.parallel import ShardedOptimizer
-from steplab.parallel.pipeline import Pipeline
+from steplab.parallel.layout import Pipeline
 from steplab.specs.ddp import Variant
 from steplab.specs.step import AUTOCAST, StepSpec
 from steplab.specs.step_choices import FP8, RECORD_THEIR_OWN, WITH_MASTERS

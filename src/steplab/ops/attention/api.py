@@ -4,19 +4,79 @@ Shape suffixes: B batch (any leading dimensions), H heads, S query positions, K 
 """
 
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 
 import torch
 from torch import Tensor
 
 from ..errors import Unsupported
-from .choice import name_for
-from .flash_attn_4 import flash_attn_4_attention
-from .flex import flex_attention_compiled
+from .choice_rule import Choice, choose
 from .functions import FlashAttentionReference, FlashAttentionTriton
+from .peers import SDPA_BACKENDS, flash_attn_4_attention, flex_attention_compiled, sdpa_attention
 from .plain import Span, no_span, plain_attention
-from .sdpa import SDPA_BACKENDS, sdpa_attention
-from .shapes import as_four_dims, check_inputs
+from .shapes import as_four_dims, autocast_dtype, check_inputs, fixed, num_key_heads
+from .triton_tuning import hopper_kernels_on
+
+
+def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
+    """The choice for tensors in hand."""
+    return _choice(*_described(q, k), causal)
+
+
+def name_for(q: Tensor, k: Tensor, *, causal: bool) -> str:
+    """The implementation of that choice; within torch.compile, a constant of the graph."""
+    return _name(*_described(q, k), causal)
+
+
+_Described = tuple[torch.device, torch.dtype, int, int, int, bool]
+
+
+def _described(q: Tensor, k: Tensor) -> _Described:
+    """The device, dtype and sizes that a choice depends on, besides the mask."""
+    dtype = autocast_dtype(q.device.type) or q.dtype
+    grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
+    return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _name(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    grouped: bool,
+    causal: bool,
+) -> str:
+    return _choice(device, dtype, head_dim, num_queries, num_keys, grouped, causal).implementation
+
+
+@cache
+def _choice(
+    device: torch.device,
+    dtype: torch.dtype,
+    head_dim: int,
+    num_queries: int,
+    num_keys: int,
+    grouped: bool,
+    causal: bool,
+) -> Choice:
+    return choose(
+        device=device_name(device),
+        dtype=str(dtype).removeprefix("torch."),
+        head_dim=head_dim,
+        num_queries=num_queries,
+        num_keys=num_keys,
+        causal=causal,
+        grouped=grouped,
+        hopper=hopper_kernels_on(device, head_dim),
+    )
+
+
+def device_name(device: torch.device) -> str:
+    """What the rule knows a device by."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+
 
 AttentionFn = Callable[..., Tensor]
 """(q_BHSD, k_BHKD, v_BHKD, *, causal, scale=None) -> o_BHSD"""
@@ -48,7 +108,7 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def auto_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Whichever implementation was measured to be fastest for such inputs (see choice.py, which says why)."""
+    """Whichever implementation was measured to be fastest for such inputs (see choice_rule.py)."""
     return IMPLEMENTATIONS[name_for(q_BHSD, k_BHKD, causal=causal)](q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
 
 

@@ -11,9 +11,8 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from ..errors import Unsupported
-from .autocast import as_autocast_would
 from .operators import REFERENCE, TRITON, Operators
-from .shapes import as_four_dims, check_inputs, default_scale
+from .shapes import as_autocast_would, as_four_dims, check_inputs, default_scale
 
 Gradients = tuple[Tensor, Tensor, Tensor, None, None]
 

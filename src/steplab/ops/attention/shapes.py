@@ -1,4 +1,4 @@
-"""Which tensors attention takes, and how every kernel gets them in four dimensions.
+"""Which tensors attention takes, and how every kernel gets them: in the type of autocast and in four dimensions.
 
 Shape suffixes: B batch, H query heads, N key heads, S query positions, K key positions, D head dimension.
 """
@@ -7,9 +7,25 @@ import torch
 from torch import Tensor
 
 from ..errors import Unsupported, UserError
-from .autocast import autocast_dtype
 from .implementations import DTYPES as NAMES_OF_DTYPES
 from .implementations import why_not
+
+
+def autocast_dtype(device_type: str) -> torch.dtype | None:
+    """The type that autocast is on with; None where it is off. Tensors without content, on meta, have no autocast."""
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return None
+    return torch.get_autocast_dtype(device_type)
+
+
+def as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors in autocast's type where it is on, as scaled_dot_product_attention gets them; float64 stays."""
+    dtype = autocast_dtype(q.device.type)
+    if dtype is None:
+        return q, k, v
+    q, k, v = (t if t.dtype == torch.float64 else t.to(dtype) for t in (q, k, v))
+    return q, k, v
+
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 """What attention is computed in."""

@@ -1,4 +1,4 @@
-"""flash_triton's backward pass: three gradients from what forward kept. triton_portable_backward.py says how."""
+"""flash_triton's backward pass: three gradients from what forward kept. triton_portable.py says how."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -25,8 +25,7 @@ from .triton_launch import (
     sums_form,
     tile_form,
 )
-from .triton_launcher import Launch
-from .triton_repeats import Made, in_a_row, kind_of, laid_out_as
+from .triton_repeats import Launch, Made, in_a_row, kind_of, laid_out_as
 from .triton_schedule import heads_a_group, heads_in_a_row
 from .triton_tensors import (
     Columns,
@@ -196,7 +195,7 @@ def _start_of_prepare(
     do_strides: Shape,
 ) -> Start:
     """The kernel for (o, do, lse, minus_lse, minus_d, turns)."""
-    from .triton_portable_backward import attention_prepare
+    from .triton_portable import attention_prepare
 
     batch, num_heads, num_queries, head_dim = shape
     num_padded = -(-num_queries // WIDEST_TILE) * WIDEST_TILE
@@ -241,7 +240,7 @@ def _starts_of_one_sweep(
     """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared), where a head has a rest of columns with q
     and do once more, for tiles of the rest, and for (sums, dq)."""
     from .triton_hopper_backward import attention_backward
-    from .triton_portable_backward import attention_finish
+    from .triton_portable import attention_finish
 
     (batch, num_heads, num_queries, head_dim), num_keys = q_shape, k_shape[2]
     numbers = _numbers(q_shape, k_shape, call.scale)
@@ -296,7 +295,7 @@ def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | No
 @lru_cache(maxsize=256)
 def _start_for_keys(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dk, dv) of these strides, then -lse and -D."""
-    from .triton_portable_backward import attention_backward_kv
+    from .triton_portable import attention_backward_kv
 
     numbers = _numbers(q_shape, k_shape, call.scale)
     shapes = q_shape, k_shape, k_shape, q_shape, k_shape, k_shape
@@ -319,7 +318,7 @@ def sweep_for_queries(operands: Operands, dq: Tensor, tiles: Tiles | None = None
 @lru_cache(maxsize=256)
 def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]) -> Start:
     """The kernel for (q, k, v, do, dq) of these strides, then -lse and -D."""
-    from .triton_portable_backward import attention_backward_q
+    from .triton_portable import attention_backward_q
 
     shapes = q_shape, k_shape, k_shape, q_shape, q_shape
     all_rows = tiles.queries, tiles.keys, tiles.keys, tiles.queries, tiles.queries

@@ -101,7 +101,7 @@ def _start(
         consumers = tiles.queries // rows
         options = hopper_options(tiles, call.parts, consumers) | {"N": tiles.keys, "NUM_CONSUMERS": consumers}
     else:
-        from .triton_portable_forward import attention_forward
+        from .triton_portable import attention_forward
 
         num_programs, rows, main, rest = num_tasks, tiles.queries, tiles.box, 0
         options = portable_options(tiles, call.products)

@@ -21,7 +21,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .triton_gluon import add_tile, load_tile, store_tile
 from .triton_hopper_gradients import (
     BOTH_ARE_DONE,
     KEYS,
@@ -30,19 +29,20 @@ from .triton_hopper_gradients import (
     Room,
     zero_at_run_time,
 )
-from .triton_hopper_one_turn import rounds_of_a_turn
 from .triton_hopper_tiles import (
     NUM_CONSUMERS,
     ROWS,
+    add_tile,
     allocate_parts,
     barrier,
     bring,
     let_pass,
+    load_tile,
     meet,
     put,
+    store_tile,
 )
-from .triton_hopper_turns import hand_on, wait_for, written
-from .triton_hopper_two_turns import rounds_of_two_turns
+from .triton_hopper_turns import hand_on, rounds_of_a_turn, rounds_of_two_turns, wait_for, written
 
 ZERO = gl.constexpr(0)
 ONE = gl.constexpr(1)

@@ -31,7 +31,6 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, tma, warpgroup_mma_wait
 
-from .triton_gluon import load_tile, store_tile
 from .triton_hopper_tiles import (
     NUM_NAMES,
     ROWS,
@@ -39,12 +38,14 @@ from .triton_hopper_tiles import (
     in_parts,
     in_registers,
     let_pass,
+    load_tile,
     meet,
     named_ring,
     pack,
     put,
     ring,
     scores,
+    store_tile,
     times,
     unpack,
     where_before,

@@ -5,7 +5,7 @@ dQ that is half the columns, or of a tile of 128 queries half the rows. dK and d
 
 Note "the tensor cores": consumers take turns at them, so that one computes, and stores dS and dQ, under the other's
 products. In which turns a tile's products are made depends on what registers and shared memory hold: of tiles of 64
-queries in one a round (triton_hopper_one_turn.py), of 128 in two (triton_hopper_two_turns.py).
+queries in one a round, of 128 in two (triton_hopper_turns.py).
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
 those of dQ that a consumer makes.
@@ -21,10 +21,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.language.core import _aggregate as aggregate
 
-from .triton_gluon import reinterpret
 from .triton_hopper_tiles import (
     ROWS,
     pack,
+    reinterpret,
     times,
     unpack,
     where_before,

@@ -3,7 +3,8 @@
 These kernels are written in Gluon, Triton's lower level, where a program says which warps do what. One warp loads tiles
 with the copy engine; two groups of four warps, the consumers, multiply them, each for 64 rows of its own. A consumer
 gives the tensor cores the next product before it takes the exponentials of the last one, so that neither waits for the
-other (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2).
+other (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2). Gluon has the names here that this Triton has for
+it: Triton 3.8 renamed the copies of tiles and got one that adds; 3.9 removed the older names.
 
 Note "one round": products that were started run on while a consumer computes, and are waited for before the next round
 of its loop. Across rounds the assembler (ptxas of CUDA 13) would wait after every one of them. What a round cannot
@@ -12,12 +13,31 @@ finish, the product with the weights that it has just made, the next round start
 Note "two parts": products are of the main columns of a head, and then of the rest, if there is one.
 """
 
+from triton._C.libtriton import ir
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, warpgroup_mma
+from triton.experimental.gluon.language._core import builtin, shared_memory_descriptor
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma, warpgroup_mma
 from triton.language.core import _aggregate as aggregate
 
-from .triton_gluon import load_tile
+
+@builtin
+def _add(tensor_desc, coord, src, _semantic=None):
+    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
+    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
+
+
+load_tile = tma.async_load if hasattr(tma, "async_load") else tma.async_copy_global_to_shared
+store_tile = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_shared_to_global
+add_tile = tma.async_atomic_add if hasattr(tma, "async_atomic_add") else _add
+
+
+@builtin
+def reinterpret(x, dtype, shape, layout, _semantic=None):
+    """The same bytes of shared memory, as numbers of another type, shape or layout."""
+    name = "reinterpret" if hasattr(shared_memory_descriptor, "reinterpret") else "_reinterpret"
+    return getattr(x, name)(dtype, shape, layout, _semantic=_semantic)
+
 
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""

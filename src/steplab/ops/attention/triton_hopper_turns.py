@@ -1,7 +1,41 @@
-"""Programs that add to the same memory in turns: counters that say whose turn it is."""
+"""The backward kernels for Hopper GPUs, whose programs add to the same memory in turns: counters say whose turn it is.
+
+With tiles of 64 queries a round has one turn at the tensor cores. It has dV, dK and dQ of a tile, and then S and dP of
+the next, so that exponentials have the whole of the other consumer's turn to run under. In its turn the second consumer
+finds the first one's dS of the same tile; the first does not find the second's yet, and makes its part of dQ a round
+late. Three tiles have to be there: one whose products are made, one whose exponentials are taken, and one on its way.
+Up to 96 columns a consumer holds its keys, up to 80 its values too, in registers.
+
+Three tiles of 128 queries do not fit shared memory, so that a round has two turns. One is for S and dP, one for dV, dK
+and dQ. In the latter the first consumer waits for the second's dS, which that one has put into shared memory before it
+asks for its own turn; meanwhile it stores its own, and multiplies that.
+
+Shape suffixes are those of triton_hopper_gradients.py.
+"""
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma_wait,
+)
+
+from .triton_hopper_gradients import (
+    DS,
+    KEYS,
+    TURN,
+    own,
+    put_dq,
+    start_dq,
+    start_dv_dk,
+    store_ds,
+    tell_dq,
+    wait_for_dv_dk,
+    weigh,
+    zero_at_run_time,
+)
+from .triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, scores
 
 
 @gluon.jit
@@ -56,3 +90,255 @@ def hand_on(turn_ptr):
         is_pure=False,
         pack=1,
     )
+
+
+# --- S and dP ------------------------------------------------------------------------------------------------------
+
+
+@gluon.constexpr_function
+def _is_held(which, rest):
+    """Whether a consumer holds its keys (0) or values (1) in registers, by the columns beside the main ones.
+
+    Where dK and dV have 80 columns, registers are left for both, where they have 96 for one.
+    """
+    return rest == 16 or (rest == 32 and which == 0)
+
+
+@gluon.jit
+def _held(room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+          CONSUMER: gl.constexpr):  # fmt: skip
+    """The consumer's keys (0) or values (1), if it holds them; else nothing."""
+    held = zero, zero
+    if _is_held(WHICH, REST):
+        held = in_registers(own(room, zero, WHICH, CONSUMER), M, MAIN, REST)
+    return held
+
+
+@gluon.jit
+def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+            CONSUMER: gl.constexpr):  # fmt: skip
+    """Start S, of keys (0) and queries, or dP, of values (1) and gradients."""
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    if not _is_held(WHICH, REST):
+        held = in_parts(own(room, zero, WHICH, CONSUMER), MAIN, REST)
+    return scores(held, tile, S, REST)
+
+
+# --- the turns -----------------------------------------------------------------------------------------------------
+
+
+@gluon.jit
+def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
+    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
+    anything, which `tell_dq` tells nobody of."""
+    mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
+    fence_async_shared()
+    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
+    return start_dq(i, dq_MW, room, zero, 0, KEYS, FIRST, W)
+
+
+@gluon.jit
+def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                    MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr,
+                    CONSUMER: gl.constexpr):  # fmt: skip
+    """As `weigh`; dS is where the other takes it from, too."""
+    weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
+                        CAUSAL, M, REST)  # fmt: skip
+    store_ds(i, ds, room, M, CONSUMER)
+    mbarrier.arrive(room.ds_of(i, CONSUMER))
+    return weights, ds
+
+
+@gluon.jit
+def _first_weights(i, k_held, v_held, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                  CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
+                  CONSUMER: gl.constexpr):  # fmt: skip
+    """The first turn: S and dP alone."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    room.wait(i)
+    meet(OWN_TURN)
+    s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
+    let_pass(NEXT_TURN)
+    return _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, True,
+                           CAUSAL, M, REST, CONSUMER)  # fmt: skip
+
+
+@gluon.jit
+def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key,
+                    first_query, num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
+                    MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
+                    W: gl.constexpr):  # fmt: skip
+    """All products of the tile before, with its weights and dS, and those of the i-th tile.
+
+    S takes the registers of P and dS, and dP those of dQ: each starts when these are free. dQ is stored under other
+    products, and announced, with a fence that waits for all stores, after the turn.
+    """
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    of_dq = i - 2 + CONSUMER  # the first consumer is a round late
+    room.wait(i)
+    meet(OWN_TURN)
+    if REST > 0:  # dQ is stored under dV and dK, which read little of shared memory
+        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
+            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+        )
+        dq_MW = warpgroup_mma_wait(4, [dq_MW])  # dV and dK are two products each
+        put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(
+            0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
+        )
+        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+    else:  # dQ is stored under S
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
+            i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+        )
+        dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+        dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(
+            1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
+        )
+        s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
+        dq_MW = warpgroup_mma_wait(1, [dq_MW])
+        put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    dp_RM = _scores(v_held, room.gradients(i), room, zero, 1, M, MAIN, REST, CONSUMER)
+    let_pass(NEXT_TURN)
+    tell_dq(of_dq, room, CONSUMER)
+    room.release(i - 1)
+    weights, ds = _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
+                                  MASKED, CAUSAL, M, REST, CONSUMER)  # fmt: skip
+    return weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr,
+                  CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """The last turn: all products of the last tile, and the part of dQ that is still to be made."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    meet(OWN_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
+        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
+    )
+    of_dq = i - 1 + CONSUMER
+    dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
+    let_pass(NEXT_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST)
+    dq_MW = warpgroup_mma_wait(0, [dq_MW])
+    put_dq(of_dq, dq_MW, room, FIRST, W, CONSUMER)
+    tell_dq(of_dq, room, CONSUMER)
+    if CONSUMER == 0:
+        dq_MW = _start_part_of_dq(i, room, zero, FIRST, W, CONSUMER)
+        dq_MW = warpgroup_mma_wait(0, [dq_MW])
+        put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+        tell_dq(i, room, CONSUMER)
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first, first_whole,
+                     end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
+                     M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
+                     FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
+    the keys."""
+    k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
+    v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
+    weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
+                                 CAUSAL, M, MAIN, REST, CONSUMER)  # fmt: skip
+    for which in range(IN_A_ROW):
+        of_head = first + which * num_tiles
+        begin = gl.where(which == 0, 1, 0)
+        for t in range(begin, first_whole):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(gl.maximum(first_whole, begin), end_whole):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, False, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(gl.maximum(end_whole, begin), num_tiles):
+            weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_a_turn(
+                of_head + t, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2,
+                first_key, start + t * step, num_queries, num_keys, True, CAUSAL, M, MAIN, REST, CONSUMER, FIRST, W,
+            )  # fmt: skip
+    return _last_products(first + IN_A_ROW * num_tiles - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room,
+                          MAIN, REST, CONSUMER, FIRST, W)  # fmt: skip
+
+
+@gluon.jit
+def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query, num_queries,
+                       num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
+                       CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All products of the i-th tile."""
+    zero = zero_at_run_time(i)
+    OWN_TURN: gl.constexpr = TURN + CONSUMER
+    NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
+    OWN_DS: gl.constexpr = DS + CONSUMER
+    OTHERS_DS: gl.constexpr = DS + 1 - CONSUMER
+    S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
+    room.wait(i)
+    meet(OWN_TURN)
+    s_RM = scores(in_parts(own(room, zero, 0, CONSUMER), MAIN, 0), room.queries(i), S, 0)
+    dp_RM = scores(in_parts(own(room, zero, 1, CONSUMER), MAIN, 0), room.gradients(i), S, 0)
+    let_pass(NEXT_TURN)
+    weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
+                        CAUSAL, M, 0)  # fmt: skip
+    # The first has to wait for the second's dS in its turn, and may store its own then too: 1 to 2 % faster.
+    if CONSUMER == 1:
+        store_ds(i, ds, room, M, CONSUMER)
+        let_pass(OTHERS_DS)
+    meet(OWN_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
+        i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, 0
+    )
+    dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
+    DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
+    if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
+        store_ds(i, ds, room, M, CONSUMER)
+        let_pass(OTHERS_DS)
+        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
+        dq_MW = start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
+    meet(OWN_DS)
+    fence_async_shared()
+    dq_MW = start_dq(i, dq_MW, room, zero, DONE, KEYS - DONE, FIRST, W)
+    let_pass(NEXT_TURN)
+    dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = wait_for_dv_dk(0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, 0)
+    dq_MW = warpgroup_mma_wait(0, [dq_MW])
+    put_dq(i, dq_MW, room, FIRST, W, CONSUMER)
+    tell_dq(i, room, CONSUMER)
+    room.release(i)
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD
+
+
+@gluon.jit
+def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start, step, first,
+                        first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr,
+                        IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr,
+                        FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
+    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
+    the keys."""
+    for which in range(IN_A_ROW):
+        of_head = first + which * num_tiles
+        for t in range(first_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(first_whole, end_whole):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, False, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
+        for t in range(end_whole, num_tiles):
+            dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = _round_of_two_turns(
+                of_head + t, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, start + t * step,
+                num_queries, num_keys, True, CAUSAL, M, MAIN, CONSUMER, FIRST, W,
+            )  # fmt: skip
+    return dk_RD, dk_rest_RD, dv_RD, dv_rest_RD

@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from .triton_launcher import Address, Launch, Launcher, launcher_of
-from .triton_repeats import refuse_while_capturing
+from .triton_repeats import Address, Launch, Launcher, launcher_of, refuse_while_capturing
 from .triton_tensors import Columns, Shape, strides_of
 from .triton_tuning import Tiles
 

@@ -62,7 +62,7 @@ def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:
-    """The nearest numbers of 10 bits behind the first, as a product in TF32 takes them; see triton_portable_tiles."""
+    """The nearest numbers of 10 bits behind the first, as a product in TF32 takes them; see triton_portable."""
     bits = (x.contiguous().view(torch.int32) + 0x1000) & -0x2000
     return torch.where(x.isnan(), x, bits.view(torch.float32))
 

@@ -1,9 +1,13 @@
 """Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
-elsewhere the operators of reference.py, which give the same bits. Tensors are bf16, else Unsupported is raised: a
-transposed float32 tile is moved between threads after its cast, as bytes, and for a tensor of one row Triton 3.6 and
-3.7.1 put wrong ones there (seen on an H200); a bf16 tile is moved before its cast.
+elsewhere the reference, the formula in operators of torch, give the same bits. Tensors are bf16, else Unsupported is
+raised: a transposed float32 tile is moved between threads after its cast, as bytes, and for a tensor of one row Triton
+3.6 and 3.7.1 put wrong ones there (seen on an H200); a bf16 tile is moved before its cast.
+
+A format has its largest finite number TOP: 448 of e4m3, 57,344 of e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning"). A tensor whose largest magnitude is amax is multiplied by scale = TOP / amax, cut off at TOP and rounded to
+the nearest; products are multiplied by the inverse scales. A NaN and an infinity are not hidden: products are NaN.
 
 Shape suffixes: R rows, C columns.
 """
@@ -17,7 +21,33 @@ from ..errors import Unsupported
 from ..torch_library import define
 from ..triton_device import on_device_of
 from ..triton_places import runs_on
-from .reference import SMALLEST_AMAX, plain_amax, plain_cast, plain_cast_both
+
+SMALLEST_AMAX = 2.0**-100
+"""Tensors of zeros and of less than this are scaled as if it were theirs, so that the scale is finite."""
+
+
+def plain_amax(x: Tensor) -> Tensor:
+    """The largest magnitude, a float32 scalar on the device of x; NaN if there is one."""
+    return x.abs().amax().float()
+
+
+def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
+    """float32, the product of which with amax is the largest finite number of the format."""
+    top = torch.full_like(amax, torch.finfo(dtype).max)  # a Python number is divided as it times the reciprocal
+    return top / amax.clamp_min(SMALLEST_AMAX)
+
+
+def plain_cast(x: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """x in fp8, and the inverse scale: a float32 scalar."""
+    top, scale = torch.finfo(dtype).max, plain_scale(amax, dtype)
+    return (x.float() * scale).clamp(-top, top).to(dtype), scale.reciprocal()
+
+
+def plain_cast_both(x_RC: Tensor, amax: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """x in fp8 by rows [R, C], by columns [C, R], and the inverse scale; both are contiguous."""
+    rows_RC, inverse_scale = plain_cast(x_RC, amax, dtype)
+    return rows_RC, rows_RC.t().contiguous(), inverse_scale
+
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8

@@ -1,4 +1,4 @@
-"""The kernels of casts to fp8; see reference.py. Each reads a tensor once.
+"""The kernels of casts to fp8; see casts.py. Each reads a tensor once.
 
 The scale is computed by every program from amax, so that nothing runs between the kernel that finds amax and the cast.
 Transposed is the bf16 tile, which is then cast once more: shared memory is read by matrices of 16-bit elements, and of
@@ -8,7 +8,7 @@ Transposed is the bf16 tile, which is then cast once more: shared memory is read
 import triton
 import triton.language as tl
 
-from ..amax_kernels import amax_so_far, magnitude_bits, raise_amax
+from ..block_kernels import amax_so_far, magnitude_bits, raise_amax
 
 
 @triton.jit

@@ -7,8 +7,8 @@ its results, and how tensors lie in memory, is in the table of ops.attention.imp
 from functools import partial
 from math import prod
 
-from steplab.costs.attention_operators import BACKWARD_FLOPS
 from steplab.costs.kernel_time import Product
+from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.ops.attention.implementations import Implementation, Workspace, implementation
 from steplab.plan.dry_run.attention import (
     Attend,

@@ -7,7 +7,7 @@ A function ends where torch's ends, so that what it holds is freed at the same m
 from functools import partial
 
 from steplab.costs.kernel_time import Product
-from steplab.ops.cross_entropy_table import (
+from steplab.ops.triton_places import (
     ROW_MULTIPLE,
     Implementation,
     chunk_tokens,

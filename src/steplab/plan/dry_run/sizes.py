@@ -2,7 +2,7 @@
 
 B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block,
 h heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
-1/n of each matrix, of the heads and of the vocabulary and, between the products, of the tokens (model/tensor_plan.py).
+1/n of each matrix, of the heads and of the vocabulary and, between the products, of the tokens (model/layout.py).
 """
 
 from dataclasses import dataclass

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 
-from steplab.ops.cross_entropy_table import implementation
+from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.compiled import CompiledTransformer
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.fused_attention import attention_of

@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from steplab.costs.kernel_time import streaming_s
-from steplab.costs.optimizers import UPDATE_PASSES
+from steplab.costs.operators import UPDATE_PASSES
 from steplab.costs.rates import Gpu
 from steplab.errors import Unsupported
 from steplab.plan.dry_run.parts import PartName, Parts

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
-from steplab.ops.cross_entropy_table import implementation
+from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel

@@ -47,7 +47,7 @@ class Weight:
 def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
     """The weights of the embedding, of one block or of the head on a rank, in the order in which the model has them.
 
-    Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.tensor_plan).
+    Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout).
     """
     d, f, v, learned = shape.d_model, shape.d_ff, shape.vocab_size, shape.learned_positions
     if part == "embedding":

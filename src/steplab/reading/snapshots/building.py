@@ -1,7 +1,8 @@
 """Makes columns from the objects of a snapshot's pickle.
 
 `torch.cuda.memory._snapshot` documents what torch writes. Unknown keys are skipped; known ones must have the type that
-torch gives them. A snapshot of 1 GB has millions of events, which are dicts; so each column is made at once.
+torch gives them, else the file is refused. A snapshot of 1 GB has millions of events, which are dicts; so each column
+is made at once.
 """
 
 from collections import defaultdict
@@ -29,7 +30,17 @@ from steplab.reading.snapshots.history import (
     Numbers,
     Segments,
 )
-from steplab.reading.snapshots.refusal import Refused, expect
+
+
+class Refused(Exception):
+    """The file is refused; the message completes a line that begins with the file's name."""
+
+
+def expect(condition: bool, why: str) -> None:
+    """Raise Refused unless the condition holds."""
+    if not condition:
+        raise Refused(why)
+
 
 _STATES = {
     "inactive": INACTIVE,

@@ -9,10 +9,16 @@ from steplab.errors import SteplabError
 from steplab.reading.snapshots.history import NONE, OOM, Codes, DeviceHistory, History, Integers
 from steplab.reading.snapshots.largest import alive_at, largest
 from steplab.reading.snapshots.made import Origin, Origins
-from steplab.reading.snapshots.positions import Positions, Residents
 from steplab.reading.snapshots.replay import Lifetimes, replay, reserved_peak_bytes
 from steplab.reading.snapshots.saved import SavedMemory
-from steplab.reading.snapshots.timeline import bytes_over_time, phase_moments, phase_records, timeline
+from steplab.reading.snapshots.timeline import (
+    Positions,
+    Residents,
+    bytes_over_time,
+    phase_moments,
+    phase_records,
+    timeline,
+)
 from steplab.records.memory_marks import Marks, Stretch
 from steplab.records.memory_profile import MEASURED_CATEGORIES, UNNAMED_CATEGORIES, MemoryProfile
 from steplab.units import counted, format_bytes

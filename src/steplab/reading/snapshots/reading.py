@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
-from steplab.reading.snapshots.building import build_history
+from steplab.reading.snapshots.building import Refused, build_history, expect
 from steplab.reading.snapshots.history import ACTIONS, NONE, OOM, SEGMENT_UNMAP, DeviceHistory, History, Integers
-from steplab.reading.snapshots.refusal import Refused, expect
 from steplab.units import MIB
 from steplab.unpacking import OnProgress, Unpacked, unwatched
 

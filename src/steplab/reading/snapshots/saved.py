@@ -4,8 +4,8 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 
 from steplab.reading.snapshots.history import NONE, Codes
-from steplab.reading.snapshots.positions import Residents
 from steplab.reading.snapshots.replay import Lifetimes
+from steplab.reading.snapshots.timeline import Residents
 from steplab.records.memory_marks import Marks, Saved
 from steplab.records.memory_profile import MEASURED_CATEGORIES, BlockMemory, LeftOut, SavedTensors, tensor_bytes
 from steplab.records.module_names import without_numbers

@@ -23,7 +23,7 @@ _MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
 TRANSFERS = re.compile(r"^Mem(cpy|set)")
 """The names of copies and fills of the device."""
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
-"""Copies, and the kernel of parallel.peer_means."""
+"""Copies, and the kernel of parallel.peer_copies."""
 _COMMUNICATION = CATEGORIES.index("communication")
 _FINEST = 4000
 """Gaps shorter than this fraction of the step are not drawn."""

@@ -11,7 +11,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
-from steplab.costs.attention_operators import FUSED_ATTENTION
+from steplab.costs.operators import FUSED_ATTENTION
 from steplab.reading.traces.document import Document, NotATrace
 from steplab.reading.traces.events import (
     CATEGORIES,

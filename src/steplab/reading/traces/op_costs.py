@@ -2,8 +2,16 @@
 
 import numpy as np
 
-from steplab.costs.attention_operators import FUSED_ATTENTION, fused_attention_cost
-from steplab.costs.operators import DTYPES_OF_TRACES, FLOATING_BYTES, ITEM_BYTES, Cost, Tensor, operator_cost
+from steplab.costs.operators import (
+    DTYPES_OF_TRACES,
+    FLOATING_BYTES,
+    FUSED_ATTENTION,
+    ITEM_BYTES,
+    Cost,
+    Tensor,
+    fused_attention_cost,
+    operator_cost,
+)
 from steplab.reading.traces.trace import NONE, Column, Inputs, Trace
 
 

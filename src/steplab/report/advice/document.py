@@ -1,7 +1,7 @@
 """The report of a walk to a faster step: its answer, every change that was tried, and how to make those that paid."""
 
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import zip_longest
 
 from steplab import units
@@ -9,10 +9,10 @@ from steplab.records.advice import Advice, Tried
 from steplab.records.comparison import Decision
 from steplab.records.rows import Row
 from steplab.report.advice.waterfall import waterfall
-from steplab.report.environments import environment_section
-from steplab.report.kit.document import Block, Column, Document, Section, Sentences, Table, Verdict, later, row_of
+from steplab.report.kit.document import Block, Column, Section, Sentences, Table, Verdict, later, row_of
 from steplab.report.kit.quantities import LABEL, PERCENT, TEXT, Quantity
 from steplab.report.kit.text import dotted, made, why_failed
+from steplab.report.report import RecordReport
 from steplab.report.turns.document import alternating_caution, ratio_words
 from steplab.specs.changes import OPT_IN
 from steplab.specs.own_loop import own_loop, own_model
@@ -21,32 +21,6 @@ from steplab.specs.step import describe
 
 _OF_ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 _SIGNED_BYTES = Quantity(lambda size: units.signed(size, units.format_bytes))
-
-
-def advice_document(advice: Advice) -> Document:
-    """One walk in full."""
-    table = _table(advice)
-    return Document(
-        title=advice_title(advice),
-        subtitle=made(advice, "walk"),
-        verdict=advice_verdict(advice),
-        sections=(*_sections(advice), environment_section(advice.environment)),
-        data=table.rows,
-    )
-
-
-def advice_chapter(records: Sequence[Advice], answered: bool = False) -> Section:
-    """The walks on a page."""
-    parts = [
-        Section.of_record(
-            dotted(advice.created_utc, f"walk {advice.id}"),
-            Verdict() if answered else advice_verdict(advice),
-            _sections(advice),
-            title=advice.name or advice_title(advice),
-        )
-        for advice in records
-    ]
-    return Section.of("Advice", *parts, anchor="advice")
 
 
 def advice_title(advice: Advice) -> str:
@@ -248,3 +222,17 @@ def _decision(tried: Tried) -> str:
     decision: Decision = "lower" if tried.kept else tried.ratio.decision if tried.ratio else "undecided"
     words: dict[Decision, str] = {"higher": "slower", "same": "no gain", "lower": "kept"}
     return words.get(decision, "not decided")
+
+
+REPORT = RecordReport(
+    chapter="Advice",
+    anchor="advice",
+    title=advice_title,
+    subtitle=lambda advice: made(advice, "walk"),
+    heading=lambda advice: dotted(advice.created_utc, f"walk {advice.id}"),
+    called=lambda advice: advice.name or advice_title(advice),
+    answer=advice_verdict,
+    sections=_sections,
+    rows=lambda advice: _table(advice).rows,
+    names_one=True,
+)

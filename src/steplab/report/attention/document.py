@@ -1,6 +1,6 @@
 """What a report says of attention by itself: a benchmark, and the memory that plain attention would need."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from steplab import units
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
@@ -8,61 +8,27 @@ from steplab.report.attention.charts import memory_chart, rate_chart
 from steplab.report.attention.figures import PASS_WORDS, attention_rows, default_peer, median_s, notes_of, telling_pass
 from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict, speed_bars
-from steplab.report.environments import environment_section
 from steplab.report.kit.document import (
     MOST_IN_FULL,
+    Block,
     Document,
     Section,
     Sentences,
-    Table,
     Verdict,
     later,
     records_in_full,
 )
 from steplab.report.kit.text import dotted, made, quoted_name, why_failed
+from steplab.report.report import Context, RecordReport
 from steplab.specs.attention import PASSES
 
 _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes per element"
-
-
-def attention_document(run: AttentionRun, *, against: str | None = None) -> Document:
-    """The report of one benchmark.
-
-    `against` names the implementation that speeds are relative to; None: the first of sdpa_flash, sdpa and plain that
-    was measured.
-    """
-    peer = against or default_peer(run.cells)
-    return Document(
-        title=_title(run),
-        subtitle=dotted(made(run, "benchmark"), run.device_name, quoted_name(run)),
-        verdict=attention_verdict(run, peer),
-        sections=(*_sections(run, peer), environment_section(run.environment)),
-        data=attention_rows(run.cells, peer),
-    )
 
 
 def _title(run: AttentionRun) -> str:
     """What was benchmarked, in words that begin with attention."""
     told = run.study.description or run.study.name
     return f"{told[:1].upper()}{told[1:]}" if told.lower().startswith("attention") else f"Attention: {told}"
-
-
-def attention_chapter(runs: Sequence[AttentionRun], steps: Table | None, answered: bool = False) -> Section:
-    """Attention on a page: `steps`, the training steps that differ only in their attention, then the benchmarks."""
-
-    def record(run: AttentionRun) -> Section:
-        peer = default_peer(run.cells)
-        return Section.of_record(
-            dotted(run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"),
-            Verdict() if answered else attention_verdict(run, peer),
-            _sections(run, peer, alone=len(runs) == 1),
-            title=(run.name or run.study.name) if len(runs) > 1 else "",
-        )
-
-    newest = runs[::-1]
-    shown = records_in_full(newest[:MOST_IN_FULL], newest, record)
-    by_step = Section.of("Training steps by attention implementation", steps)
-    return Section.of("Attention", by_step, *shown, anchor="attention")
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
@@ -115,3 +81,36 @@ def account_document(account: AttentionAccount) -> Document:
         sections=(Section.of("", table, Sentences.of(told, "finding")),),
         data=table.rows,
     )
+
+
+def report_against(peer: str | None) -> RecordReport:
+    """The report with speeds relative to `peer`; None: the first of sdpa_flash, sdpa and plain that was measured."""
+
+    def against(run: AttentionRun) -> str | None:
+        return peer or default_peer(run.cells)
+
+    def parts(
+        runs: Sequence[AttentionRun], context: Context, section: Callable[[AttentionRun], Section]
+    ) -> Iterator[Block | None]:
+        """The newest first."""
+        newest = runs[::-1]
+        yield from records_in_full(newest[:MOST_IN_FULL], newest, section)
+
+    return RecordReport(
+        chapter="Attention",
+        anchor="attention",
+        title=_title,
+        subtitle=lambda run: dotted(made(run, "benchmark"), run.device_name, quoted_name(run)),
+        heading=lambda run: dotted(
+            run.study.description or run.study.name, run.device_name, run.created_utc, f"benchmark {run.id}"
+        ),
+        called=lambda run: run.name or run.study.name,
+        answer=lambda run: attention_verdict(run, against(run)),
+        sections=lambda run: _sections(run, against(run)),
+        among_others=lambda run: _sections(run, against(run), alone=False),
+        rows=lambda run: attention_rows(run.cells, against(run)),
+        parts=parts,
+    )
+
+
+REPORT = report_against(None)

@@ -4,7 +4,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from statistics import median, quantiles
 
 from steplab import units
+from steplab.comparison.samples import compare_samples
 from steplab.records.attention import AttentionCell
+from steplab.records.comparison import Ratio
 from steplab.records.rows import Row
 from steplab.report.kit.document import row_of
 from steplab.report.kit.grouping import told_once
@@ -50,6 +52,14 @@ def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], nam
     peer = peers.get(cell.spec.shape)
     own_s, peer_s = median_s(cell, name), median_s(peer, name) if peer else None
     return peer_s / own_s if own_s and peer_s else None
+
+
+def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
+    """The time of a pass over the peer's; repeats that took turns are compared pair by pair."""
+    a, b = peer.samples(name), cell.samples(name)
+    if peer.spec.column in cell.interleaved and len(a) == len(b):
+        return compare_samples([[sample] for sample in a], [[sample] for sample in b], in_turns=True)
+    return compare_samples([a], [b], in_turns=False)
 
 
 def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:

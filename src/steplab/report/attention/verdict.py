@@ -1,5 +1,6 @@
 """The answer of a benchmark of attention: how fast each implementation is relative to one of them, and what fails."""
 
+import math
 import re
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -9,6 +10,7 @@ from statistics import geometric_mean
 from steplab import units
 from steplab.ops.attention.implementations import implementation
 from steplab.records.attention import AttentionCell, AttentionRun
+from steplab.records.comparison import Ratio
 from steplab.report.attention.figures import (
     PASS_WORDS,
     SCATTERED,
@@ -18,18 +20,16 @@ from steplab.report.attention.figures import (
     shape_label,
     speed,
     telling_pass,
+    time_ratio,
 )
 from steplab.report.kit.document import Bar, Bars, Segment, Verdict
 from steplab.report.kit.text import interruption
-from steplab.stats import summarize
 
-_EVEN = 0.02
-"""Relative difference of two times below which neither implementation counts as faster."""
 _WIDE = 0.1
 """Share of a mean from which its interval is told by its ends, which need not be as far from it."""
 _MOST_TOLD = 3
 _ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
-"""The failure without a package (ops.attention.flash_attn_4), also in the words of older records."""
+"""The failure without a package (ops.attention.peers), also in the words of older records."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -37,11 +37,9 @@ class _Comparison:
     """One implementation against the peer, over the shapes that both ran."""
 
     column: str
+    ratios: tuple[Ratio, ...]
+    """Of its times to the peer's, shape by shape."""
     speeds: tuple[float, ...]
-    lows: tuple[float, ...]
-    """Lower ends of the speeds' intervals."""
-    highs: tuple[float, ...]
-    """Upper ends."""
     slowest_at: str
     """The shape with the least speed."""
     chose_peer: bool
@@ -52,22 +50,21 @@ class _Comparison:
         return geometric_mean(self.speeds)
 
     @property
-    def low(self) -> float:
-        return geometric_mean(self.lows)
-
-    @property
-    def high(self) -> float:
-        return geometric_mean(self.highs)
+    def bounds(self) -> tuple[float, float] | None:
+        """95 % interval of the mean: shapes were timed one after the other, so their errors are independent."""
+        ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
+        if len(ends) < len(self.ratios):
+            return None
+        below, above = (math.hypot(*map(math.log, side)) / len(ends) for side in zip(*ends, strict=True))
+        return self.mean / math.exp(below), self.mean * math.exp(above)
 
     @property
     def num_faster(self) -> int:
-        """Number of shapes on which it is faster by the whole interval, and not by a trifle."""
-        return sum(speed > 1 + _EVEN and low > 1 for speed, low in zip(self.speeds, self.lows, strict=True))
+        return sum(ratio.decision == "lower" for ratio in self.ratios)
 
     @property
     def num_slower(self) -> int:
-        """Number of shapes on which it is slower by the whole interval, and not by a trifle."""
-        return sum(speed < 1 - _EVEN and high < 1 for speed, high in zip(self.speeds, self.highs, strict=True))
+        return sum(ratio.decision == "higher" for ratio in self.ratios)
 
     @property
     def one_sided(self) -> bool:
@@ -77,7 +74,7 @@ class _Comparison:
     @property
     def is_decided(self) -> bool:
         """Whether the interval of the mean does not include 1."""
-        return not self.low <= 1 <= self.high
+        return self.bounds is not None and not self.bounds[0] <= 1 <= self.bounds[1]
 
 
 def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
@@ -103,15 +100,12 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
         ]
         if not pairs:
             continue
-        own = [summarize(cell.samples(name)) for cell, _, _ in pairs]
-        other = [summarize(theirs.samples(name)) for _, theirs, _ in pairs]
         slowest, _, _ = min(pairs, key=lambda pair: pair[2])
         found.append(
             _Comparison(
                 column=column,
+                ratios=tuple(time_ratio(cell, theirs, name) for cell, theirs, _ in pairs),
                 speeds=tuple(value for _, _, value in pairs),
-                lows=tuple(b.low / a.high for a, b in zip(own, other, strict=True)),
-                highs=tuple(b.high / a.low for a, b in zip(own, other, strict=True)),
                 slowest_at=shape_label(slowest.spec.shape, shapes),
                 chose_peer=all(_chose(cell, theirs) for cell, theirs, _ in pairs),
             )
@@ -165,9 +159,12 @@ def _over(comparisons: Sequence[_Comparison]) -> str:
 
 
 def _with_error(one: _Comparison) -> str:
-    off = max(one.high - one.mean, one.mean - one.low, 0.01)
+    if one.bounds is None:
+        return _times(one.mean)
+    low, high = one.bounds
+    off = max(high - one.mean, one.mean - low, 0.01)
     if len(one.speeds) == 1 or off > _WIDE * one.mean:
-        return f"{_times(one.mean)} ({_times(one.low)} to {_times(one.high)})"
+        return f"{_times(one.mean)} ({_times(low)} to {_times(high)})"
     return f"{_times(one.mean)} ± {off:.2f}"
 
 

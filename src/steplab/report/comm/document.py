@@ -1,7 +1,7 @@
 """What a report says of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit, CommRun
@@ -9,11 +9,11 @@ from steplab.records.rows import Scalar
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.figures import bus_bandwidth, comm_rows
 from steplab.report.comm.verdict import comm_name, comm_verdict
-from steplab.report.environments import environment_section
-from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
+from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
 from steplab.report.kit.text import dotted, made, why_failed
+from steplab.report.report import Context, RecordReport
 from steplab.specs.comm import COLLECTIVES
 
 TERMS = (
@@ -40,37 +40,6 @@ TERMS = (
     ),
 )
 """Terms of this section, and what they mean."""
-
-
-def comm_document(run: CommRun) -> Document:
-    """All that is said of one benchmark."""
-    libraries = [(name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items()]
-    ranks = [("ranks", _processes(run))] if run.ranks else []
-    return Document(
-        title=f"Collectives: {run.name}" if run.name else comm_name(run).capitalize(),
-        subtitle=dotted(made(run, "benchmark"), run.device_name),
-        verdict=comm_verdict(run),
-        sections=(*_sections(run), environment_section(run.environment, *ranks, *libraries)),
-        data=comm_rows(run.cells),
-    )
-
-
-def comm_chapter(runs: Sequence[CommRun], answered: bool = False) -> Section:
-    """The benchmarks on a page, in their order; last, where backends were measured in different ones, all together."""
-    parts = [
-        Section.of_record(
-            _page_heading(run),
-            Verdict() if answered else comm_verdict(run),
-            _sections(run),
-            title=comm_name(run) if len(runs) > 1 else "",
-        )
-        for run in runs
-    ]
-    together = backends_side_by_side([cell for run in runs for cell in run.cells])
-    if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
-        ids = Sentences.of([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
-        parts.append(Section.of("Backends side by side", ids, together))
-    return Section.of("Communication", *parts, anchor="communication")
 
 
 def comm_cell_line(cell: CommCell) -> str:
@@ -208,3 +177,33 @@ def _profile(profile: Sequence[CommFit]) -> Table:
         ),
         caption,
     )
+
+
+def _where(run: CommRun) -> list[tuple[str, str]]:
+    ranks = [("ranks", _processes(run))] if run.ranks else []
+    return [*ranks, *((name.upper() if name == "nccl" else name, version) for name, version in run.libraries.items())]
+
+
+def _parts(runs: Sequence[CommRun], context: Context, section: Callable[[CommRun], Section]) -> Iterator[Block | None]:
+    """The benchmarks in their order; last, where backends were measured in different ones, all together."""
+    yield from map(section, runs)
+    together = backends_side_by_side([cell for run in runs for cell in run.cells])
+    if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):
+        ids = Sentences.of([dotted(*(f"benchmark {run.id}" for run in runs))], "note")
+        yield Section.of("Backends side by side", ids, together)
+
+
+REPORT = RecordReport(
+    chapter="Communication",
+    anchor="communication",
+    title=lambda run: f"Collectives: {run.name}" if run.name else comm_name(run).capitalize(),
+    subtitle=lambda run: dotted(made(run, "benchmark"), run.device_name),
+    heading=_page_heading,
+    called=comm_name,
+    answer=comm_verdict,
+    sections=_sections,
+    rows=lambda run: comm_rows(run.cells),
+    terms=TERMS,
+    where=_where,
+    parts=_parts,
+)

@@ -13,10 +13,10 @@ from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, notes_of, ranks_words
-from steplab.report.environments import environment_section
-from steplab.report.kit.document import RESULT, Column, Document, Section, Sentences, Table, Verdict, later
+from steplab.report.kit.document import RESULT, Column, Section, Sentences, Table, later
 from steplab.report.kit.quantities import LABEL, SHARE, TIMES
 from steplab.report.kit.text import dotted, made, quoted_name, why_failed
+from steplab.report.report import RecordReport
 
 TERMS = (
     (
@@ -48,31 +48,6 @@ TERMS = (
     ),
 )
 """Terms of this section, and what they mean."""
-
-
-def ddp_document(run: DdpRun) -> Document:
-    """All that is said of one study."""
-    return Document(
-        title=f"Data parallelism: {asked(run)}",
-        subtitle=dotted(ranks_words(run), made(run, "study"), quoted_name(run)),
-        verdict=ddp_verdict(run),
-        sections=(*_sections(run), environment_section(run.environment)),
-        data=ddp_rows(run),
-    )
-
-
-def ddp_chapter(runs: Sequence[DdpRun], answered: bool = False) -> Section:
-    """The studies on a page, in their order; `answered`: without the answer, which opens the page."""
-    parts = (
-        Section.of_record(
-            dotted(asked(run), ranks_words(run), run.created_utc, f"study {run.id}"),
-            Verdict() if answered else ddp_verdict(run),
-            _sections(run),
-            title=(run.name or asked(run)) if len(runs) > 1 else "",
-        )
-        for run in runs
-    )
-    return Section.of("Data parallelism", *parts, anchor="ddp")
 
 
 def ddp_cell_line(cell: DdpCell) -> str:
@@ -196,3 +171,17 @@ def _memory(rows: Sequence[Row]) -> Table:
         caption="Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the "
         "categories are those after it.",
     )
+
+
+REPORT = RecordReport(
+    chapter="Data parallelism",
+    anchor="ddp",
+    title=lambda run: f"Data parallelism: {asked(run)}",
+    subtitle=lambda run: dotted(ranks_words(run), made(run, "study"), quoted_name(run)),
+    heading=lambda run: dotted(asked(run), ranks_words(run), run.created_utc, f"study {run.id}"),
+    called=lambda run: run.name or asked(run),
+    answer=ddp_verdict,
+    sections=_sections,
+    rows=ddp_rows,
+    terms=TERMS,
+)

@@ -7,8 +7,9 @@ ranks' medians, and so is the baseline's, so that waiting for a slow device does
 from collections.abc import Callable, Iterable
 from statistics import median
 
-from steplab import stats
+from steplab.comparison.samples import compare_samples
 from steplab.records import timing
+from steplab.records.comparison import Ratio
 from steplab.records.ddp import DdpCell, DdpRun, StateMemory
 
 _WIDEST = 0.5
@@ -74,13 +75,24 @@ def exposed_s(cell: DdpCell) -> float | None:
 
 
 def exposed_range_s(cell: DdpCell) -> tuple[float, float] | None:
-    """Bounds of the exposed communication: the differences of opposite ends of both medians' 95 % intervals."""
-    own = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step"))]
-    other = [stats.summarize(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=True))]
-    if not own or not other:
+    """Bounds of the exposed communication, by the 95 % interval of the step over the one without communication."""
+    ratio, whole_s, without_s = step_ratio(cell), step_s(cell), baseline_s(cell)
+    if ratio is None or ratio.low is None or ratio.high is None or whole_s is None or without_s is None:
         return None
-    low = max(summary.low for summary in own) - max(summary.high for summary in other)
-    return low, max(summary.high for summary in own) - max(summary.low for summary in other)
+    return whole_s * ratio.low / ratio.ratio - without_s, whole_s * ratio.high / ratio.ratio - without_s
+
+
+def step_ratio(cell: DdpCell) -> Ratio | None:
+    """The step over the same step without communication, with which it took turns, each on its slowest rank."""
+    slowest = [
+        max((r.samples("step", baseline=beside) for r in cell.ranks), key=lambda of: median(of or (0,)), default=())
+        for beside in (True, False)
+    ]
+    if not all(slowest):
+        return None
+    if len(slowest[0]) != len(slowest[1]) or cell.turns == "before_and_after":
+        return compare_samples([slowest[0]], [slowest[1]], in_turns=False)
+    return compare_samples(*([[sample] for sample in samples] for samples in slowest), in_turns=True)
 
 
 def hidden(cell: DdpCell) -> float | None:

@@ -46,8 +46,8 @@ def _sentences(run: DdpRun) -> Iterator[str]:
 
 def _saves(cell: DdpCell) -> bool:
     """Whether a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
-    bounds = figures.exposed_range_s(cell)
-    return bounds is not None and bounds[1] < 0
+    ratio = figures.step_ratio(cell)
+    return ratio is not None and ratio.decision == "lower"
 
 
 def _saved(cell: DdpCell) -> str:

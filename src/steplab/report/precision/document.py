@@ -19,6 +19,7 @@ from steplab.report.precision.tables import (
     type_table,
 )
 from steplab.report.precision.verdict import precision_verdict
+from steplab.report.report import NOTHING, Chapter, Context, several_answers
 
 _MOST_ANSWERS = 3
 """Audits whose answers open a report of several."""
@@ -43,19 +44,6 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
         verdict=precision_verdict(numerics),
         sections=(*_sections(numerics), *further),
         data=data,
-    )
-
-
-def precision_chapter(runs: Sequence[Run], numerics: Sequence[Numerics], answered: bool = False) -> Section:
-    """Precision on a page: the timed runs of the audited steps, each audit, and the sums."""
-    studies = {record.study for record in numerics if record.study}
-    timed = [run for run in runs if run.study in studies]
-    return Section.of(
-        "Precision",
-        Section.of("One step in each precision", timing_table(timed)),
-        *(_part(record, answered) for record in numerics if record.spec),
-        _sums(_accumulations(numerics)),
-        anchor="precision",
     )
 
 
@@ -90,3 +78,35 @@ def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
 
 def _sums(accumulations: Sequence[Accumulation]) -> Section:
     return Section.of(title_of_sums(accumulations), sum_table(accumulations))
+
+
+class _PrecisionReport:
+    """Audits are reported together, because their tables have a row or a column for each."""
+
+    is_joint = True
+
+    @property
+    def chapters(self) -> tuple[Chapter, ...]:
+        return (Chapter(name="precision", make=_chapter),)
+
+    def verdict(self, records: Sequence[Numerics], context: Context = NOTHING) -> Verdict:
+        return several_answers([(words.title(record), precision_verdict(record)) for record in records])
+
+    def documents(self, records: Sequence[Numerics], context: Context = NOTHING) -> list[Document]:
+        return [precision_document(records)]
+
+
+def _chapter(numerics: Sequence[Numerics], context: Context) -> Section:
+    """The timed runs of the audited steps, each audit, and the sums."""
+    studies = {record.study for record in numerics if record.study}
+    timed = [run for run in context.runs if run.study in studies]
+    return Section.of(
+        "Precision",
+        Section.of("One step in each precision", timing_table(timed)),
+        *(_part(record, context.answered) for record in numerics if record.spec),
+        _sums(_accumulations(numerics)),
+        anchor="precision",
+    )
+
+
+REPORT = _PrecisionReport()

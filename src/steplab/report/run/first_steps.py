@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from statistics import median
 
 from steplab import units
+from steplab.records.disturbances import disturbances
 from steplab.records.memory import AllocatorState
 from steplab.records.rows import Row
 from steplab.records.run import Run
@@ -88,14 +89,19 @@ def first_steps_reasons(cells: Sequence[RunCell]) -> list[str]:
 
 
 def _worst(cells: Sequence[RunCell], name: str) -> tuple[RunCell, float] | None:
-    """The run whose first step exceeds a settled one most in a phase; None if that is noticeable in none.
+    """The undisturbed run whose first step exceeds a settled one most in a phase; None if that is noticeable in none.
 
     The first step of a compiled run is not its first call: another compiled it.
     """
     found = []
     for cell in cells:
         timing = cell.run.timing
-        excess_s = _excess_s(timing, name) if timing and timing.first_step_s is None else None
+        settles = (
+            timing
+            and timing.first_step_s is None
+            and all(found.word == "waits for host" for found in disturbances(cell.run))
+        )
+        excess_s = _excess_s(timing, name) if timing and settles else None
         if timing and excess_s is not None and excess_s > _NOTICEABLE * (_settled_s(timing, "step") or 0.0):
             found.append((cell, excess_s))
     return max(found, key=lambda pair: pair[1], default=None)

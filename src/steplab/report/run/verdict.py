@@ -2,14 +2,16 @@
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median, stdev
 
 from steplab import stats, units
 from steplab.comparison.judging import judged
+from steplab.comparison.samples import compare_samples
 from steplab.records.disturbances import disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.report.kit.document import Verdict
+from steplab.report.kit.grouping import grouped
 from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
 from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
@@ -57,8 +59,29 @@ def _one(run: Run) -> Iterator[str]:
         told.append(f"{rate} of model FLOPs{'' if used.exceeds_peak else share}")
     if told:
         yield f"That is {'; '.join(told)}."
+    yield from _fewer_threads([run])
     if used and used.value is None:
         yield f"Its MFU is not known: {used.peak_source}."
+
+
+def _fewer_threads(runs: Sequence[Run]) -> Iterator[str]:
+    """On a CPU, that one thread takes less time than all do."""
+    tried = [(run, run.timing.one_thread_s) for run in runs if run.timing and run.timing.one_thread_s and run.spec]
+    ratios = [(run, compare_samples([run.samples_s], [alone], in_turns=False)) for run, alone in tried]
+    faster = [(run, ratio) for run, ratio in ratios if ratio.decision == "lower"]
+    if not faster:
+        return
+    run, ratio = min(faster, key=lambda pair: pair[1].ratio)
+    if len(runs) > 1:
+        yield (
+            f"With one thread {len(faster)} of {len(runs)} steps are faster, up to {times_words(1 / ratio.ratio)}: set "
+            "OMP_NUM_THREADS=1."
+        )
+    elif run.spec:
+        yield (
+            f"With one thread it takes {units.format_time(ratio.b)}, {times_words(1 / ratio.ratio)} as fast: "
+            f"OMP_NUM_THREADS=1 steplab run {options(run.spec)}"
+        )
 
 
 def run_cautions(run: Run) -> Iterator[str]:
@@ -75,12 +98,36 @@ def run_cautions(run: Run) -> Iterator[str]:
 
 def _several(cells: Sequence[RunCell]) -> Iterator[str]:
     fields = varying(cells)
+    if early := _warmup_words(cells, fields):
+        yield early
     if told := trend_words(cells, fields):
         yield told
     effects = main_effects(cells)
     yield from map(effect_words, effects)
-    if not told and not effects and (taken := _times_words(cells, fields)):
+    yield from _fewer_threads([cell.run for cell in cells])
+    if not early and not told and not effects and (taken := _times_words(cells, fields)):
         yield taken
+
+
+def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
+    """The mean step with the fewest and the most warm-up steps of runs that differ in nothing else, where it differs
+    most; empty where their number does not vary."""
+    if "warmup" not in fields:
+        return ""
+    rest = [name for name in COMPARED if name not in ("warmup", "repeat")]
+    timed = [cell for cell in cells if len(cell.run.samples_s) > 1]
+    groups = grouped(timed, lambda cell: tuple(cell.values[name] for name in rest)).values()
+    ends = [(group[0], group[-1]) for group in groups if group[0].values["warmup"] != group[-1].values["warmup"]]
+    if not ends:
+        return ""
+    few, many = max(ends, key=lambda pair: fmean(pair[0].run.samples_s) / fmean(pair[1].run.samples_s))
+    told = label(few, [name for name in fields if name in _NAMED])
+    means = [
+        f"{units.format_time(fmean(cell.run.samples_s))} ± {units.format_time(stdev(cell.run.samples_s))} after "
+        f"{units.counted(int(cell.values['warmup'] or 0), 'warm-up step')}"
+        for cell in (few, many)
+    ]
+    return f"The mean step{f' of {told}' if told else ''} is {' and '.join(means)}."
 
 
 def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Sequence
 
 from steplab import units
+from steplab.comparison.turns import over_starts
 from steplab.records.comparison import Ratio
 from steplab.records.rows import Row
 from steplab.records.run import Run
@@ -23,9 +24,13 @@ RATIO_IN_TURNS = (
 """What a ratio is where runs took turns (comparison.samples)."""
 
 
-def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Document:
-    """Two or more sides, each beside the first. `words` are the sides in the user's words."""
-    table = _table(runs, ratios, words)
+def turns_document(
+    starts: Sequence[Sequence[Run]], each: Sequence[Sequence[Ratio | None]], words: Sequence[str]
+) -> Document:
+    """Two or more sides, each beside the first. `each` has the ratios of each start, `words` the sides as the user
+    named them."""
+    runs, ratios = starts[-1], over_starts(each)
+    table = _table(starts, each, ratios, words)
     alternating = next((run.turns.alternating for run in runs if run.turns and run.turns.alternating), None)
     return Document(
         title=f"{' and '.join(_label(run) for run in runs)} in turns",
@@ -33,7 +38,7 @@ def turns_document(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: S
             sentences=tuple(_answers(runs, ratios, words)),
             cautions=(alternating_caution(alternating),) if alternating else (),
         ),
-        sections=(Section.of("", table), Section.notes(_notes(runs))),
+        sections=(Section.of("", table), Section.notes(_notes(runs, len(starts)))),
         data=table.rows,
     )
 
@@ -88,7 +93,12 @@ def alternating_caution(why: str) -> str:
     )
 
 
-def _notes(runs: Sequence[Run]) -> Iterator[str]:
+def _notes(runs: Sequence[Run], num_starts: int) -> Iterator[str]:
+    if num_starts > 1:
+        yield (
+            f"The sides started {num_starts} times. The ratio of all starts is the mean of theirs; its interval covers "
+            "how they differ (Student's t)."
+        )
     turns = next((run.turns for run in runs if run.turns and run.turns.turns), None)
     if turns and not turns.alternating:
         steps = units.counted(max(turn.steps for turn in turns.turns), "step")
@@ -99,7 +109,20 @@ def _notes(runs: Sequence[Run]) -> Iterator[str]:
     yield f"{RATIO_IN_TURNS} `steplab show ID` shows a side in full."
 
 
-def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[str]) -> Table:
+def _table(
+    starts: Sequence[Sequence[Run]],
+    each: Sequence[Sequence[Ratio | None]],
+    ratios: Sequence[Ratio | None],
+    words: Sequence[str],
+) -> Table:
+    rows = [
+        _row(run, ratio, said)
+        for runs, of_start in zip(starts, each, strict=True)
+        for run, ratio, said in zip(runs, (None, *of_start), words, strict=True)
+    ]
+    if len(starts) > 1:
+        told = zip(starts[0][1:], ratios, words[1:], strict=True)
+        rows += [_ratio_row(ratio) | {"side": _label(run), "what": f"{said}, all starts"} for run, ratio, said in told]
     return Table(
         name="sides",
         columns=(
@@ -115,7 +138,7 @@ def _table(runs: Sequence[Run], ratios: Sequence[Ratio | None], words: Sequence[
             Column(key="id", header="record", quantity=LABEL),
             RESULT,
         ),
-        rows=tuple(_row(run, ratio, said) for run, ratio, said in zip(runs, (None, *ratios), words, strict=True)),
+        rows=tuple(rows),
     )
 
 
@@ -125,8 +148,7 @@ def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
         "what": said,
         "step_time_s": run.median_s,
         "num_steps": len(run.samples_s) or None,
-        **row_of(ratio, "ratio", "low", "high", "p", "threshold", "decision"),
-        "why": (ratio.why or None) if ratio else None,
+        **_ratio_row(ratio),
         "peak_bytes": run.peak.peak_allocated_bytes if run.peak else None,
         "git_commit": run.environment.git_commit if run.environment else None,
         "id": run.id,
@@ -134,6 +156,11 @@ def _row(run: Run, ratio: Ratio | None, said: str) -> Row:
         "status": run.status,
         "failure": run.failure.message if run.failure else None,
     }
+
+
+def _ratio_row(ratio: Ratio | None) -> Row:
+    why = {"why": (ratio.why or None) if ratio else None}
+    return row_of(ratio, "ratio", "low", "high", "p", "threshold", "decision") | why
 
 
 def _label(run: Run) -> str:

@@ -1,4 +1,4 @@
-"""How the plain Transformer is split over the ranks of the tensor axis.
+"""How the plain Transformer is split over the ranks of the tensor axis, and cut into stages of a pipeline.
 
 Queries, keys, values, gate and up are split by their outputs (heads, and columns of the feed-forward block), output and
 down by their inputs, so that a block needs no communication within attention or within the feed-forward block (Shoeybi
@@ -7,10 +7,15 @@ before the first products and what the last ones sum up is scattered, which cost
 et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding is split by its rows, the
 head by its outputs, and the loss is computed from logits that no rank has whole. Learned positions are split by their
 rows, and each rank is given those of its tokens. Grouped heads are split by those of keys and values.
+
+Stages are runs of blocks, the first with the embedding, the last with the head. Parameters keep their names, so that a
+stage's are found in the whole model.
+
+Shape suffixes as in transformer.py.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -24,7 +29,8 @@ from torch.distributed.tensor.parallel import (
     loss_parallel,
 )
 
-from steplab.model.transformer import LossFn
+from steplab.model.transformer import Block, LossFn, Transformer, embed
+from steplab.specs.layout import blocks_of_stage
 from steplab.specs.model import TransformerShape
 
 _TOKENS = Shard(1)
@@ -90,3 +96,49 @@ def ready_for_loss() -> Iterator[None]:
     """A context in which torch's cross_entropy, forward and backward, takes logits split by their vocabulary."""
     with loss_parallel():
         yield
+
+
+Around = Callable[[], AbstractContextManager[object]]
+"""Gives a context, such as autocast's."""
+
+
+def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
+    """The blocks by their places in the whole model."""
+    return {int(name): block for name, block in module.blocks.named_children() if isinstance(block, Block)}
+
+
+class TransformerStage(nn.Module):
+    """Tokens (first stage) or the residual stream in; the residual stream or logits (last stage) out."""
+
+    rotary_2TD: Tensor | None  # noqa: N815 (a shape suffix)
+
+    def __init__(self, whole: Transformer, number: int, num_stages: int, around: Around = nullcontext) -> None:
+        """Build a stage that shares its parameters with `whole`; `around` is entered for each forward pass."""
+        super().__init__()
+        self.around = around
+        self.embedding = whole.embedding if number == 0 else None
+        self.positions = whole.positions if number == 0 else None
+        indices = blocks_of_stage(number, num_stages, len(whole.blocks))
+        self.blocks = nn.ModuleDict({str(index): whole.blocks[index] for index in indices})
+        last = number == num_stages - 1
+        self.norm = whole.norm if last else None
+        self.head = whole.head if last else None
+        self.register_buffer("rotary_2TD", whole.rotary_2TD, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """x: tokens [B, T] or the residual stream [B, T / tp, C]."""
+        with self.around():
+            x_BTC = embed(x, self.embedding, self.positions) if self.embedding is not None else x
+            for block in self.blocks.values():
+                x_BTC = block(x_BTC, self.rotary_2TD)
+            if self.norm is None or self.head is None:
+                return x_BTC
+            logits_BTV: Tensor = self.head(self.norm(x_BTC))
+            return logits_BTV
+
+
+def cut(whole: Transformer, numbers: Sequence[int], num_stages: int, around: Around) -> list[TransformerStage]:
+    """The stages of these numbers; `whole` is emptied, so that parameters of no stage are freed."""
+    stages = [TransformerStage(whole, number, num_stages, around) for number in numbers]
+    del whole.embedding, whole.positions, whole.blocks, whole.norm, whole.head
+    return stages

@@ -1,15 +1,86 @@
-"""torch's FlexAttention: a kernel that its compiler writes for a score and a mask given in Python."""
+"""Attention by others' kernels: torch's scaled_dot_product_attention, its FlexAttention, and flash-attn-4."""
 
 from functools import cache
+from importlib import import_module
 from types import FunctionType
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from ..errors import Unsupported
-from .autocast import as_autocast_would
-from .shapes import fixed
+from .shapes import as_autocast_would, fixed, refuse_unserved
+
+SDPA_BACKENDS: dict[str, SDPBackend] = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NO_KERNEL = ("No available kernel", "No viable backend")
+"""What torch says when the kernels that it may use do not take the inputs."""
+
+
+def sdpa_attention(
+    q_BHSD: Tensor,
+    k_BHKD: Tensor,
+    v_BHKD: Tensor,
+    *,
+    causal: bool = False,
+    scale: float | None = None,
+    backend: str | None = None,
+) -> Tensor:
+    """torch's fused attention; backend None lets torch choose, a name admits that kernel alone.
+
+    Raises Unsupported where the named kernel does not take these inputs.
+    """
+    grouped = q_BHSD.dim() > 2 and q_BHSD.shape[-3] != k_BHKD.shape[-3]
+    if backend is None:
+        return scaled_dot_product_attention(q_BHSD, k_BHKD, v_BHKD, is_causal=causal, scale=scale, enable_gqa=grouped)
+    refuse_unserved(f"sdpa_{backend}", q_BHSD, k_BHKD, causal=causal)  # torch would first warn of each kernel not tried
+    try:
+        with sdpa_kernel(SDPA_BACKENDS[backend]):
+            return scaled_dot_product_attention(
+                q_BHSD, k_BHKD, v_BHKD, is_causal=causal, scale=scale, enable_gqa=grouped
+            )
+    except RuntimeError as error:
+        if not any(words in str(error) for words in _NO_KERNEL):
+            raise
+        raise Unsupported(
+            f"attention 'sdpa_{backend}'",
+            f"torch has no kernel for {str(q_BHSD.dtype).removeprefix('torch.')} queries {list(q_BHSD.shape)} and keys "
+            f"{list(k_BHKD.shape)} on {q_BHSD.device.type}",
+            "choose sdpa, or another precision or shape",
+        ) from None
+
+
+def flash_attn_4_attention(
+    q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
+) -> Tensor:
+    """softmax(scale * q k^T) v by flash_attn.cute.flash_attn_func, which has the heads after the positions.
+
+    Raises Unsupported without the package, or for inputs that it does not take.
+    """
+    q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
+    refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
+    attend = _flash_attn_func()
+    heads_last = (x.transpose(1, 2) for x in (q_BHSD, k_BHKD, v_BHKD))
+    result = attend(*heads_last, softmax_scale=scale, causal=causal)
+    # Some versions give the log-sum-exp too.
+    o_BSHD: Tensor = result[0] if isinstance(result, tuple) else result
+    return o_BSHD.transpose(1, 2)
+
+
+def _flash_attn_func() -> Any:
+    try:
+        flash_attn_func = import_module("flash_attn.cute").flash_attn_func
+    except ImportError as error:
+        why = f"flash-attn-4 cannot be imported ({error})"
+        raise Unsupported("attention 'flash_attn_4'", why, "pip install flash-attn-4") from None
+    return flash_attn_func
+
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
