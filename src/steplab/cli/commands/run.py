@@ -19,7 +19,7 @@ def run(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.measuring import measure
     from steplab.lab.processes import is_first_rank, is_told_here
-    from steplab.report.run.report import REPORT
+    from steplab.report.runs import REPORT
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out)
