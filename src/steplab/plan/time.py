@@ -16,6 +16,7 @@ from steplab.costs.kernel_time import has_own_rates
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
+from steplab.plan.called import Host, hosts_of
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
 from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
@@ -47,7 +48,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         hidden = hidden_update(spec, gpu)
         parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
-    hosts = _hosts(spec, gpu, operators)
+    hosts = hosts_of(spec, gpu, operators)
     phases = [
         _phase(name, [part for part in parts if part.phase == name], spec, gpu, spread, hosts) for name in _PHASES
     ]
@@ -354,50 +355,8 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
     return sorted(parts, key=lambda part: (_PHASES.index(part.phase), -part.seconds, part.what, part.dtype))
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Host:
-    """What Python takes of a phase, and how long the device waits for it."""
-
-    host_s: float
-    idle_s: float
-
-
-def _hosts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, _Host], ...]:
-    """By phase, of a quick host and of the one that was measured; empty where its time for each call is not known.
-
-    Where the model reads a value off a tensor, as transformers does to see whether sequences are packed, the host waits
-    for the device and is not ahead of it from there on.
-    """
-    rates = gpu.rates.host
-    if operators is None or spec.compile != "off" or not rates.forward_call_s:
-        return ()
-    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
-
-
-def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, _Host]:
-    rates, known = gpu.rates.host, dict[object, float]()
-    device = host = 0.0
-    host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
-    for step in (1, 2):  # the second begins as far ahead as the first has come
-        for op in operators:
-            if op.name == MADE_BY_HOST:
-                continue
-            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
-            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
-            if sizes not in known:
-                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
-            host += calls_s
-            if step == 2:
-                host_s[op.phase] += calls_s
-                idle_s[op.phase] += max(0.0, host - device)
-            device = max(device, host) + known[sizes]
-            if op.name == READS_A_VALUE:
-                host = device
-    return {phase: _Host(host_s[phase], idle_s[phase]) for phase in host_s}
-
-
 def _phase(
-    name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, _Host], ...]
+    name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, Host], ...]
 ) -> PhaseTimes:
     if hosts and name in hosts[0]:
         quick, measured = (host[name] for host in hosts)
