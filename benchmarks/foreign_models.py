@@ -3,17 +3,29 @@
     python -m benchmarks.foreign_models FOLDER            # one GPU, some 20 minutes: profiles, experts, compiled
     python -m benchmarks.foreign_models FOLDER --gpus 2   # dp and fsdp
     python -m benchmarks.foreign_models FOLDER --device cpu --only llama-S
+    python -m benchmarks.foreign_models FOLDER --held-out RECORDS.jsonl.gz   # no GPU: errors without a family
 
 Configurations are written into FOLDER, and records into FOLDER/store.db. A cell that fails is named, and the others go
 on. The sizes are small enough for a GPU of 80 GB.
 """
 
 import argparse
+import gzip
 import json
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import median
+
+import msgspec
+from benchmarks.rates_of_kernels import fit_streaming, traced_sums
+
+from steplab.costs.rates import gpu_named, with_rates
+from steplab.fake_step.step import operators_of_fake
+from steplab.plan.time import predict_step_time
+from steplab.records.codec import decode
+from steplab.records.run import Run
 
 SIZES = {"S": (1024, 8, 16, 8, 1024), "M": (2048, 6, 16, 4, 2048), "L": (3072, 4, 24, 2, 4096)}
 SIZES["T"] = (2048, 8, 16, 4, 2048)
@@ -70,13 +82,45 @@ def cells(gpus: int) -> Iterator[tuple[str, str]]:
         yield from ((f"run --precision bf16 --attention sdpa --compile {compiled}", model) for model in models)
 
 
+def held_out(path: Path) -> None:
+    """Errors of the predicted times of one process, with the rates of traced kernels fitted to the profiles of other
+    families, and of other sizes."""
+    runs = [run for run in map(decode, gzip.decompress(path.read_bytes()).splitlines()) if isinstance(run, Run)]
+    steps = [(run, run.spec) for run in runs if run.spec and run.median_s and run.spec.layout.world_size == 1]
+    operators = {spec.as_predicted: operators_of_fake(spec.as_predicted) for _, spec in steps}
+    gpu = gpu_named("H200 SXM")
+    shares = {name: share for name, share in gpu.rates.streaming.shares.items() if not name.startswith(TRACED)}
+    own = msgspec.structs.replace(gpu.rates.streaming, shares=shares)
+    errors: dict[str, list[float]] = {"eager": [], "compiled": []}
+    for run, spec in steps:
+        told = [f"{spec.model.label:22}{spec.compile:8}{spec.precision:10}"]
+        family, _, size = spec.model.label.removeprefix("hf:").rpartition("-")
+        for left_out in (f"hf:{family}-", f"-{size}"):
+            others = [each for each, other in steps if left_out not in other.model.label]
+            rates = fit_streaming(traced_sums(others, lambda each: operators[each.as_predicted]), gpu, own)
+            found = predict_step_time(spec, with_rates(gpu, streaming=rates), operators[spec.as_predicted])
+            errors["eager" if spec.compile == "off" else "compiled"].append(found.central_s / (run.median_s or 1) - 1)
+            told.append(f"without {left_out:10}{errors['eager' if spec.compile == 'off' else 'compiled'][-1]:+7.1%}")
+        print(*told)
+    for name, each in errors.items():
+        print(f"{name}: median {median(map(abs, each)):.1%}, worst {max(map(abs, each)):.1%}")
+
+
+TRACED = ("elementwise", "sum", "zeros", "native_")
+"""Beginnings of the names of rates that profiles of these models alone show."""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", type=Path)
     parser.add_argument("--gpus", type=int, default=1)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", help="one model, such as llama-S")
+    parser.add_argument("--held-out", type=Path, help="records to predict in place of measuring")
     given = parser.parse_args()
+    if given.held_out:
+        held_out(given.held_out)
+        return
     given.folder.mkdir(parents=True, exist_ok=True)
     for size in SIZES:
         for family, config in configurations(size).items():

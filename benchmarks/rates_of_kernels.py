@@ -10,7 +10,7 @@ import functools
 import math
 import re
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from statistics import median
 
@@ -19,6 +19,7 @@ from benchmarks.search import STAY, Params, search
 
 from steplab.costs.kernel_time import Product, attention_s, product_s, rated_attention, streaming_s
 from steplab.costs.rates import AttentionRates, Gpu, ProductRates, StreamingRates, with_rates
+from steplab.plan.dry_run.events import Operator
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, fused_kernels
 from steplab.plan.kernel_time import streaming_name, widens
@@ -116,13 +117,18 @@ class KernelSum:
     seconds: float
 
 
+def traced_sums(runs: Sequence[Run], traced: Callable[[StepSpec], Sequence[Operator]]) -> list[KernelSum]:
+    """Those of eager profiles of any model; traced: gives the operators of a step."""
+    return _eager_sums(runs, traced)
+
+
 def streaming_sums(runs: Sequence[Run]) -> list[KernelSum]:
     """Those of eager profiles, of optimizers in one kernel, and of compilers' kernels."""
     return [*_eager_sums(runs), *_optimizer_sums(runs), *_fused_sums(runs)]
 
 
-def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu) -> StreamingRates:
-    """Shares of the bandwidth by name, and what all kernels have in common."""
+def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu, known: StreamingRates | None = None) -> StreamingRates:
+    """Shares of the bandwidth by name, and what all kernels have in common; of names alone that `known` lacks."""
     moved: dict[str, list[tuple[int, int, int]]] = defaultdict(list)
     for index, each in enumerate(sums):
         for (name, moved_bytes), number in each.kernels.items():
@@ -135,16 +141,22 @@ def fit_streaming(sums: Sequence[KernelSum], gpu: Gpu) -> StreamingRates:
         trial = with_rates(gpu, streaming=msgspec.convert(rates, StreamingRates))
         return [(index, number * streaming_s(name, each_bytes, trial)) for index, each_bytes, number in moved[name]]
 
+    fixed = {} if known is None else {**{name: getattr(known, name) for name in _COMMON}, **known.shares}
+
     def error(params: Params) -> float:
-        if any(params[name] > _LARGEST_SHARE for name in moved):
+        if any(params[name] > _LARGEST_SHARE for name in moved if name in params):
             return math.inf
+        params = fixed | params
         predicted = [0.0] * len(sums)
         for name in moved:
             for index, seconds in seconds_of(name, params[name], *(params[each] for each in _COMMON)):
                 predicted[index] += seconds
         return relative_error((each_s, each.seconds) for each_s, each in zip(predicted, sums, strict=True))
 
-    found = search(error, _COMMON | dict.fromkeys(sorted(moved), 0.7))
+    start = _COMMON | dict.fromkeys(sorted(moved), 0.7)
+    found = search(error, {name: value for name, value in start.items() if name not in fixed})
+    if known is not None:
+        return msgspec.structs.replace(known, shares=known.shares | found)
     shares = {name: found[name] for name in sorted(moved)}
     shares["default"] = median(shares.values())
     return msgspec.convert({name: found[name] for name in _COMMON} | {"shares": shares}, StreamingRates)
@@ -154,7 +166,9 @@ _COMMON = {"fixed_s": 2e-6, "cached_gain": 0.3, "cached_bytes": 3e7}
 """What kernels of all names have in common, and where its search begins."""
 
 
-def _eager_sums(runs: Sequence[Run]) -> list[KernelSum]:
+def _eager_sums(
+    runs: Sequence[Run], operators_of: Callable[[StepSpec], Sequence[Operator]] = operators_of
+) -> list[KernelSum]:
     found = []
     for run in runs:
         if run.profile is None or run.spec is None or run.spec.compile != "off":

@@ -6,8 +6,10 @@ To look for new ones: pytest --hypothesis-profile=search
 import gc
 import os
 import sys
+import tempfile
 from pathlib import Path
 
+os.environ["XDG_CACHE_HOME"] = tempfile.mkdtemp(prefix="steplab-cache-")  # traces of models, by commands and tests
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch comes: the parallel test processes share few cores
 
 import pytest

@@ -1,25 +1,37 @@
 """Models of transformers of every kind: what is built of a configuration, its FLOPs, and its operators."""
 
 import dataclasses
+import gzip
+import json
 from collections import Counter
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from tests.runs import make_run
+from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from steplab.cli.app import main
+from steplab.errors import Unsupported
 from steplab.fake_step.step import operators_of_fake
+from steplab.lab.plan_checking import predicted
+from steplab.lab.planning import plan_memory, plan_steps, plan_time
 from steplab.lab.utilization import PeakFigure, utilizations
-from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.session import _facts
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
+from steplab.records.codec import decode
+from steplab.records.run import Run
 from steplab.specs.model import ModelSpec
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
+ROOT = Path(__file__).parents[2]
 CPU = torch.device("cpu")
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 LLAMA: dict[str, Any] = {"model_type": "llama", **SIZES, "num_key_value_heads": 2, "vocab_size": 500}
@@ -94,6 +106,16 @@ def test_experts_count_by_the_rows_that_they_execute(experts: int) -> None:
     assert hfu == pytest.approx(counted, rel=0.02)
 
 
+def test_fused_attention_is_counted_where_heads_share_keys() -> None:
+    forward, backward = (_attention_flops(*s, backward=b) for s, b in ((SHARED, False), ((SHARED[0], *SHARED), True)))
+    assert forward == 2 * 2 * 4 * 32 * 32 * 2 * 16
+    assert backward == forward * 5 // 2
+
+
+SHARED = ((2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16))
+"""Shapes of queries, keys and values."""
+
+
 def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
     loss = torch.zeros(())
     assert loss_of({"loss": loss, "logits": torch.zeros(2)}) is loss
@@ -133,3 +155,115 @@ def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[st
     whole = 4 * 2 * 4 * 64 * 64 * 16
     eager = "sdpa_efficient" if config is MLA else "sdpa_flash"
     assert flops == {"off": {(eager, whole / 2)}, "default": {("sdpa_efficient", whole)}}
+
+
+# --- one question, one answer ---------------------------------------------------------------------------------------
+
+
+class Adapted(nn.Module):
+    """A frozen layer with an adapter."""
+
+    def __init__(self, base: nn.Linear) -> None:
+        super().__init__()
+        self.base = base
+        self.a = nn.Linear(base.in_features, 4, bias=False)
+        self.b = nn.Linear(4, base.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made: torch.Tensor = self.base(x) + self.b(self.a(x))
+        return made
+
+
+def adapted(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Any]:
+    """A llama with frozen weights and adapters of its queries."""
+    workload = build_workload(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
+    model: Any = workload.module
+    model.requires_grad_(False)
+    for layer in model.model.layers:
+        layer.self_attn.q_proj = Adapted(layer.self_attn.q_proj)
+    return model, workload.make_batch
+
+
+QWEN2 = LLAMA | {"model_type": "qwen2", "vocab_size": 3000, "tie_word_embeddings": True}
+GPT2 = {"model_type": "gpt2", "n_embd": 64, "n_layer": 3, "n_head": 4, "vocab_size": 3000}
+AT_HAND: dict[str, dict[str, Any] | str] = {
+    **{str(c["model_type"]): c for c in (LLAMA, QWEN2, GPT2, BERT, MLA, mixtral(4))},
+    "neox": LLAMA | {"model_type": "gpt_neox"},
+    "adapted": f"{__name__}:adapted",
+    "tiny": "tiny",
+}
+
+
+def step_of(name: str, **fields: object) -> StepSpec:
+    model = AT_HAND[name]
+    if isinstance(model, str):
+        return resolve_step({"model": model, "batch": 2, "context": 64, **fields})
+    return of_config(model, attention="sdpa", **fields)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [(name, "bf16_pure" if name in ("qwen2", "adapted") else "bf16") for name in AT_HAND]
+)
+def test_every_command_has_one_answer(name: str, precision: str) -> None:
+    alone, spread, sharded = (
+        step_of(name, precision=precision, **f) for f in ({}, {"layout": "dp=2"}, {"layout": "fsdp=2"})
+    )
+    planned = plan_steps([alone, spread, sharded])
+    for spec, step in zip((alone, spread, sharded), planned, strict=True):
+        memory = plan_memory(spec, gpu="H200 SXM")
+        assert step.memory is not None
+        assert step.memory.peak_bytes == memory.peak_bytes
+        assert not step.why_not
+    assert planned[0].time is not None
+    assert planned[0].time.central_s == plan_time(alone).central_s == predicted(alone, "H200 SXM")[0].central_s
+    for step in planned[1:]:
+        assert step.layout is not None
+        assert step.memory is not None
+        (candidate,) = step.layout.candidates
+        assert candidate.peak_bytes == step.memory.peak_bytes
+        assert candidate.time is not None
+    one, copies, shards = (step.memory for step in planned)
+    assert one is not None
+    assert copies is not None
+    assert shards is not None
+    assert copies.peak_bytes >= one.peak_bytes
+    for category in ("parameters", "optimizer_state"):
+        assert shards.at_peak.get(category, 0) <= one.at_peak.get(category, 0)
+
+
+@cache
+def recorded() -> tuple[Run, ...]:
+    """Steps of models of transformers on one H200 and on two, which no rate is fitted to."""
+    content = (ROOT / "benchmarks/results/foreign_models_h200_202611.jsonl.gz").read_bytes()
+    return tuple(run for run in map(decode, gzip.decompress(content).splitlines()) if isinstance(run, Run))
+
+
+def told() -> list[Run]:
+    """All compiled steps and all on two GPUs, and of eager ones the smallest of each family."""
+    small = [
+        run for run in recorded() if run.spec and (run.spec.model.label.endswith("-S") or run.spec.compile != "off")
+    ]
+    return [*small, *(run for run in recorded() if run.spec and run.spec.layout.world_size > 1 and run not in small)]
+
+
+@pytest.mark.parametrize("run", told(), ids=lambda run: f"{run.spec.model.label}-{run.spec.compile}-{run.id}")
+def test_peaks_of_every_rank_are_those_that_were_measured(run: Run) -> None:
+    assert run.spec is not None
+    assert run.memory is not None
+    (measured,) = (peak for peak in run.memory.peaks if peak.phase == "step")
+    found = plan_memory(run.spec.as_predicted, gpu="H200 SXM")
+    within = 6e-3 if run.spec.layout.fsdp > 1 else 1e-3
+    if run.spec.compile != "off":
+        within = 1.5e-2
+    assert found.peak_bytes == pytest.approx(measured.peak_allocated_bytes, rel=within)
+
+
+def test_a_configuration_is_traced_from_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(GPT2))
+    assert main(["plan", "memory", "--model", f"hf:{path}", "--context", "64"]) == 0
+    assert "traced: torch ran the model on tensors without content" in " ".join(capsys.readouterr().out.split())
+    wrongs: list[dict[str, Any]] = [{"attention": "flash_triton"}, {"checkpointing": "selective"}]
+    for wrong in wrongs:
+        with pytest.raises(Unsupported, match="is not supported"):
+            plan_memory(model=f"hf:{path}", context=64, **wrong)

@@ -277,9 +277,8 @@ def test_short_names_ignore_case() -> None:
 @pytest.mark.parametrize(
     ("asked", "hint"),
     [
-        ("H200", "did you mean H200 SXM or H200 NVL?"),
-        ("h200-sxm", "did you mean H200 SXM?"),
-        ("RTX4090", "did you mean RTX 4090?"),
+        ("200", "did you mean H200 SXM or H200 NVL"),
+        ("RTX 409", "did you mean RTX 4090?"),
         ("V100", "; choose one of"),
         ("", "; choose one of"),
     ],
@@ -288,6 +287,20 @@ def test_a_part_of_a_name_is_completed(asked: str, hint: str) -> None:
     with pytest.raises(UserError) as caught:
         hardware_named(asked)
     assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("asked", "name"),
+    [
+        ("H200", "H200 SXM"),
+        ("h100", "H100 SXM"),
+        ("A100", "A100 SXM 80GB"),
+        ("RTX4090", "RTX 4090"),
+        ("h200-sxm", "H200 SXM"),
+    ],
+)
+def test_a_chip_alone_is_its_module_with_most_memory(asked: str, name: str) -> None:
+    assert hardware_named(asked).name == name
 
 
 def test_the_name_that_torch_gives_a_gpu_is_taken_too() -> None:

@@ -27,21 +27,19 @@ from steplab.costs.rates import (
     with_rates,
 )
 from steplab.errors import UserError
-from steplab.lab.plan_checking import check_plan
-from steplab.plan import check as checking
-from steplab.plan.check import check_runs
+from steplab.lab.plan_checking import check_plan, predicted
+from steplab.plan.check import Predicted, check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited
 from steplab.plan.kernel_time import widens
-from steplab.plan.memory import predict_memory
 from steplab.records.codec import decode
-from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.time_check import TimeCheck
 from steplab.report.kit.rendering import render
 from steplab.report.plan.check import check_document
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step
+from steplab.specs.step import StepSpec
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +61,9 @@ def errors(checks: Iterable[TimeCheck]) -> list[float]:
 # --- stored runs --------------------------------------------------------------------------------------------------
 
 
+predicted_once = cache(predicted)
+
+
 def chosen_runs() -> list[Run]:
     wanted = {("xl", 512, "bf16", "default"), ("small", 1024, "fp32", "off"), ("medium", 128, "bf16", "off")}
     found = []
@@ -78,7 +79,7 @@ def test_the_chapter_tells_how_far_off_steps_on_a_gpu_without_a_fit_are() -> Non
     """On an H100, whose records no rate was fitted to."""
     lines = gzip.decompress((ROOT / "benchmarks/results/other_gpu_h100_202611.jsonl.gz").read_bytes()).splitlines()
     runs = [run for run in map(decode, lines) if isinstance(run, Run)]
-    checks = check_runs(runs)
+    checks = check_runs(runs, predicted)
     assert not any(check.fitted for check in checks)
     beforehand = {run.id for run in runs if run.name == "other GPU"}
     ahead = [check for check in checks if not check.device_waited]
@@ -127,7 +128,9 @@ def test_the_page_of_the_h100_has_what_was_measured_beside_what_was_predicted() 
 def test_a_check_of_runs_tells_what_was_fitted_and_what_waited() -> None:
     runs = chosen_runs()
     told: list[tuple[int, int]] = []
-    found = {check.id: check for check in check_runs(runs, lambda done, total: told.append((done, total)))}
+    found = {
+        check.id: check for check in check_runs(runs, predicted_once, lambda done, total: told.append((done, total)))
+    }
     assert set(found) == {run.id for run in runs}
     assert told == [(done, len(runs)) for done in range(len(runs))]
     for run in runs:
@@ -177,7 +180,7 @@ def test_a_store_without_runs_is_refused(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("width", [60, 100, 160])
 def test_the_text_fits_every_width(width: int) -> None:
-    told = render(check_document(check_runs(chosen_runs())), width=width)
+    told = render(check_document(check_runs(chosen_runs(), predicted_once)), width=width)
     assert max(map(len, told.splitlines())) <= width
     assert "median error" in told
 
@@ -264,30 +267,29 @@ def test_the_table_was_fitted_to_the_committed_records() -> None:
         )
 
 
-def test_runs_that_differ_in_how_they_were_measured_are_predicted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_runs_that_differ_in_how_they_were_measured_are_predicted_once() -> None:
     run = next(run for run in chosen_runs() if run.spec and run.spec.model.kind == "transformer" and run.timing)
     assert run.spec is not None
-    predicted = list[str]()
+    asked = list[StepSpec]()
 
-    def counting(*given: Any, **options: Any) -> MemoryPrediction:
-        predicted.append(options["device"])
-        return predict_memory(*given, **options)
+    def counting(spec: StepSpec, gpu: str) -> Predicted:
+        asked.append(spec)
+        return predicted(spec, gpu)
 
-    monkeypatch.setattr(checking, "predict_memory", counting)
     changes: list[dict[str, Any]] = [{}, {"seed": 7}, {"warmup": 2, "steps": 20}, {"context": run.spec.context // 2}]
     runs = [
         dataclasses.replace(run, id=f"{number}", spec=dataclasses.replace(run.spec, **change))
         for number, change in enumerate(changes)
     ]
-    peaks = [check.predicted_peak_bytes for check in check_runs(runs)]
+    peaks = [check.predicted_peak_bytes for check in check_runs(runs, counting)]
     assert peaks[0] == peaks[1] == peaks[2] != peaks[3]
-    assert len(predicted) == 2
+    assert len(asked) == 2
 
 
 def test_a_step_in_tf32_that_no_fit_has_seen_is_predicted_by_the_share_that_fp32_reaches() -> None:
     lines = gzip.decompress((GOLDEN / "plan_time_h200_202611.jsonl.gz").read_bytes()).splitlines()
     [run] = [r for r in map(decode, lines) if isinstance(r, Run) and r.spec and r.spec.precision == "tf32"]
-    [check] = check_runs([run])
+    [check] = check_runs([run], predicted)
     assert check.error == pytest.approx(0, abs=0.03)
 
 

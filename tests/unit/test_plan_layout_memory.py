@@ -28,7 +28,7 @@ from steplab.plan.layout.buckets import buckets_of
 from steplab.plan.layout.memory import memory_by_rank
 from steplab.plan.layout.owned import owned_of
 from steplab.plan.layout.ranks import in_flight, rank_groups
-from steplab.plan.layout.weights import model_weights, weights_of
+from steplab.plan.layout.weights import weights_of
 from steplab.plan.memory import HOPPER_WORKSPACE, predict_memory
 from steplab.plan.terms import by_category
 from steplab.records.codec import decode
@@ -36,7 +36,7 @@ from steplab.records.ddp import DdpCell, DdpRun
 from steplab.records.prediction import RankMemory
 from steplab.records.run import Run
 from steplab.specs.layout import Layout
-from steplab.specs.model import MODEL_SIZES
+from steplab.specs.model import MODEL_SIZES, TransformerShape
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
@@ -52,6 +52,13 @@ OLDER_FSDP2 = Gathering(low_precision=False)
 @cache
 def records(name: str) -> tuple[object, ...]:
     return tuple(map(decode, gzip.decompress((RESULTS / name).read_bytes()).splitlines()))
+
+
+def elements_of(shape: TransformerShape) -> tuple[int, ...]:
+    """Elements of all weights in the order of the model's parameters."""
+    blocks = weights_of(shape, "block", 1) * shape.num_layers
+    every = (*weights_of(shape, "embedding", 1), *blocks, *weights_of(shape, "head", 1))
+    return tuple(weight.elements for weight in every)
 
 
 def ranks_of(spec: StepSpec, gathering: Gathering) -> tuple[RankMemory, ...]:
@@ -200,7 +207,7 @@ def test_weights_are_those_of_the_model_in_its_order(parts: dict[str, Any]) -> N
     shape = dataclasses.replace(MODEL_SIZES["tiny"], num_layers=3, **parts)
     with torch.device("meta"):
         model = Transformer(shape, context=8, attention=lambda q, k, v, causal: q)
-    assert [weight.elements for weight in model_weights(shape)] == [p.numel() for p in model.parameters()]
+    assert list(elements_of(shape)) == [p.numel() for p in model.parameters()]
     names = [name for name, _ in model.blocks[0].named_parameters()]
     assert [weight.name for weight in weights_of(shape, "block", 1)] == names
 
@@ -223,31 +230,31 @@ class RankZero:
 def test_buffers_are_those_of_the_buckets_and_of_the_sharded_optimizer(ranks: int, size_mb: float) -> None:
     """Messages, and the bytes of all buffers, of the objects that run, on tensors without content."""
     shape, limit, rank = MODEL_SIZES["tiny"], size_mb * 1e6, cast("Any", RankZero(ranks))
-    forwards = [torch.nn.Parameter(torch.empty(w.elements, device="meta")) for w in model_weights(shape)]
+    forwards = [torch.nn.Parameter(torch.empty(size, device="meta")) for size in elements_of(shape)]
     backwards = forwards[::-1]
     groups = [[backwards[index] for index in group] for group in grouped([p.nbytes for p in backwards], limit)]
     of_groups = owners_in([[p.numel() for p in group] for group in groups], ranks)
     owners: dict[torch.Tensor, int] = dict(zip(chain(*groups), chain(*of_groups), strict=True))
 
-    plain = buckets_of(shape, "bucketed", size_mb, 4)
+    plain = buckets_of(elements_of(shape), "bucketed", size_mb, 4)
     buffers = [CollectiveBucket(group, None, rank)._buffer for group in groups]
     assert plain.buffered_bytes == sum(buffer.nbytes for buffer in buffers if buffer is not None)
     assert list(plain.sizes_bytes) == [sum(p.nbytes for p in group) for group in groups]
     peer_buckets(groups, rank)
-    assert buckets_of(shape, "bucketed", size_mb, 4, peers=ranks).shared_bytes == rank.shared_bytes
+    assert buckets_of(elements_of(shape), "bucketed", size_mb, 4, peers=ranks).shared_bytes == rank.shared_bytes
 
     def exchanged(exchange: Exchange) -> list[int]:
         """Bytes of the buffers of parameters."""
         runs = [[forwards[index] for index in run] for run in runs_of([p.nbytes for p in forwards], limit)]
         return [FlatParameters(run, [owners[p] for p in run], rank, exchange).num_bytes for run in runs]
 
-    by_collectives = owned_of(shape, size_mb, 4, ranks, by_peer_copies=False)
+    by_collectives = owned_of(elements_of(shape), size_mb, 4, ranks, by_peer_copies=False)
     owned = [OwnedBucket(group, [owners[p] for p in group], rank)._buffer.nbytes for group in groups]
     assert by_collectives.num_weights == Counter(owners.values())[0]
     assert by_collectives.weights_bytes == sum(p.nbytes for p in forwards if owners[p] == 0)
     assert by_collectives.parameters_bytes == sum(exchanged("auto"))
     assert list(by_collectives.buckets.sizes_bytes) == owned
-    by_copies, rank.shared_bytes = owned_of(shape, size_mb, 4, ranks, by_peer_copies=True), 0
+    by_copies, rank.shared_bytes = owned_of(elements_of(shape), size_mb, 4, ranks, by_peer_copies=True), 0
     peer_buckets(groups, rank, owners)
     assert by_copies.buckets.shared_bytes == rank.shared_bytes
     rank.shared_bytes = 0

@@ -1,7 +1,6 @@
 """The search for a layout: against brute force, and what is said of it."""
 
 import itertools
-import json
 import re
 import shlex
 import time
@@ -26,7 +25,6 @@ from steplab.report.kit.rendering import render
 from steplab.report.plan.compared_layouts import compared_layouts_document
 from steplab.report.plan.layouts import layout_rows, layouts_document
 from steplab.specs.hardware import hardware_named
-from steplab.specs.hf_shape import shape_of
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_time
 
@@ -219,32 +217,19 @@ def test_bad_requests_are_refused(asked: dict[str, Any], said: str) -> None:
 def test_models_that_are_not_known_are_refused() -> None:
     with pytest.raises(Unsupported, match="use `steplab plan accounting`"):
         planned(spec={"model": "xxl"})
-    with pytest.raises(Unsupported, match="replace the sizes of a built-in model"):
+    with pytest.raises(Unsupported, match="it has fewer than 2 blocks"):
         planned(spec={"model": "toy"})
 
 
-def test_a_configuration_is_planned_as_the_transformer_with_its_parts(tmp_path: Path) -> None:
-    config = {
-        "model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "intermediate_size": 1376,
-        "num_hidden_layers": 4, "num_attention_heads": 8, "num_key_value_heads": 2, "tie_word_embeddings": True,
-    }  # fmt: skip
-    (tmp_path / "llama.json").write_text(json.dumps(config))
-    plan = planned(spec=JOB | {"model": f"hf:{tmp_path / 'llama.json'}"})
-    assert plan.spec.model.label == "hf:llama"
-    typed = shlex.split(plan.notes[0].partition("all of them, as ")[2])
-    keys = (option.removeprefix("--").replace("-", "_") for option in typed[::2])
-    fields = dict(zip(keys, typed[1::2], strict=True))
-    named = resolve_step(fields).model.shape
-    assert named == shape_of(plan.spec.model, "comparing")
-    assert plan.candidates == planned(spec=JOB | fields).candidates
-
-
-def test_a_layout_that_a_configuration_cannot_have_is_refused_by_the_sizes_of_that() -> None:
-    plan = planned(spec=JOB | {"model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"})
-    reasons = " ".join(each.reason for each in plan.candidates)
-    assert "tp=16 does not divide the 4 heads; valid for tp: 1, 2, 4" in reasons
-    assert "pp=16 makes 16 stages (schedule 1f1b), but the model has 4 blocks; valid for pp: 1 to 4" in reasons
-    assert "small" not in reasons
+def test_a_configuration_is_spread_along_dp_and_fsdp_as_what_it_is() -> None:
+    plan = planned(
+        spec=JOB | {"compile": "off", "model": f"hf:{Path(__file__).parents[2] / 'examples/hf/llama-tiny.json'}"}
+    )
+    assert plan.spec.model.label == "hf:llama-tiny"
+    reasons = {each.layout: each.reason for each in plan.candidates if not each.time}
+    assert {each.layout for each in plan.candidates if each.time} == {"dp=16", "dp=8,fsdp=2", "dp=4,fsdp=4",
+                                                                     "dp=2,fsdp=8", "fsdp=16"}  # fmt: skip
+    assert all("only steplab's own Transformer can be split along tp and pp" in reason for reason in reasons.values())
 
 
 def test_where_only_the_network_is_unknown_the_answer_names_the_option_for_it() -> None:

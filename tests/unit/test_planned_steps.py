@@ -2,7 +2,6 @@
 
 import dataclasses
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -24,30 +23,6 @@ from steplab.units import GIB
 
 SMALL: dict[str, Any] = {"model": ["tiny"], "model.num_layers": [1, 2], "context": [32, 64], "precision": ["bf16"]}
 CELLS = study_from_grids("plan", "", [SMALL]).cells
-
-
-LLAMA = f"hf:{Path(__file__).parents[2]}/examples/hf/llama-tiny.json"
-BY_SIZES: dict[str, Any] = {
-    "model": "tiny", "model.vocab_size": 10_000, "model.d_model": 256, "model.d_ff": 1024, "model.num_layers": 4,
-    "model.num_heads": 4, "model.num_kv_heads": 4,
-}  # fmt: skip
-"""The sizes of that configuration."""
-
-
-@pytest.mark.parametrize("layout", ["dp=4", "fsdp=4", "dp=2,fsdp=2"])
-def test_a_configuration_on_a_layout_is_planned_by_every_command_as_the_transformer_with_its_parts(layout: str) -> None:
-    fields = {"layout": layout, "precision": "bf16", "context": 64}
-    configured, by_sizes = ({**fields, **model} for model in ({"model": LLAMA}, BY_SIZES))
-    memory, known = plan_memory(**configured), plan_memory(**by_sizes)
-    assert memory.peak_bytes == known.peak_bytes
-    assert memory.ranks == known.ranks
-    assert memory.cards == known.cards
-    assert memory.notes[0].startswith("hf:llama-tiny is planned as steplab's Transformer with the same parts")
-    assert memory.notes[1:] == known.notes
-    steps = [resolve_step(each) for each in (configured, by_sizes)]
-    own, other = planned_table(plan_steps(steps)).rows
-    assert {**own, "step": ""} == {**other, "step": ""}
-    assert own["time_s"]
 
 
 def test_what_all_steps_have_in_common_stands_above_the_table() -> None:

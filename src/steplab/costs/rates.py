@@ -75,6 +75,11 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Seconds to compile blocks that are alike, with nothing in Inductor's cache."""
     compile_layer_s: float
     """Seconds for each block of a model that is compiled as a whole, likewise."""
+    forward_call_s: float = 0.0
+    """Seconds of the host per operator that an eager model of others calls forward, views included, with all of its
+    Python around; 0: not known."""
+    backward_call_s: float = 0.0
+    """The same for each that autograd calls."""
 
     def paces(self, *, compiled: bool) -> tuple[float, float]:
         """Seconds of Python per kernel, on the quickest host and on the slowest."""

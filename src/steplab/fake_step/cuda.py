@@ -49,6 +49,8 @@ def as_on_cuda() -> Iterator[None]:
             warnings.simplefilter("ignore")  # that rules of the CPU are replaced is meant
             for name in _LEFT_ALONE:
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
+            if hasattr(_aten, "_grouped_mm"):
+                library.impl("_grouped_mm", _grouped_mm, "Meta")
         for name, kernel in _OWN.items():
             library.impl(name, kernel, "AutogradCPU")
         yield
@@ -114,6 +116,13 @@ class _FusedRmsNorm(torch.autograd.Function):
         wanted = [True, weight is not None]
         of_x, of_weight = _aten._fused_rms_norm_backward(gradient, x, ctx.normalized_shape, reciprocal, weight, wanted)
         return of_x, None, of_weight, None
+
+
+def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
+    """In every number format: torch's own refuses all but bf16 without content, and computes them with content."""
+    assert offs is not None
+    sizes = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == a.dim() == 2 else (a.shape[0], b.shape[-1])
+    return a.new_empty(sizes)
 
 
 def _dropout(x: Tensor, p: float, train: bool) -> Tensor:

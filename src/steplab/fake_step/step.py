@@ -28,6 +28,7 @@ from steplab.model.build import build_workload, knows_tokens
 from steplab.model.compiling import repeated_blocks
 from steplab.plan.dry_run.events import Event, Listener, Operator
 from steplab.plan.dry_run.sizes import Count
+from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
 
@@ -36,11 +37,20 @@ _READS_VALUES = (DataDependentOutputException, DynamicOutputShapeException, Unsu
 
 
 @contextmanager
-def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does.
+def fake_step(
+    spec: StepSpec,
+    workspace: Count,
+    listen: Listener,
+    *,
+    cut: Callable[[ModelStep], None] = lambda step: None,
+    compiled: bool = False,
+) -> Iterator[Callable[[], None]]:
+    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does; with
+    `compiled` as its spec's compile says, without the operators of what is compiled.
 
     Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. A value
-    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors.
+    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors. cut:
+    takes blocks off the step once it is built.
 
     Raises UserError as `build_workload` does, and Unsupported for a model whose course depends on such values, or with
     operators whose costs are not known.
@@ -69,8 +79,12 @@ def fake_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Ca
             watcher,
         ):
             watcher.begin("build")
-            step = _built(spec, storages, watcher, doing)
-            with nullcontext() if spec.compile not in ("off", "block") else _masks_of_one_sequence():
+            step = _built(spec, storages, watcher, doing, cut)
+            if compiled and spec.compile != "off":
+                from steplab.fake_step.compiled import compile_on_fakes  # it takes a second to import
+
+                compile_on_fakes(step, spec.compile, watcher, storages)
+            with _masks_as_they_are(traced=spec.compile not in ("off", "block")):
                 yield partial(_run, step, storages, watcher)
     except ERRORS as error:
         raise own_error(error) from error.__cause__
@@ -123,42 +137,36 @@ def tokens_of(spec: StepSpec) -> int | None:
 
 def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
     """The operators of a step after the first, in order; as `fake_step`."""
-    found: list[Operator] = []
-    with telling_operators(found, spec, Count(0, ""), lambda event: None) as run:
+    found: list[Event] = []
+    with fake_step(spec, Count(0, ""), found.append) as run:
         run()  # makes the optimizer's state
+        found.clear()
         run()
-    return tuple(found)
+        return tuple(event for event in found if isinstance(event, Operator))
 
 
 @contextmanager
-def telling_operators(
-    operators: list[Operator], spec: StepSpec, workspace: Count, listen: Listener
-) -> Iterator[Callable[[], None]]:
-    """As `fake_step`; at the end `operators` has those of the last step that was run."""
-    found: list[Operator] = []
-
-    def listen_too(event: Event) -> None:
-        listen(event)
-        if isinstance(event, Operator):
-            found.append(event)
-
-    with fake_step(spec, workspace, listen_too) as run:
-
-        def run_once_more() -> None:
-            found.clear()
-            run()
-
-        yield run_once_more
-    operators.extend(found)
+def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
+    """A context with the step as it is built, on tensors without content. Raises as `fake_step` does."""
+    found: list[ModelStep] = []
+    with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
+        yield found[0]
 
 
-def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> ModelStep:
+_ALONE: dict[str, Any] = {"layout": SINGLE, "pass_name": "forward_backward", "data_parallel": "bucketed"}
+"""Fields of a step that one process takes, without an optimizer."""
+
+
+def _built(
+    spec: StepSpec, storages: Storages, watcher: Watcher, doing: str, cut: Callable[[ModelStep], None]
+) -> ModelStep:
     workload = build_workload(spec, _CPU)
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
     # An overlapped update needs the same memory and operators, and then there is a phase in which its state is made.
-    step = ModelStep(workload, dataclasses.replace(spec, update=AFTER), _CPU)
+    step = ModelStep(workload, dataclasses.replace(spec, update=AFTER, compile="off"), _CPU)
+    cut(step)
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
     storages.call(step.module.buffers(), "parameters")
     for name, parameter in step.module.named_parameters():
@@ -167,7 +175,7 @@ def _built(spec: StepSpec, storages: Storages, watcher: Watcher, doing: str) -> 
             piece.category, piece.what = "parameters", _within_its_block(name)
             watcher.parameters[number] = piece.what
     storages.call_rest("inputs")
-    watcher.follow(_blocks_of(step.module))
+    watcher.follow(blocks_of(step.module))
     return step
 
 
@@ -191,7 +199,8 @@ def _tell_place(watcher: Watcher, made: torch.Tensor) -> None:
         watcher.tell_host_made(place, made)
 
 
-def _blocks_of(module: nn.Module) -> list[nn.Module]:
+def blocks_of(module: nn.Module) -> list[nn.Module]:
+    """As `repeated_blocks`; empty if it has none."""
     try:
         return repeated_blocks(module)
     except Unsupported:
@@ -222,10 +231,10 @@ def _conversion_by_data() -> Iterator[None]:
 
 
 @contextmanager
-def _masks_of_one_sequence() -> Iterator[None]:
+def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
     """transformers looks at the positions of tokens to see whether several sequences are packed into one, and builds a
-    mask where it cannot, as on tensors without content and under a compiler. Eagerly positions that follow each other
-    show that none are packed, and attention is causal without a mask."""
+    mask where it cannot, as on tensors without content and under a compiler (`traced`). Eagerly positions that follow
+    each other show that none are packed, and attention is causal without a mask."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
     if packed is None:
@@ -235,11 +244,13 @@ def _masks_of_one_sequence() -> Iterator[None]:
     def none_packed(positions_BT: torch.Tensor) -> None:
         (packed(positions_BT)[:, -1] == 0).all()
 
-    masks.find_packed_sequence_indices = none_packed
+    name, replaced = ("is_tracing", lambda *_: True) if traced else ("find_packed_sequence_indices", none_packed)
+    before = getattr(masks, name)
+    setattr(masks, name, replaced)
     try:
         yield
     finally:
-        masks.find_packed_sequence_indices = packed
+        setattr(masks, name, before)
 
 
 @contextmanager

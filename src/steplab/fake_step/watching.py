@@ -2,7 +2,8 @@
 
 import bisect
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -14,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from steplab.costs.kernel_time import Product
 from steplab.costs.operators import flops_of_elements
 from steplab.fake_step.kernels import (
+    Fused,
     flops_of_product,
     fused_attention,
     held_within,
@@ -22,7 +24,17 @@ from steplab.fake_step.kernels import (
     refuse_unknown,
 )
 from steplab.fake_step.storages import FORMATS, Storages
-from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Began, Kind, Listener, Operand, Operator
+from steplab.plan.dry_run.events import (
+    CHOSEN_BY_TORCH,
+    MADE_BY_HOST,
+    READS_A_VALUE,
+    Began,
+    Kind,
+    Listener,
+    Operand,
+    Operator,
+)
+from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 
 _aten = torch.ops.aten
@@ -70,9 +82,12 @@ class Watcher(TorchDispatchMode):
         self._fused_optimizer, self._updates_in_backward = fused_optimizer, updates_in_backward
         self._doing = doing
         self._phase = "build"
-        self._where = ""
+        self._where = self._first = ""
         self._begins: list[tuple[int, str]] = []
         """Numbers of autograd's nodes from which on a part of the model made them."""
+        self._is_paused = self._cudnn = False
+        self._calls = 0
+        """Operators called since the last that was told."""
         self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
@@ -84,20 +99,24 @@ class Watcher(TorchDispatchMode):
     def begin(self, phase: str) -> None:
         """A phase of the step begins."""
         self._phase = phase
-        self._where = ""
+        self._where = self._first if phase == "forward" else ""
         if phase == "forward":
-            self._begins = []
+            self._begins = [(0, self._first)]
         if phase != "optimizer" or not self._updates_in_backward:
             self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
-        """Say where operators of these run: 'block 3'."""
+        """Say where operators run: before these, in 'block 3', behind them."""
+        blocks = list(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
-            block.register_forward_hook(self._entering(""))
+            block.register_forward_hook(self._entering(BEHIND if block is blocks[-1] else ""))
+        self._first = BEFORE if blocks else ""
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
         """The model makes a tensor at this place of its code without naming a device."""
+        if self._is_paused:
+            return
         self._listen(
             Operator(
                 name=MADE_BY_HOST,
@@ -117,6 +136,24 @@ class Watcher(TorchDispatchMode):
             )
         )
 
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Within it operators are not told."""
+        before, self._is_paused = self._is_paused, True
+        try:
+            yield
+        finally:
+            self._is_paused = before
+
+    def place(self) -> str:
+        """The part of the model that is under way, or that autograd goes back through."""
+        node: Any = torch._C._current_autograd_node()
+        return self._where if node is None else self.made_in(node._sequence_nr())
+
+    def name_of_parameter(self, tensor: Tensor | None) -> str | None:
+        """The parameter whose memory it lies in; None: there is none."""
+        return None if tensor is None else self.parameters.get(self._storages.number(tensor) or 0)
+
     def _entering(self, where: str) -> Callable[..., None]:
         def enter(*_: object) -> None:
             self._where = where
@@ -129,17 +166,20 @@ class Watcher(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
+        if self._is_paused:
+            return func(*args, **kwargs)
         if func.namespace == "prim":
             self._asked.update(id(each) for each in args[:1] if isinstance(each, Tensor))
             return func(*args, **kwargs)
         if func.namespace == "profiler":
             return func(*args, **kwargs)
+        self._calls += 1
         node: Any = torch._C._current_autograd_node() if self._is_engines else None
         accumulates = node is not None and _ACCUMULATE in node.name()
         if accumulates:
             self._name_gradient(node.variable, args)
         elif node is not None:
-            self._where = self._made_in(node._sequence_nr())
+            self._where = self.made_in(node._sequence_nr())
         if node is not None and func is _aten.add.Tensor and self._is_added_in_place(args, accumulates):
             func = _aten.add_.Tensor
         made = self._run(func, args, kwargs)
@@ -157,7 +197,7 @@ class Watcher(TorchDispatchMode):
         """Whether it is autograd that calls operators."""
         return self._phase == "backward" and not torch.is_grad_enabled()
 
-    def _made_in(self, sequence_number: int) -> str:
+    def made_in(self, sequence_number: int) -> str:
         """The part of the model that made a node of autograd's."""
         at = bisect.bisect_right(self._begins, sequence_number, key=lambda begun: begun[0])
         return self._begins[at - 1][1] if at else ""
@@ -178,8 +218,7 @@ class Watcher(TorchDispatchMode):
                 piece.category, piece.what = "gradients", f"gradient of {name}"
 
     def _parameter_name(self, tensor: Tensor) -> str:
-        number = self._storages.number(tensor)
-        return self.parameters.get(number or 0, "a weight")
+        return self.name_of_parameter(tensor) or "a weight"
 
     def _run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         name = func.overloadpacket.__name__
@@ -187,7 +226,7 @@ class Watcher(TorchDispatchMode):
         refuse_unknown(name, func.namespace, self._doing)
         product = product_of(name, args)
         if product is not None:
-            self._start_products()
+            self.start_products()
         made = func(*args, **kwargs)
         reads = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         outputs = [each for each in tree_leaves(made) if isinstance(each, Tensor)]
@@ -197,7 +236,10 @@ class Watcher(TorchDispatchMode):
         if name == READS_A_VALUE:
             writes = reads  # to the host, four bytes or so
         if writes and name not in _NO_KERNEL and self._phase != "build":
-            self._tell(name, reads, writes, product, args, place)
+            if name in _FILLS_FIRST:
+                self._tell("zeros", [], writes, None, (), place)
+            pointwise = torch.Tag.pointwise in func.tags
+            self._tell(name, reads, writes, product, args, place, pointwise=pointwise)
         return made
 
     def _follow(self, name: str, reads: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
@@ -218,7 +260,7 @@ class Watcher(TorchDispatchMode):
                     piece.category, piece.what = "autocast_copies", self._parameter_name(reads[0])
         return fresh
 
-    def _start_products(self) -> None:
+    def start_products(self) -> None:
         """The first product of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
         thread = "backward" if self._phase == "backward" else "forward"
         if thread not in self._handles and self._workspace.value:
@@ -234,6 +276,8 @@ class Watcher(TorchDispatchMode):
         product: Product | None,
         args: tuple[Any, ...],
         place: str,
+        *,
+        pointwise: bool = False,
     ) -> None:
         for count in held_within(name, args):
             number = self._storages.make("within the kernel", count.symbols, count.value, self._where)
@@ -250,6 +294,14 @@ class Watcher(TorchDispatchMode):
         else:
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
+        read_bytes, written_bytes = sum(map(_bytes_of, reads)) + part_bytes, sum(map(_bytes_of, writes))
+        if name in _FILLS_FIRST:  # what was filled already is written where there is something
+            written_bytes = read_bytes
+        rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
+        if fused is not None and self._takes_cudnn(fused, reads[0]):
+            rate = CHOSEN_BY_TORCH
+        if name in _COPIES or _is_first_power(name, args):
+            name = "copy"
         name = _PLAIN_NAMES.get(name, name if name.startswith("_f") else name.removesuffix("_"))
         first = next((each for each in (*reads, *writes) if each.is_floating_point()), writes[0])
         dtype = FORMATS.get(first.dtype, str(first.dtype).removeprefix("torch."))
@@ -259,8 +311,8 @@ class Watcher(TorchDispatchMode):
                 kind=kind,
                 dtype="tf32" if kind == "matmul" and dtype == "fp32" and self._tf32 else dtype,
                 flops=flops,
-                read_bytes=sum(map(_bytes_of, reads)) + part_bytes,
-                written_bytes=sum(map(_bytes_of, writes)),
+                read_bytes=read_bytes,
+                written_bytes=written_bytes,
                 reads=self._operands(reads),
                 writes=self._operands(writes),
                 strided=kind == "streaming" and _is_strided(name, reads, writes),
@@ -269,8 +321,18 @@ class Watcher(TorchDispatchMode):
                 where=self._where,
                 what=place or _what(self._storages, writes[0]),
                 recomputed=self._recomputing,
+                rate=rate,
+                calls=self._calls,
             )
         )
+        self._calls = 0
+
+    def _takes_cudnn(self, fused: Fused, query: Tensor) -> bool:
+        """Whether torch may choose cuDNN's kernel, which it prefers on Hopper; backward is as forward."""
+        if self._phase == "forward":
+            self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
+        half = query.dtype in (torch.bfloat16, torch.float16)
+        return self._cudnn and half and fused.scores.k % 8 == 0 and fused.scores.k <= _WIDEST_OF_CUDNN
 
     def _operands(self, tensors: list[Tensor]) -> tuple[Operand, ...]:
         return tuple(Operand(self._storages.number(each) or 0, _bytes_of(each)) for each in tensors)
@@ -318,6 +380,50 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
     if not all(map(is_non_overlapping_and_dense_or_false, whole)):
         return True
     return len({_order(each) for each in whole}) > 1
+
+
+def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
+    """How a kernel goes over its tensors, which is what its share of the bandwidth follows from; empty: as others of
+    the operator's name do.
+
+    torch's kernels for single elements read and write vectors where all tensors are alike, convert one element at a
+    time where formats differ, and compute an index an element where one is strided or repeated. Sums over rows have
+    few threads that read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
+    """
+    if name in _COPIES or _is_first_power(name, args):
+        return "copy strided" if name in _COPIES else "copy"
+    if name in ("sum", "mean", "amax") and reads:
+        dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
+        last = reads[0].dim() - 1
+        return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
+    if name in _FILLS_FIRST:
+        return f"{name} in part"
+    if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
+        return f"{name} long"  # rows that a multiprocessor cannot hold are read again
+    if _PLAIN_NAMES.get(name) == "fill":
+        return "zeros"
+    if name.startswith("_fused_adam") and writes[0].dtype in (torch.bfloat16, torch.float16):
+        return f"{name} half"
+    if not pointwise:
+        return ""
+    one = writes[0]
+    others = [each for each in (*reads, *writes) if each.dim()]
+    floats = {each.dtype for each in others if each.is_floating_point()}
+    alike = all(each.shape == one.shape for each in others) and not _is_strided(name, reads, writes)
+    return "elementwise" + (" converting" if len(floats) > 1 else "") + ("" if alike else " strided")
+
+
+def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
+    """Whether it is the derivative of a square, which copies."""
+    return name == "pow" and len(args) > 1 and args[1] == 1
+
+
+_WIDEST_OF_CUDNN = 128
+_LONGEST_ROW = 224 * 1024
+"""Bytes of shared memory that a block may have on a Hopper."""
+_COPIES = frozenset({"slice_backward", "select_backward"})
+_FILLS_FIRST = _COPIES | {"embedding_dense_backward", "nll_loss_backward"}
+"""Operators that make zeros, of which they then write a part."""
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:

@@ -11,7 +11,7 @@ from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import open_store
 from steplab.lab.measuring import asked_step
-from steplab.lab.predicting import planned_as, splittable
+from steplab.lab.predicting import spread_model
 from steplab.plan.layout.links import Cluster, machine_of, with_profile
 from steplab.plan.layout.search import LayoutJob, check_job, plan_of_given, plan_of_layouts
 from steplab.plan.memory import refuse_unknown_memory
@@ -43,8 +43,7 @@ def plan_layout(
     `spec` and `fields` are as in `measure`, without a layout and what follows from it. `links` are texts such as
     `network=45`, in GB/s that one GPU reaches, or `network=400Gb/s`, as an adapter's bandwidth is stated; `profile` is
     a record of `steplab comm`, whose lines replace stated links. With checkpointing `auto` each layout has the one of
-    none, selective and full with which it is fastest. `tokens` are those of the whole training. A transformers
-    configuration is planned as steplab's Transformer with the same parts.
+    none, selective and full with which it is fastest. `tokens` are those of the whole training.
 
         steplab.plan_layout("8b", gpus=64, gpu="H100 SXM", global_batch=512, precision="bf16").candidates[0].options
 
@@ -58,10 +57,10 @@ def plan_layout(
     # Some fields are for several processes alone, and some steps are refused for one process alone.
     spread = {} if isinstance(spec, StepSpec) or gpus == 1 else {"layout": f"dp={gpus}"}
     given, hardware, chosen = asked_step("plan_layout", spec, fields | spread), hardware_named(gpu), gpu_named(gpu)
-    known = dataclasses.replace(given, model=splittable(given.model))
-    refuse_unknown_memory(dataclasses.replace(known, layout=Layout(dp=max(gpus, 2))))
-    asked = dataclasses.replace(known, layout=Layout(), update=AFTER)
-    refuse_unknown_step(asked, chosen)
+    refuse_unknown_memory(dataclasses.replace(given, layout=Layout(dp=max(gpus, 2))))
+    asked = dataclasses.replace(given, layout=Layout(), update=AFTER)
+    model = spread_model(asked)
+    refuse_unknown_step(asked, chosen, operators_are_known=model is not None)
     machine = _machine(hardware, gpus_per_node, links, profile, store)
     found = plan_of_layouts(
         LayoutJob(
@@ -71,10 +70,10 @@ def plan_layout(
             global_batch=global_batch,
             gpu=chosen,
             machine=machine,
+            model=model,
         )
     )
-    found = dataclasses.replace(found, tokens=tokens)
-    return found if known == given else _as_given(found, given)
+    return dataclasses.replace(found, tokens=tokens)
 
 
 def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
@@ -84,10 +83,10 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
     """
     hardware = hardware_named(gpu.name)
     chosen = choose_checkpointing(spec, hardware)
-    known = dataclasses.replace(chosen.spec, model=splittable(spec.model))
-    refuse_unknown_memory(known)
-    alone = dataclasses.replace(known, layout=Layout(), update=AFTER)
-    refuse_unknown_step(alone, gpu)
+    refuse_unknown_memory(chosen.spec)
+    alone = dataclasses.replace(chosen.spec, layout=Layout(), update=AFTER)
+    model = spread_model(alone)
+    refuse_unknown_step(alone, gpu, operators_are_known=model is not None)
     job = LayoutJob(
         spec=alone,
         update=spec.update,
@@ -95,10 +94,10 @@ def plan_given_layout(spec: StepSpec, gpu: Gpu) -> LayoutPlan:
         global_batch=spec.tokens_of_all // spec.context,
         gpu=gpu,
         machine=machine_of(hardware, None),
+        model=model,
     )
-    found = plan_of_given(job, known)
-    found = dataclasses.replace(found, notes=(*chosen.notes, *found.notes))
-    return found if spec.model.shape else _as_given(found, spec)
+    found = plan_of_given(job, chosen.spec)
+    return dataclasses.replace(found, notes=(*chosen.notes, *found.notes))
 
 
 def plan_layouts(
@@ -127,12 +126,6 @@ def _each_link(text: str) -> list[str]:
     """The alternatives that a text such as network=200Gb/s,400Gb/s names."""
     name, equals, values = text.partition("=")
     return [f"{name}{equals}{value.strip()}" for value in values.split(",")]
-
-
-def _as_given(plan: LayoutPlan, given: StepSpec) -> LayoutPlan:
-    """The plan of the Transformer with the parts of a configuration, as that of the configuration."""
-    notes = (planned_as(given.model), *plan.notes)
-    return dataclasses.replace(plan, spec=dataclasses.replace(plan.spec, model=given.model), notes=notes)
 
 
 def _machine(

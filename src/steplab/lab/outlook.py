@@ -161,7 +161,7 @@ class Outlook:
             return None
         if spec not in self._rooms:
             of_two = replace(spec, accumulation=min(spec.accumulation, 2))  # from the second on each holds the same
-            try:  # not traced, which would run others' models in this process: a lower bound is enough here
+            try:  # of steplab's own model: to trace another would run it in this process
                 cards = predict_memory(of_two, device=self._device_name).cards
             except SteplabError:
                 cards = ()

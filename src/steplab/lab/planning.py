@@ -11,7 +11,7 @@ from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
-from steplab.lab.predicting import is_traced, memory_of
+from steplab.lab.predicting import is_traced, memory_of, operators_of
 from steplab.plan.accounting import account, device_of, mesh_of
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.time import predict_step_time, refuse_unknown_step
@@ -139,13 +139,17 @@ def _time_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] = ()) -> St
     """operators: those of a traced step, where they are known already."""
     if not is_traced(spec) or spec.layout.world_size > 1:
         return predict_step_time(spec, gpu)
-    from steplab.fake_step.step import operators_of_fake, tokens_of
-
     refuse_unknown_step(spec, gpu, operators_are_known=True)
-    found = predict_step_time(spec, gpu, tuple(operators) or operators_of_fake(spec))
-    tokens = tokens_of(spec)
+    found = predict_step_time(spec, gpu, operators or operators_of(spec))
+    tokens = spec.tokens_of_all if spec.model.kind == "hf" else _tokens_of_batches(spec)
     unknown = () if tokens else (f"tokens per second: {spec.model.name} sizes its batches itself",)
     return with_notes(replace(found, tokens_per_step=tokens), unknown)
+
+
+def _tokens_of_batches(spec: StepSpec) -> int | None:
+    from steplab.fake_step.step import tokens_of
+
+    return tokens_of(spec)
 
 
 def plan_steps(specs: Sequence[StepSpec], *, gpu: Gpu | str = DEFAULT_GPU) -> tuple[PlannedStep, ...]:

@@ -8,9 +8,7 @@ from functools import cache
 from steplab.costs.rates import gpu_of
 from steplab.errors import Unsupported, UserError
 from steplab.plan.host_pace import runs_that_waited
-from steplab.plan.memory import predict_memory
 from steplab.plan.seen import was_fitted
-from steplab.plan.time import predict_step_time
 from steplab.records.run import Run
 from steplab.records.step_time import StepTimePrediction
 from steplab.records.time_check import TimeCheck
@@ -21,12 +19,17 @@ from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 
 def check_runs(
-    runs: Sequence[Run], on_progress: Callable[[int, int], None] = lambda done, total: None
+    runs: Sequence[Run],
+    predict: "Callable[[StepSpec, str], Predicted]",
+    on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TimeCheck]:
-    """A check of every measured step of one process on a GPU, in the order of the runs; on_progress: called with how
-    many have been checked, and of how many."""
+    """A check of every measured step of one process on a GPU, in the order of the runs.
+
+    predict: gives the time of a step on a GPU by its name, and bytes of its peak, None where that is not known; raises
+    UserError where the time is not. on_progress: called with how many have been checked, and of how many.
+    """
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
-    waiting, predicted, found = _that_waited(timed), cache(_predicted), list[TimeCheck]()
+    waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()
     for run in timed:
         on_progress(len(found), len(timed))
         found.append(_check_run(run, run.id in waiting, predicted))
@@ -42,17 +45,8 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
     return {found for name, own in by_gpu.items() for found in runs_that_waited(own, gpu_of(_hardware_of(name)))}
 
 
-_Predicted = tuple[StepTimePrediction, int | None]
+Predicted = tuple[StepTimePrediction, int | None]
 """The time of a step, and bytes of its peak; None: not known."""
-
-
-def _predicted(spec: StepSpec, device_name: str) -> _Predicted:
-    """Raises UserError for a step or a GPU whose time is not known."""
-    time = predict_step_time(spec, gpu_of(_hardware_of(device_name)))
-    try:
-        return time, predict_memory(spec, device=device_name).peak_bytes
-    except Unsupported:
-        return time, None
 
 
 def _hardware_of(device_name: str) -> HardwareSpec:
@@ -62,7 +56,7 @@ def _hardware_of(device_name: str) -> HardwareSpec:
     return hardware
 
 
-def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], _Predicted]) -> TimeCheck:
+def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], Predicted]) -> TimeCheck:
     assert run.spec is not None
     assert run.timing is not None
     spec, peak = run.spec, run.memory.peak("step") if run.memory else None
@@ -77,7 +71,7 @@ def _check_run(run: Run, waited: bool, predict: Callable[[StepSpec, str], _Predi
         device_waited=waited,
     )
     try:
-        predicted, peak_bytes = predict(spec.as_predicted, blank.gpu)
+        predicted, peak_bytes = predict(spec.as_predicted, _hardware_of(blank.gpu).name)
     except UserError as error:
         why = error.why if isinstance(error, Unsupported) else str(error)
         return dataclasses.replace(blank, unsupported=why)

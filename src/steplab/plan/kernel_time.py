@@ -1,12 +1,15 @@
 """How long a kernel of the dry run takes: its sizes, and the name by which the rates have it (costs.kernel_time)."""
 
+import re
+
 from steplab.costs.kernel_time import attention_s, product_s, streaming_s
 from steplab.costs.operators import BACKWARD_FLOPS
 from steplab.costs.rates import Gpu
-from steplab.plan.dry_run.events import Operator
+from steplab.plan.dry_run.events import CHOSEN_BY_TORCH, Operator
 from steplab.plan.fusion import Kernel
 from steplab.records.step_time import TimePart
 
+_HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 _ONE_PASS = {
     "add_rms_norm": "fused reduction",
     "cross_entropy_softmax": "fused reduction",
@@ -32,6 +35,11 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
         return product_s(op.product, op.dtype, gpu)
     if op.kind == "attention" and op.product is not None:
         name, backward = op.name.removesuffix("_backward"), op.name.endswith("_backward")
+        if op.rate == CHOSEN_BY_TORCH and _HOPPER.search(gpu.name):
+            masked = name == "sdpa_efficient"  # flash attention takes no mask, and would have been the tracer's choice
+            name = (
+                "sdpa_cudnn masked" if masked else "sdpa_cudnn"
+            )  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
         whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # what it would compute without a mask
         return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
     return streaming_s(streaming_name(kernel), kernel.moved_bytes, gpu)
@@ -42,6 +50,8 @@ def streaming_name(kernel: Kernel) -> str:
     if kernel.fused:
         return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator
+    if op.rate:
+        return op.rate
     if like := _ONE_PASS.get(op.name.removesuffix("_backward")):
         return like
     if widens(op):

@@ -18,6 +18,7 @@ from steplab.plan.dry_run.memory import Ledger, Peak
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
+from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.prediction import predict_layout_memory
 from steplab.plan.terms import by_category, terms_of
 from steplab.records.prediction import MemoryPrediction, PredictionKind, Term
@@ -25,8 +26,7 @@ from steplab.specs.attention_kernels import chosen_attention, refuse_unserved_at
 from steplab.specs.checkpointing import checkpointing_remark
 from steplab.specs.ddp import Variant
 from steplab.specs.hardware import find_hardware
-from steplab.specs.hf_shape import shape_of
-from steplab.specs.model import ModelSpec, TransformerShape
+from steplab.specs.model import TransformerShape
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import RECORD_THEIR_OWN, WITH_MASTERS
 from steplab.units import KIB, MIB, format_bytes
@@ -47,32 +47,36 @@ def predict_memory(
     variant: Variant | None = None,
     sequence_parallel: bool = True,
     open_step: OpenStep = dry_step,
+    model: SpreadModel | None = None,
 ) -> MemoryPrediction:
     """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
 
     `device` is the GPU's name as torch gives it, for which attention `auto` is chosen; None: a Hopper, such as the
     H200.
 
-    Raises Unsupported for a step that does not run on CUDA, and for a model whose parts are not known: a factory's, and
-    most configurations of transformers. Of a configuration that is known, eager, of a size for planning only, and with
-    CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction is of the ranks that need most, with
-    all others beside it; `variant` says how the ranks of a layout of dp alone share their state, where that is none of
-    `spec.data_parallel`. Without `sequence_parallel` ranks of tp have all tokens between the products, as steplab does
-    not run it.
-    `open_step` runs the step of any model by other means than the dry run (fake_step).
+    Raises Unsupported for a step that does not run on CUDA, and for a model that is not steplab's own without a trace.
+    Of a size for planning only, and with CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction
+    is of the ranks that need most, with all others beside it; `variant` says how the ranks of a layout of dp alone
+    share their state, where that is none of `spec.data_parallel`. Without `sequence_parallel` ranks of tp have all
+    tokens between the products, as steplab does not run it.
+    `open_step` runs the step of any model by other means than the dry run (fake_step); `model` is such a model as its
+    layout spreads it.
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
     hardware = find_hardware(device) if device else None
     platform = hardware.platform if hardware else "cuda"
-    if open_step is not dry_step:
+    if model is not None or open_step is not dry_step:
         refuse_untraced(spec, what)
         refuse_unserved_attention(spec, platform)
+    if model is not None:
+        workspace, notes = workspace_of(device), _notes(spec, workspace_of(device).value, device, traced=True)
+        return predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=True, model=model)
+    if open_step is not dry_step:
         ledger = memory_of(spec, workspace=workspace_of(device), open_step=open_step)
         return _prediction(asked, ledger, "traced", _notes(spec, workspace_of(device).value, device, traced=True))
-    shape = shape_of(spec.model, what)
+    shape = _own_shape(spec, what)
     _refuse_what_is_not_known(spec, shape, what)
     spec, said = with_attention_chosen(spec, shape, [device] if device else [])
-    spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
     refuse_unserved_attention(spec, platform)
     if shape.num_heads == 0:
         return _without_activations(spec)
@@ -81,9 +85,8 @@ def predict_memory(
         notes = [*said, *_notes(spec, workspace.value, device)]
         found = predict_layout_memory(spec, workspace.value, variant, notes, sequence_parallel=sequence_parallel)
         return dataclasses.replace(found, spec=dataclasses.replace(spec, attention=asked.attention))
-    ledger, foreign = memory_of(spec, workspace=workspace), asked.model.kind == "hf"
-    notes = [*said, *_notes(spec, workspace.value, device, foreign=foreign)]
-    return _prediction(asked, ledger, _kind(spec, foreign=foreign), notes)
+    ledger = memory_of(spec, workspace=workspace)
+    return _prediction(asked, ledger, _kind(spec), [*said, *_notes(spec, workspace.value, device)])
 
 
 def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: list[str]) -> MemoryPrediction:
@@ -113,13 +116,20 @@ def workspace_of(device: str | None) -> Count:
     return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
 
 
-def _kind(spec: StepSpec, *, foreign: bool) -> PredictionKind:
-    """foreign: the operators are another library's, which keeps more."""
-    if spec.compile in RECORD_THEIR_OWN or (foreign and spec.compile == "off"):
+def _own_shape(spec: StepSpec, what: str) -> TransformerShape:
+    """The sizes of steplab's own model. Raises Unsupported for another."""
+    if spec.model.shape is None:
+        needed = "torch and transformers" if spec.model.kind == "hf" else "torch"
+        raise Unsupported(what, "its operators are known by a trace alone", f"install {needed}, which trace it")
+    return spec.model.shape
+
+
+def _kind(spec: StepSpec) -> PredictionKind:
+    if spec.compile in RECORD_THEIR_OWN:
         return "at_least"
     estimated = implementation(spec.attention).memory_estimate or _rows_estimate(spec)
     is_exact = spec.compile == spec.cuda_graph == "off"
-    return "estimate" if foreign or not is_exact or estimated else "dry_run"
+    return "estimate" if not is_exact or estimated else "dry_run"
 
 
 def _rows_estimate(spec: StepSpec) -> str | None:
@@ -133,7 +143,10 @@ def _rows_estimate(spec: StepSpec) -> str | None:
 def refuse_unknown_memory(spec: StepSpec) -> None:
     """Raise Unsupported for a step whose memory `predict_memory` does not know."""
     what = f"predicting the memory of {spec.model.label}"
-    _refuse_what_is_not_known(spec, shape_of(spec.model, what), what)
+    if spec.model.kind == "transformer":
+        _refuse_what_is_not_known(spec, _own_shape(spec, what), what)
+    else:
+        refuse_untraced(spec, what)
 
 
 def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
@@ -145,8 +158,6 @@ def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
 
 def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str) -> None:
     refuse_unknown_formats(spec, what)
-    if spec.model.kind == "hf":
-        _refuse_what_transformers_has_not(spec, shape, what)
     if spec.device in ("cpu", "mps"):
         why = f"the prediction is of a CUDA device, and {spec.device} allocates otherwise"
         raise Unsupported(what, why, "leave --device out")
@@ -156,7 +167,9 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
             raise Unsupported(f"{what} on layout {spec.layout} with optimizer adamw_triton", why, "use adamw_fused")
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"
-            raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
+            raise Unsupported(
+                f"{what} on layout {spec.layout}", why, "use `steplab plan accounting`, or leave --layout out"
+            )
         return
     if shape.num_heads and shape.num_layers > _MOST_LAYERS:
         why = f"it has {shape.num_layers} blocks, and no more than {_MOST_LAYERS} are run dry"
@@ -165,34 +178,12 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
 
 def refuse_untraced(spec: StepSpec, what: str) -> None:
     """Raise Unsupported for a step that cannot be run on tensors without content."""
-    if spec.layout.world_size > 1:
-        why = "what its ranks share is known of steplab's own Transformer alone"
-        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     refuse_unknown_formats(spec, what)
-    if spec.compile != "off":
-        why = "what a compiler keeps for backward is known of steplab's own Transformer alone"
-        raise Unsupported(f"{what} with compile {spec.compile}", why, "use --compile off")
     if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
         instead = "use --pass forward_backward" if spec.precision in WITH_MASTERS else "use adamw_fused"
         raise Unsupported(f"{what} with optimizer adamw_triton", "it has a kernel of its own", instead)
-
-
-def _refuse_what_transformers_has_not(spec: StepSpec, shape: TransformerShape, what: str) -> None:
-    """As model.hf does, which builds such a model, and as measurement.step."""
-    if spec.precision in WITH_MASTERS and shape.learned_positions:
-        why = "it has no linear layer (torch.nn.Linear) in fp32 with weights of its own"
-        raise Unsupported(f"{what} in {spec.precision}", why, "use --precision bf16")
-    if spec.attention != "plain" and not spec.attention.startswith("sdpa"):
-        why = "transformers computes its models' attention"
-        raise Unsupported(f"{what} with attention {spec.attention}", why, "choose plain, sdpa or one of its kernels")
-    if spec.checkpointing not in ("none", "full"):
-        why = "of transformers steplab asks for every layer, or none"
-        raise Unsupported(f"{what} with checkpointing {spec.checkpointing}", why, "use --checkpointing full or none")
-    if spec.layout.world_size > 1:
-        why = "what its ranks share is known of steplab's own Transformer alone"
-        raise Unsupported(f"{what} on layout {spec.layout}", why, "leave --layout out")
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
@@ -267,26 +258,13 @@ def _kept_by_torch_2_11(spec: StepSpec) -> int:
     return spec.tokens // spec.num_microbatches * (element * shape.d_model + 4 * shape.num_heads) // spec.layout.tp
 
 
-def _notes(
-    spec: StepSpec, workspace_bytes: int, device: str | None, *, foreign: bool = False, traced: bool = False
-) -> list[str]:
+def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, traced: bool = False) -> list[str]:
     """What is assumed, and what is left out."""
     card = device or "a Hopper (H100, H200)"
     notes = [
         f"on {card}: cuBLAS takes {format_bytes(workspace_bytes)} for each thread that multiplies matrices",
         "outside of the allocator, and not in it: the CUDA context, the kernels' code, NCCL",
     ]
-    if foreign and spec.compile != "off":
-        notes.append(
-            "parameters, gradients and optimizer state are those of the configuration; activations are estimated as "
-            "those of steplab's Transformer with the same parts"
-        )
-    elif foreign:
-        notes.append(
-            "at least this: parameters, gradients and optimizer state are those of the configuration; activations are "
-            "those of steplab's Transformer with the same parts, and the norms, the loss, the gelu and the dropout of "
-            "transformers keep more"
-        )
     if traced:
         notes.append(
             "traced: torch ran the model on tensors without content; what a kernel takes for itself is known of "

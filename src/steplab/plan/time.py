@@ -8,7 +8,7 @@ the host. How quick a host is differs by a factor of two between machines, so bo
 
 import dataclasses
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal, get_args
 
 from steplab.costs.flops import DTYPE_OF_MATMULS, Convention, model_flops_per_token
@@ -16,7 +16,9 @@ from steplab.costs.kernel_time import has_own_rates
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.costs.rates import Gpu, StepRates
 from steplab.errors import Unsupported
+from steplab.plan.called import Host, hosts_of
 from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
+from steplab.plan.dry_run.repeated import RepeatedBlocks
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
@@ -26,8 +28,6 @@ from steplab.records.run import Utilization
 from steplab.records.step_time import Bound, PhaseTimes, StepTimePrediction, TimePart
 from steplab.specs.attention_kernels import refuse_unserved_attention, with_attention_chosen
 from steplab.specs.checkpointing import checkpointing_remark, num_first, period_of
-from steplab.specs.hf_shape import shape_of
-from steplab.specs.model import ModelSpec
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER, FP8
 from steplab.units import counted, listed
@@ -40,8 +40,7 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
 
     Raises Unsupported for a step whose operators are not known, does not run on CUDA, or spans several processes, and
     for a number format that the GPU has no peak in. `operators`: those of an eager step of the spec, where they are
-    known by other means than the dry run (fake_step). A configuration of transformers without them is predicted as
-    steplab's Transformer with the same parts.
+    known by other means than the dry run (fake_step).
     """
     asked, spec = spec, _known_step(spec, gpu, operators)
     parts = throttled(_parts(spec, gpu, operators), gpu)
@@ -49,7 +48,10 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
         hidden = hidden_update(spec, gpu)
         parts = [_in_backward(part, hidden) for part in parts]
     spread = step_spread(spec, gpu)
-    phases = [_phase(name, [part for part in parts if part.phase == name], spec, gpu, spread) for name in _PHASES]
+    hosts = hosts_of(spec, gpu, operators)
+    phases = [
+        _phase(name, [part for part in parts if part.phase == name], spec, gpu, spread, hosts) for name in _PHASES
+    ]
     phases = [phase for phase in phases if phase.device_s > 0]
     step = PhaseTimes(
         phase="step",
@@ -88,10 +90,7 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
 
 
 def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
-    """The step that is predicted in place of `spec`. Raises Unsupported as `predict_step_time` does."""
-    if operators is None and spec.model.kind == "hf":
-        shape = shape_of(spec.model, f"predicting the time of {spec.model.label}")
-        spec = dataclasses.replace(spec, model=ModelSpec(name=spec.model.label, kind="transformer", shape=shape))
+    """The step. Raises Unsupported as `predict_step_time` does."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     return spec
 
@@ -100,8 +99,16 @@ def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> li
     """The device's time at the full clock, of a step whose update is not overlapped."""
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
+    compiled = spec.compile != "off"
+    if compiled and isinstance(operators, RepeatedBlocks):
+        few, more = (_of_operators(each, spec, gpu) for each in (operators.few, operators.more))
+        return _listed(_extrapolated(few, more, operators.times))
+    return _listed(_of_operators(operators, spec, gpu))
+
+
+def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
     ran = [op for op in operators if op.name != MADE_BY_HOST]
-    return _listed(_sums(kernels_of(ran, compiled=spec.compile != "off"), gpu, spec))
+    return _sums(kernels_of(ran, compiled=spec.compile != "off", blocks_alone=spec.compile == "block"), gpu, spec)
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
@@ -348,7 +355,26 @@ def _listed(sums: dict[_Key, _Sum]) -> list[TimePart]:
     return sorted(parts, key=lambda part: (_PHASES.index(part.phase), -part.seconds, part.what, part.dtype))
 
 
-def _phase(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
+def _phase(
+    name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float, hosts: tuple[dict[str, Host], ...]
+) -> PhaseTimes:
+    if hosts and name in hosts[0]:
+        quick, measured = (host[name] for host in hosts)
+        device_s = sum(part.seconds for part in parts)
+        return PhaseTimes(
+            phase=name,
+            seconds=device_s + measured.idle_s,
+            low_s=device_s * (1 - spread) + quick.idle_s,
+            high_s=device_s * (1 + spread) + measured.idle_s,
+            device_s=device_s,
+            host_s=quick.host_s,
+            slow_host_s=measured.host_s,
+            bound="host" if measured.idle_s > device_s / 2 else _bound(parts),
+        )
+    return _phase_of_kernels(name, parts, spec, gpu, spread)
+
+
+def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu, spread: float) -> PhaseTimes:
     device_s, kernels = sum(part.seconds for part in parts), sum(part.kernels for part in parts)
     quick, slow = gpu.rates.host.paces(compiled=spec.compile != "off" and name != "optimizer")
     if spec.cuda_graph == "step" or (spec.replays_model and name != "optimizer"):
@@ -427,11 +453,6 @@ def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> lis
                 f"{_at(MADE_BY_HOST, operators)}, which the host makes and copies to the GPU; that is not predicted"
             )
         return notes
-    if spec.model.kind == "hf":
-        return [
-            "predicted as steplab's Transformer with the same parts: where torch and transformers are installed, the "
-            "operators of transformers are traced"
-        ]
     return []
 
 

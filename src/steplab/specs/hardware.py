@@ -117,8 +117,8 @@ def find_hardware(device_name: str) -> HardwareSpec | None:
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name, or that torch calls so, without regard to case. Raises UserError that lists the
-    known short names."""
+    """The GPU with this short name, or that torch calls so, without regard to case and spaces; of a chip alone, such as
+    H100, the module with most memory, which is SXM where there is one. Raises UserError that lists the short names."""
     return _named(name, catalogue())
 
 
@@ -132,16 +132,24 @@ def _named(name: str, known: Sequence[HardwareSpec]) -> HardwareSpec:
     for spec in known:
         if wanted in map(str.casefold, (spec.name, *spec.device_names)):
             return spec
+    asked = _plain(name)
+    alike = [spec for spec in known if asked in (_plain(spec.name), _plain(spec.name.partition(" ")[0]))]
+    if alike:
+        return max(alike, key=lambda spec: ("SXM" in spec.name, spec.memory_bytes))
     names = [spec.name for spec in known]
     near = _near(wanted, names)
     hint = f"did you mean {' or '.join(near)}? Else " if near else ""
     raise UserError(f"unknown hardware '{name}'; {hint}choose one of {', '.join(names)}")
 
 
+def _plain(name: str) -> str:
+    return "".join(filter(str.isalnum, name.casefold()))
+
+
 def _near(wanted: str, names: Sequence[str]) -> list[str]:
     """The names that contain what was asked for, such as H200, else those spelt most like it."""
-    plain = {"".join(filter(str.isalnum, name.casefold())): name for name in names}
-    asked = "".join(filter(str.isalnum, wanted))
+    plain = {_plain(name): name for name in names}
+    asked = _plain(wanted)
     containing = [name for text, name in plain.items() if asked and asked in text]
     return containing or [plain[text] for text in difflib.get_close_matches(asked, plain, n=2, cutoff=0.7)]
 

@@ -43,8 +43,6 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
         if layout.tp > 1 or layout.pp > 1:
             why = "only steplab's own Transformer can be split along tp and pp"
             fix = f"{only_dp} or fsdp={layout.world_size}"
-            if model.kind == "hf":
-                fix += ", or `steplab plan layout`, which plans a Transformer with the same parts"
             raise Unsupported(f"{what} for {model.name}", why, fix)
         if spec.compile not in ("off", "block"):
             why = "its parameters are gathered and freed block by block"

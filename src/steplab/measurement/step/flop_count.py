@@ -2,6 +2,8 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -41,8 +43,7 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
     backends = [SDPBackend.MATH] if device.type == "cpu" else _ALL_BACKENDS
     eagerly = torch.compiler.set_stance("force_eager")
     forward: float | None = None
-    grouped = {torch.ops.aten._grouped_mm: _grouped_flops} if hasattr(torch.ops.aten, "_grouped_mm") else {}
-    with eagerly, sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=grouped) as counter:
+    with eagerly, sdpa_kernel(backends), FlopCounterMode(display=False, custom_mapping=_formulas()) as counter:
         for phase in phases:
             before = counter.get_total_flops()
             phase.run()
@@ -50,6 +51,25 @@ def count_flops(phases: Sequence[Phase], device: torch.device) -> CountedFlops:
                 forward = (forward or 0.0) + counter.get_total_flops() - before
     executed = float(counter.get_total_flops())
     return CountedFlops(executed=executed, needed=None if forward is None else min(3 * forward, executed))
+
+
+def _formulas() -> dict[Any, Any]:
+    """Counts that torch has not, or not of heads that share keys."""
+    aten = torch.ops.aten
+    found: dict[Any, Any] = {aten._grouped_mm: _grouped_flops} if hasattr(aten, "_grouped_mm") else {}
+    for kind in ("flash", "efficient", "cudnn"):
+        found[getattr(aten, f"_scaled_dot_product_{kind}_attention")] = partial(_attention_flops, backward=False)
+        found[getattr(aten, f"_scaled_dot_product_{kind}_attention_backward")] = partial(
+            _attention_flops, backward=True
+        )
+    return found
+
+
+def _attention_flops(*shapes: Any, backward: bool, out_shape: object = None, **_: object) -> int:
+    """FLOPs of fused attention over the whole square: two products forward, five backward, of all query heads."""
+    (batch, heads, queries, width), key, value = shapes[backward : backward + 3]
+    columns = 3 * width + 2 * value[-1] if backward else width + value[-1]
+    return int(2 * batch * heads * queries * key[-2] * columns)
 
 
 def _grouped_flops(a: Sequence[int], b: Sequence[int], *_: object, out_shape: object = None, **__: object) -> int:

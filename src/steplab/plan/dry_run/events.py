@@ -21,6 +21,10 @@ MADE_BY_HOST = "made_by_host"
 time is not predicted."""
 
 
+CHOSEN_BY_TORCH = "chosen by torch"
+"""Rate of fused attention whose kernel torch chooses by the GPU."""
+
+
 class Began(msgspec.Struct, frozen=True, gc=False):
     """A phase of the step begins."""
 
@@ -83,6 +87,10 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     where it does: 'model.py:12'."""
     recomputed: bool
     """Whether activation checkpointing runs it a second time."""
+    rate: str = ""
+    """Name of the kernel's rate where it is not by the operator's name: how a traced kernel goes over its tensors."""
+    calls: int = 1
+    """Operators that Python and torch called for it, views before it included."""
 
     @property
     def moved_bytes(self) -> int:

@@ -8,12 +8,13 @@ gradients of parts that are over and the optimizer's state are left out, since a
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 from steplab.plan.dry_run.allocator import Block, CachingAllocator
-from steplab.plan.dry_run.events import Allocated, Event, Freed, Operator
+from steplab.plan.dry_run.events import Allocated, Event, Freed, Listener, Operator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.sizes import Split
 from steplab.plan.dry_run.step import run_dry
@@ -25,8 +26,9 @@ from steplab.specs.step_choices import BlockOps, Precision
 PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
 _LAST, _FIRST = "block 1", "block 0"
-_HEAD = "head and loss"
-_WHERE: dict[PartName, str] = {"embedding": "embedding", "block": _LAST, "head": _HEAD}
+BEFORE, BEHIND = "embedding", "head and loss"
+"""Places outside of the blocks."""
+_WHERE: dict[PartName, str] = {"embedding": BEFORE, "block": _LAST, "head": BEHIND}
 _KEPT_BEFORE: dict[PartName, tuple[str, ...]] = {
     "embedding": (),
     "block": ("embedding", _FIRST),
@@ -146,7 +148,7 @@ def _parts_of(
         loss=loss,
         checkpointing=recomputed,
     )
-    found = _reading(spec, split, gathering)
+    found = _reading(partial(run_dry, spec, split=split, gathering=gathering))
     if compiled:  # the memory of a compiled block is an estimate without operators; head and loss are eager
         facts = (shape, batch, context, gradients, precision, attention, block_ops, loss, recomputed)
         eager = _parts_of(*facts, False, split, gathering)
@@ -154,19 +156,31 @@ def _parts_of(
         others = [moment for moment in eager.moments if moment.part != "block"]
         kept = found.kept(_FIRST)
         return dataclasses.replace(eager, moments=(*of_blocks, *others), kept_by_block=kept, held_by_block=kept)
+    return _parts(found)
+
+
+def parts_of_run(run: Callable[[Listener], None]) -> Parts:
+    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that tells its events to a listener. Behind
+    an embedding that is frozen the first keeps less than others, so that the one that keeps more stands for all."""
+    found = _reading(run)
+    most = max(found.kept(_FIRST), found.kept(_LAST), key=lambda kept: kept.num_bytes)
+    return dataclasses.replace(_parts(found), kept_by_block=most)
+
+
+def _parts(found: "_Reading") -> Parts:
     return Parts(
         moments=tuple(found.moments()),
         kept_by_block=found.kept(_FIRST),
         held_by_block=found.held_by_block(),
         kept_by_embedding=found.kept("embedding"),
-        kept_by_head=found.kept(_HEAD),
+        kept_by_head=found.kept(BEHIND),
         operators=_by_part(found.operators),
     )
 
 
-def _reading(spec: StepSpec, split: Split, gathering: Gathering | None) -> "_Reading":
+def _reading(run: Callable[[Listener], None]) -> "_Reading":
     log = _Log()
-    run_dry(spec, log.listen, split=split, gathering=gathering)
+    run(log.listen)
     return _Reading(log)
 
 
@@ -242,7 +256,7 @@ class _Reading:
 
     def held_by_block(self) -> Bundle:
         """What is there of the first block when the head runs forward."""
-        return _counted(one for one in self._peaks["forward", _HEAD][2] if one[0].where == _FIRST)
+        return _counted(one for one in self._peaks["forward", BEHIND][2] if one[0].where == _FIRST)
 
     def kept(self, where: str) -> Bundle:
         """What a part keeps at the end of the forward pass."""
@@ -260,7 +274,7 @@ def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
 
 def _waits_for_embedding(piece: Piece) -> bool:
     """Whether it is the gradient that a tied head gives the embedding, which is there until the embedding's own is."""
-    return piece.category == "gradients" and piece.where == _HEAD and "embedding.weight" in piece.what
+    return piece.category == "gradients" and piece.where == BEHIND and "embedding.weight" in piece.what
 
 
 def _part_word(where: str) -> str:

@@ -20,9 +20,7 @@ from steplab.parallel.sizes import (
     placed,
     window_bytes,
 )
-from steplab.plan.layout.weights import model_weights
 from steplab.specs.ddp import BYTES_PER_MB
-from steplab.specs.model import TransformerShape
 
 _DDP_FIRST_BUCKET_BYTES = 2**20
 
@@ -46,10 +44,13 @@ class Buckets:
 
 
 @functools.lru_cache(maxsize=256)
-def buckets_of(shape: TransformerShape, kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0) -> Buckets:
+def buckets_of(
+    elements: tuple[int, ...], kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0
+) -> Buckets:
     """The buckets of a kind of data parallelism (specs.ddp.Kind) but sharded, which is owned.py's; none: without
-    communication. peers: ranks that copy into each other's memory; 0: collectives."""
-    sizes = [weight.elements * element_bytes for weight in reversed(model_weights(shape))]
+    communication. elements: those of each weight that has a gradient, in the order of the model; peers: ranks that copy
+    into each other's memory; 0: collectives."""
+    sizes = [count * element_bytes for count in reversed(elements)]
     if kind == "torch_ddp":
         of_groups = [sum(group) for group in _ddp_groups(sizes, bucket_mb * BYTES_PER_MB)]
         total = sum(of_groups)

@@ -19,11 +19,12 @@ from steplab.ops.triton_places import implementation
 from steplab.plan.dry_run.allocator import CachingAllocator
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.dry_run.optimizers import tables_of_one_kernel
-from steplab.plan.dry_run.parts import Bundle, Held, Parts, bundle_of, parts_of
+from steplab.plan.dry_run.parts import Bundle, Held, PartName, Parts, bundle_of
 from steplab.plan.dry_run.sizes import Split
+from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.ranks import RankGroup, Stage, rank_groups
 from steplab.plan.layout.sharing import GATHERING, Sharing, sharing_of, weight_bytes
-from steplab.plan.layout.weights import PartName, Weight, elements, weights_of
+from steplab.plan.layout.weights import Weight, elements, trained
 from steplab.plan.terms import Alike, terms_of
 from steplab.records.prediction import RankMemory, Term
 from steplab.specs.checkpointing import differs_by_block, is_recomputed
@@ -32,7 +33,6 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
 _BATCHES = 2
-_INT64_BYTES = 8
 _FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_ROUNDED = 8
 """Blocks whose tensors are placed in memory to find the rounding; that of more grows in proportion."""
@@ -65,15 +65,19 @@ def memory_by_rank(
     gathering: Gathering = GATHERING,
     *,
     sequence_parallel: bool = True,
+    model: SpreadModel | None = None,
 ) -> tuple[RankMemory, ...]:
-    """The highest moment of each group of ranks, in the order of the pipeline."""
-    sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel)
-    return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in rank_groups(spec))
+    """The highest moment of each group of ranks, in the order of the pipeline; model: one that is not steplab's own."""
+    sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel, model=model)
+    groups = rank_groups(spec, sharing.model.num_layers)
+    return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in groups)
 
 
-def peaks_by_rank(spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int) -> list[RankPeak]:
+def peaks_by_rank(
+    spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int, model: SpreadModel | None = None
+) -> list[RankPeak]:
     """The highest moments of these groups alone, without what they are made of."""
-    sharing = sharing_of(spec)
+    sharing = sharing_of(spec, model=model)
     return [_Rank(spec, group, sharing, workspace_bytes).peak() for group in groups]
 
 
@@ -84,7 +88,7 @@ def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
     batch = spec.batch // spec.num_microbatches
     split = Split(spec.layout.tp, sharing.splits_tokens)
-    return parts_of(spec, split=split, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
+    return sharing.model.parts(spec, split=split, gathering=sharing.gathering, batch=batch, recomputed=checkpointing)
 
 
 def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple[Parts, int]]:
@@ -105,17 +109,16 @@ class _Rank:
     """The first rank of a group, which has the largest shards."""
 
     def __init__(self, spec: StepSpec, group: RankGroup, sharing: Sharing, workspace_bytes: int) -> None:
-        assert spec.model.shape is not None
         self._spec, self._group, self._sharing = spec, group, sharing
-        shape, tp = spec.model.shape, spec.layout.tp
-        self._shape, self._microbatches = shape, spec.num_microbatches
+        model, tp = sharing.model, spec.layout.tp
+        self._microbatches = spec.num_microbatches
         self._batch = spec.batch // self._microbatches
         self._gradients = spec.pass_name != "forward"
         self._adds_up, self._less = False, 0
         """The scene that is looked at; see `_scenes`."""
-        self._embedding = weights_of(shape, "embedding", tp) if group.stages[0].first else ()
-        self._head = weights_of(shape, "head", tp) if group.stages[-1].last else ()
-        self._block = weights_of(shape, "block", tp)
+        self._embedding = model.weights("embedding", tp) if group.stages[0].first else ()
+        self._head = model.weights("head", tp) if group.stages[-1].last else ()
+        self._block = model.weights("block", tp)
         self._num_blocks = len(group.blocks)
         self._has_masters = spec.precision in WITH_MASTERS
         self._num_bytes: int | None = None
@@ -166,7 +169,7 @@ class _Rank:
         if not sharing.gathers or not self._gradients:
             return 0
         unit = sharing.gathered_bytes * self._padded(self._block)
-        return 2 * max(unit, sharing.weight_bytes * self._padded(self._embedding)) + self._local_bytes()
+        return 2 * max(unit, sharing.weight_bytes * self._padded(self._embedding)) + self._trained_bytes()
 
     # --- moments ------------------------------------------------------------------------------------------
 
@@ -246,7 +249,7 @@ class _Rank:
         return (*self._embedding, *self._block * self._num_blocks, *self._head)
 
     def _num_weights(self) -> int:
-        return len(self._embedding) + len(self._block) * self._num_blocks + len(self._head)
+        return self._of_all(lambda weights: sum(weight.trained for weight in weights))
 
     def _local(self, weight: Weight) -> int:
         return weight.shard(self._sharing.fsdp)
@@ -256,7 +259,7 @@ class _Rank:
         return self._has_masters and weight.of_linear_layer and not is_whole
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
-        """Bytes of this rank's shards of these weights; their gradients take as many."""
+        """Bytes of this rank's shards of these weights; the gradients of those that are trained take as many."""
         width = self._sharing.weight_bytes
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 
@@ -270,12 +273,18 @@ class _Rank:
         buckets = self._sharing.buckets
         if buckets and buckets.shared_bytes:
             return buckets.shared_bytes
-        return buckets.buffered_bytes if buckets and self._sharing.owned else self._local_bytes()
+        return buckets.buffered_bytes if buckets and self._sharing.owned else self._trained_bytes()
 
     def _local_bytes(self) -> int:
         if self._num_bytes is None:
             self._num_bytes = self._of_all(self._bytes_of)
         return self._num_bytes
+
+    def _gradient_bytes_of(self, weights: Sequence[Weight]) -> int:
+        return self._bytes_of([weight for weight in weights if weight.trained])
+
+    def _trained_bytes(self) -> int:
+        return self._of_all(self._gradient_bytes_of)
 
     def _of_all(self, measure: Callable[[Sequence[Weight]], int]) -> int:
         """The sum of a measure over all weights of this rank."""
@@ -284,7 +293,7 @@ class _Rank:
     def _optimizer_bytes(self) -> int:
         if self._spec.pass_name != "train" or self._spec.optimizer == "sgd":
             return 0
-        moments, number = 2 * self._local_bytes(), self._num_weights()
+        moments, number = 2 * self._trained_bytes(), self._num_weights()
         if self._sharing.owned:
             moments, number = 2 * self._sharing.owned.weights_bytes, self._sharing.owned.num_weights
         if self._has_masters:
@@ -333,7 +342,7 @@ class _Rank:
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])
-            if not with_state:
+            if not with_state or not weight.trained:
                 return (own,)
             return (own, *[_FP32_BYTES * self._local(weight)] * 3) if self._has_master(weight) else (own,) * 3
 
@@ -342,16 +351,16 @@ class _Rank:
 
     def _others(self, workspace_bytes: int) -> Bundle:
         """Inputs, the rotary table, the workspaces of cuBLAS, and a pipeline's messages."""
-        spec, shape = self._spec, self._shape
+        spec, model = self._spec, self._sharing.model
         held = {
-            Held("inputs", "tokens and targets", "8 B T", _INT64_BYTES * spec.tokens, 0): 2 * _BATCHES,
+            Held("inputs", "tokens and targets", "a batch", model.input_bytes(spec), 0): _BATCHES,
             Held("workspaces", "cuBLAS", "workspace", workspace_bytes, 0): 2 if self._gradients else 1,
         }
-        if not shape.learned_positions:
-            table = _FP32_BYTES * spec.context * shape.head_dim
-            held[Held("parameters", "rotary table", "4 T d / h", table, 0)] = 1
+        if table := model.table_bytes(spec):
+            what, formula = ("rotary table", "4 T d / h") if model.is_own else ("buffers", "as they are")
+            held[Held("parameters", what, formula, table, 0)] = 1
         num_messages = sum((not stage.first) + (not stage.last) for stage in self._group.stages) * self._microbatches
-        if num_messages:
+        if num_messages and (shape := spec.model.shape):
             element = weight_bytes(spec)
             size = element * self._batch * spec.context * shape.d_model
             size //= spec.layout.tp if self._sharing.splits_tokens else 1
@@ -363,7 +372,7 @@ class _Rank:
         """Temporary tensors of an optimizer that is not fused."""
         width = self._sharing.weight_bytes
         if self._spec.optimizer == "adamw_foreach":
-            return self._share("temporaries", self._local_bytes(), "roots of the second moments")
+            return self._share("temporaries", self._trained_bytes(), "roots of the second moments")
         if self._spec.optimizer == "adamw_loop":
             return self._share("temporaries", 2 * width * max(map(self._local, self._weights())), "root, denominator")
         return []
@@ -375,22 +384,24 @@ class _Rank:
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
-        whole = self._of_all(elements)
-        later = self._after(stage, part, block, elements) if phase == "backward" else 0
+        whole = self._of_all(trained)
+        if not whole:
+            return []
+        later = self._after(stage, part, block, trained) if phase == "backward" else 0
         if sharing.gathers:
             reduced = sharing.reduced_bytes
             if self._adds_up:
                 return self._share("gradients", reduced * whole, "gradients, not yet sharded", f"{reduced} W")
-            of_head = sharing.gathered_bytes * elements(self._head) if phase == "backward" and part != "head" else 0
-            shards = sharing.weight_bytes * max(later - elements(self._head), 0) // sharing.fsdp
+            of_head = sharing.gathered_bytes * trained(self._head) if phase == "backward" and part != "head" else 0
+            shards = sharing.weight_bytes * max(later - trained(self._head), 0) // sharing.fsdp
             return [
                 *self._share("gradients", shards, _SHARDS),
                 *self._share("gradients", of_head, "gradients of the head"),
             ]
         width = sharing.weight_bytes
         if buckets is None:
-            all_bytes = self._local_bytes()
-            later_bytes = self._after(stage, part, block, self._bytes_of) if phase == "backward" else 0
+            all_bytes = self._trained_bytes()
+            later_bytes = self._after(stage, part, block, self._gradient_bytes_of) if phase == "backward" else 0
             there_bytes = all_bytes if self._adds_up else later_bytes
             rounding = round(self._rounding(with_state=False) * there_bytes / all_bytes)
             return [*self._share("gradients", there_bytes), *self._share("rounding", rounding)]
@@ -420,6 +431,8 @@ class _Rank:
             return []
         unit, width = self._padded(self._block), sharing.gathered_bytes
         of_head, of_embedding = width * self._padded(self._head), sharing.weight_bytes * self._padded(self._embedding)
+        if not sharing.model.is_own:  # torch's root unit has both, from the begin to the end
+            of_head, of_embedding = of_head + of_embedding, 0
         if not sharing.reshard:
             all_of = of_embedding + of_head + width * unit * self._num_blocks
             return self._share("communication", all_of, "gathered weights")

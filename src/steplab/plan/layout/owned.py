@@ -12,9 +12,7 @@ from dataclasses import dataclass
 
 from steplab.parallel.sizes import divided, grouped, owner_slots, owners_in, pages, runs_of, shares_of, worth_padding
 from steplab.plan.layout.buckets import Buckets, buckets_of_peers, with_counters
-from steplab.plan.layout.weights import model_weights
 from steplab.specs.ddp import BYTES_PER_MB
-from steplab.specs.model import TransformerShape
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,10 +33,10 @@ class Owned:
 
 @functools.lru_cache(maxsize=256)
 def owned_of(
-    shape: TransformerShape, bucket_mb: float, element_bytes: int, ranks: int, *, by_peer_copies: bool
+    elements: tuple[int, ...], bucket_mb: float, element_bytes: int, ranks: int, *, by_peer_copies: bool
 ) -> Owned:
-    """What `sharded` takes on each of so many ranks, with buckets of that size for gradients and for parameters."""
-    elements = [weight.elements for weight in model_weights(shape)]
+    """What `sharded` takes on each of so many ranks, with buckets of that size for gradients and for parameters;
+    elements: those of each weight, in the order of the model."""
     sizes, limit = [count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB
     groups = [[len(sizes) - 1 - place for place in group] for group in grouped(sizes[::-1], limit)]
     owners_of_groups = owners_in([[elements[index] for index in group] for group in groups], ranks)

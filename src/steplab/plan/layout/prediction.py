@@ -4,7 +4,8 @@ from collections.abc import Sequence
 
 from steplab.plan.cards import fits_of, outside_bytes, safe_device_bytes
 from steplab.plan.layout.memory import memory_by_rank
-from steplab.plan.layout.sharing import sharing_of
+from steplab.plan.layout.model import SpreadModel
+from steplab.plan.layout.sharing import Sharing, sharing_of
 from steplab.plan.terms import by_category
 from steplab.records.prediction import MemoryPrediction, RankMemory
 from steplab.specs.ddp import Variant
@@ -14,15 +15,22 @@ from steplab.units import format_bytes
 
 
 def predict_layout_memory(
-    spec: StepSpec, workspace_bytes: int, variant: Variant | None, notes: Sequence[str], *, sequence_parallel: bool
+    spec: StepSpec,
+    workspace_bytes: int,
+    variant: Variant | None,
+    notes: Sequence[str],
+    *,
+    sequence_parallel: bool,
+    model: SpreadModel | None = None,
 ) -> MemoryPrediction:
     """The prediction for the ranks that need most, with all others beside it; of one process, compiled block by block,
     the same without NCCL."""
-    ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel)
+    ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel, model=model)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
-    shared, alone = _shared_bytes(spec, variant), spec.layout.world_size == 1
-    of_ranks = [] if alone else _notes(spec, variant, outside, shared)
+    sharing = sharing_of(spec, variant, model=model)
+    shared, alone = _shared_bytes(sharing), spec.layout.world_size == 1
+    of_ranks = [] if alone else _notes(spec, sharing, outside, shared)
     least = worst.peak_bytes + outside + shared
     safe = safe_device_bytes(worst.reserved_bytes, outside + shared, by_compiled_block=spec.compile != "off")
     return MemoryPrediction(
@@ -59,18 +67,16 @@ def num_communicators(layout: Layout) -> int:
     return max(sum(size > 1 for size in (layout.dp, layout.fsdp, layout.tp, layout.pp)), 1)
 
 
-def _shared_bytes(spec: StepSpec, variant: Variant | None) -> int:
-    sharing = sharing_of(spec, variant)
+def _shared_bytes(sharing: Sharing) -> int:
     parameters = sharing.owned.parameters_bytes if sharing.owned and sharing.owned.by_peer_copies else 0
     return parameters + (sharing.buckets.shared_bytes if sharing.buckets else 0)
 
 
-def _notes(spec: StepSpec, variant: Variant | None, outside: int, shared: int) -> list[str]:
-    sharing = sharing_of(spec, variant)
+def _notes(spec: StepSpec, sharing: Sharing, outside: int, shared: int) -> list[str]:
     notes = [f"outside of the allocator: {format_bytes(outside)}, of which NCCL has most"]
     if shared:
         notes.append(f"peer copies share {format_bytes(shared)} between ranks, which torch's allocator does not count")
-    if sharing.gathers and spec.precision == "bf16":
+    if sharing.gathers and spec.precision == "bf16" and sharing.model.is_own:
         notes.append(
             "norms run as one kernel, as autocast has them from torch 2.12 on; an earlier torch keeps 8 B T d / tp "
             "bytes more in each block"

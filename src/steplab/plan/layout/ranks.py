@@ -60,12 +60,13 @@ class RankGroup:
         return f"{self.label} ({counted(self.num_ranks, 'GPU')}: {self.has})"
 
 
-def rank_groups(spec: StepSpec) -> tuple[RankGroup, ...]:
-    """The groups of a step's layout, in the order of the pipeline."""
-    assert spec.model.shape is not None
+def rank_groups(spec: StepSpec, num_layers: int | None = None) -> tuple[RankGroup, ...]:
+    """The groups of a step's layout, in the order of the pipeline; num_layers: those of a model that is not steplab's
+    own."""
+    num_layers = num_layers or (spec.model.shape.num_layers if spec.model.shape else 0)
     schedule = spec.pipeline_schedule if spec.layout.pp > 1 else "1f1b"
     microbatches = spec.num_microbatches
-    return _groups(spec.layout, schedule, microbatches, spec.model.shape.num_layers)
+    return _groups(spec.layout, schedule, microbatches, num_layers)
 
 
 @functools.lru_cache(maxsize=4096)

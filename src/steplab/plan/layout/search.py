@@ -17,8 +17,10 @@ from steplab.errors import SteplabError, UserError
 from steplab.plan.cards import fit_of, outside_bytes, safe_device_bytes, usable_of
 from steplab.plan.layout.links import Cluster
 from steplab.plan.layout.memory import RankPeak, peaks_by_rank
+from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import RankGroup, rank_groups
+from steplab.plan.layout.sharing import sharing_of
 from steplab.plan.layout.time import LayoutClock
 from steplab.plan.memory import workspace_of
 from steplab.plan.time import model_utilizations
@@ -53,6 +55,8 @@ class LayoutJob:
     """Sequences in a step of all ranks together."""
     gpu: Gpu
     machine: Cluster
+    model: SpreadModel | None = None
+    """The model, where it is not steplab's own."""
 
     def __post_init__(self) -> None:
         check_job(self.gpus, self.global_batch)
@@ -168,7 +172,8 @@ class _Search:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
             return LayoutCandidate(layout=str(layout), options="", reason=why)
         per_rank = job.global_batch // layout.data_ranks
-        choices = _CHECKPOINTING if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
+        known = _CHECKPOINTING if job.model is None or job.model.is_own else ("none", "full")
+        choices = known if job.spec.checkpointing == AUTO else (job.spec.checkpointing,)
         best = self._best(layout, per_rank, choices[0])
         for choice in choices[1:]:
             found = self._best(layout, per_rank, choice)
@@ -180,8 +185,9 @@ class _Search:
         spec = best.spec
         if spec is None or spec.checkpointing != "full" or best.verdict != "fits" or spec.layout.pp > 1:
             return best
-        shape = spec.model.shape
-        numbers = range(1, shape.num_layers if shape else 1)
+        if spec.model.shape is None:  # transformers recomputes every layer, or none
+            return best
+        numbers = range(1, spec.model.shape.num_layers)
 
         def with_first(number: int) -> LayoutCandidate:
             return self.judged(dataclasses.replace(spec, checkpointing=f"first_{number}"))
@@ -215,15 +221,16 @@ class _Search:
     def judged(self, spec: StepSpec) -> LayoutCandidate:
         """Whether a step fits on its layout, and how long it takes there."""
         layout = spec.layout
-        groups = _telling(rank_groups(spec))
-        peaks = peaks_by_rank(spec, groups, self._workspace_bytes)
+        model = self._job.model
+        groups = _telling(rank_groups(spec, model.num_layers if model else None))
+        peaks = peaks_by_rank(spec, groups, self._workspace_bytes, model)
         place = max(range(len(groups)), key=lambda place: (peaks[place].num_bytes, -place))
         worst = peaks[place]
         outside = outside_bytes(num_communicators(layout) if layout.world_size > 1 else 0, pipeline=layout.pp > 1)
         least = worst.num_bytes + outside
         safe = safe_device_bytes(worst.reserved_bytes, outside, by_compiled_block=spec.compile != "off")
         verdict = fit_of(self._hardware, "estimate", least, safe).verdict
-        time = self._clock.time(spec) if verdict != "does not fit" else None
+        time = self._clock.time(spec, sharing=sharing_of(spec, model=model)) if verdict != "does not fit" else None
         return LayoutCandidate(
             layout=str(layout),
             options=_options(spec, chosen=self._job.spec.checkpointing == AUTO),

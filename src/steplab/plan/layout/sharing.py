@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from steplab.plan.dry_run.machine import Gathering
 from steplab.plan.layout.buckets import Buckets, buckets_of
+from steplab.plan.layout.model import SpreadModel, own_model
 from steplab.plan.layout.owned import Owned, owned_of
 from steplab.specs.ddp import Variant
 from steplab.specs.step import StepSpec
@@ -31,6 +32,8 @@ class Sharing:
     """Bytes of an element as FSDP2 gathers it."""
     splits_tokens: bool
     """Whether tensor parallelism splits the tokens between the products (sequence parallelism), as steplab runs it."""
+    model: SpreadModel
+    """What is shared."""
     gathering: Gathering | None
     """How FSDP2 gives the weights; None: it does not."""
     buckets: Buckets | None
@@ -60,29 +63,33 @@ def sharing_of(
     gathering: Gathering = GATHERING,
     *,
     sequence_parallel: bool = True,
+    model: SpreadModel | None = None,
 ) -> Sharing:
     """How the ranks of the spec's layout share state; a variant is of a data-parallel study, whose ranks are all
-    along dp."""
-    assert spec.model.shape is not None
-    layout = spec.layout
+    along dp; model: one that is not steplab's own, which FSDP2 gathers in the format in which it is kept."""
+    layout, model = spec.layout, model or own_model(spec)
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")
     width = weight_bytes(spec)
     size_mb = variant.bucket_size_mb if variant else spec.bucket_size_mb
     peers = variant is not None and variant.transport == "peer_copy"
     owned, buckets = None, None
+    blocks = model.weights("block", 1) * model.num_layers
+    every = (*model.weights("embedding", 1), *blocks, *model.weights("head", 1))
+    elements = tuple(weight.elements for weight in every if weight.trained)
     if kind == "sharded":
-        owned = owned_of(spec.model.shape, size_mb or 0.0, width, layout.dp, by_peer_copies=peers)
+        owned = owned_of(elements, size_mb or 0.0, width, layout.dp, by_peer_copies=peers)
         buckets = owned.buckets
     elif kind not in ("none", "fsdp2"):
-        buckets = buckets_of(spec.model.shape, kind, size_mb or 0.0, width, peers=layout.dp if peers else 0)
+        buckets = buckets_of(elements, kind, size_mb or 0.0, width, peers=layout.dp if peers else 0)
     return Sharing(
         kind=kind,
         fsdp=(layout.dp if variant else layout.fsdp) if kind == "fsdp2" else 1,
         replicas=layout.dp if kind == "fsdp2" and variant is None else 1,
         reshard=spec.reshards,
         weight_bytes=width,
-        gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision else width,
+        gathered_bytes=2 if spec.precision == "bf16" and gathering.low_precision and model.is_own else width,
         splits_tokens=sequence_parallel,
+        model=model,
         gathering=gathering if kind == "fsdp2" else None,
         buckets=buckets,
         owned=owned,

@@ -25,7 +25,7 @@ from steplab.plan.layout.links import Cluster, machine_of, message_s
 from steplab.plan.layout.memory import counted_parts, parts_of_rank
 from steplab.plan.layout.ranks import RankGroup, rank_groups
 from steplab.plan.layout.sharing import Sharing, sharing_of
-from steplab.plan.layout.traffic import Traffic, gathered_elements, traffic_of
+from steplab.plan.layout.traffic import Traffic, traffic_of, updated_elements
 from steplab.plan.time import as_chosen, refuse_unknown_step, step_spread, throttling
 from steplab.records.layout_plan import AxisTraffic, LayoutTime
 from steplab.specs.checkpointing import differs_by_block
@@ -69,7 +69,7 @@ class LayoutClock:
         shared = sharing or sharing_of(spec, variant)
         peer_copy = variant is not None and variant.transport == "peer_copy"
         alike: dict[tuple[object, ...], list[RankGroup]] = {}
-        for group in rank_groups(spec):
+        for group in rank_groups(spec, shared.model.num_layers):
             alike.setdefault(_kind(spec, group), []).append(group)
         found: tuple[list[_Share], list[_Share]] = ([], [])  # of a quick host, and of a slow one
         for groups in alike.values():
@@ -167,7 +167,7 @@ class LayoutClock:
     def _update(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> Work:
         if spec.pass_name != "train":
             return Work()
-        local = gathered_elements(spec, group) / (sharing.fsdp if sharing.gathers else 1)
+        local = updated_elements(spec, group, sharing.model) / (sharing.fsdp if sharing.gathers else 1)
         if sharing.owned:
             local = sharing.owned.weights_bytes / sharing.weight_bytes
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)

@@ -4,14 +4,15 @@ Sizes are those of the messages (nccl-tests): of an all-gather what it gives, of
 """
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from steplab.costs.communication import bus_factor
 from steplab.plan.layout.links import Group
+from steplab.plan.layout.model import SpreadModel
 from steplab.plan.layout.ranks import RankGroup
 from steplab.plan.layout.sharing import Sharing, weight_bytes
-from steplab.plan.layout.weights import elements, weights_of
+from steplab.plan.layout.weights import Weight, trained
 from steplab.specs.checkpointing import is_recomputed
 from steplab.specs.step import StepSpec
 
@@ -89,19 +90,23 @@ def _data_parallel(spec: StepSpec, sharing: Sharing) -> Iterator[Traffic]:
 def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traffic]:
     if not sharing.gathers:
         return
-    assert spec.model.shape is not None
-    groups, shape, tp = groups_of(spec), spec.model.shape, spec.layout.tp
+    groups, model, tp = groups_of(spec), sharing.model, spec.layout.tp
     fsdp = Group(size=sharing.fsdp, stride=groups["fsdp"].stride)
     width, micro_steps = sharing.gathered_bytes, spec.micro_steps
     gradients = spec.pass_name != "forward"
-    units: list[tuple[int, int, int, bool]] = []  # elements, bytes of one gathered, number, whether freed between
-    if rank.stages[0].first:
-        units += [(w.padded(fsdp.size), sharing.weight_bytes, 1, True) for w in weights_of(shape, "embedding", tp)]
-    block = sum(weight.padded(fsdp.size) for weight in weights_of(shape, "block", tp))
-    units.append((block, width, len(rank.blocks), True))
-    if rank.stages[-1].last:
-        units.append((sum(weight.padded(fsdp.size) for weight in weights_of(shape, "head", tp)), width, 1, False))
-    for padded, of_one, number, freed in units:
+    ends = [model.weights("embedding", tp) if rank.stages[0].first else ()]
+    ends.append(model.weights("head", tp) if rank.stages[-1].last else ())
+    block = model.weights("block", tp)
+    # weights, bytes of one gathered, number, whether freed between the passes
+    units: list[tuple[Sequence[Weight], int, int, bool]] = [(block, width, len(rank.blocks), True)]
+    if model.is_own:
+        units = [*(((table,), sharing.weight_bytes, 1, True) for table in ends[0]), *units, (ends[1], width, 1, False)]
+    else:
+        units.append(((*ends[0], *ends[1]), width, 1, False))
+    for weights, of_one, number, freed in (unit for unit in units if unit[0]):
+        padded, reduced = (
+            sum(w.padded(fsdp.size) for w in those) for those in (weights, [w for w in weights if w.trained])
+        )
         again = freed and sharing.reshard
         forward = number * (micro_steps if sharing.reshard else 1)
         if fsdp.size > 1:
@@ -111,15 +116,15 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
                         axis="fsdp", collective="all_gather", carries="weights", phase=phase,
                         message_bytes=padded * of_one, count=count, group=fsdp, beside=True,
                     )  # fmt: skip
-            if gradients:
+            if gradients and reduced:
                 yield Traffic(
                     axis="fsdp", collective="reduce_scatter", carries="gradients", phase="backward",
-                    message_bytes=padded * sharing.reduced_bytes, count=number, group=fsdp, beside=True,
+                    message_bytes=reduced * sharing.reduced_bytes, count=number, group=fsdp, beside=True,
                 )  # fmt: skip
-        if gradients and sharing.replicas > 1:
+        if gradients and reduced and sharing.replicas > 1:
             yield Traffic(
                 axis="dp", collective="all_reduce", carries="gradients of shards", phase="backward",
-                message_bytes=padded * sharing.reduced_bytes // fsdp.size, count=number, group=groups["dp"],
+                message_bytes=reduced * sharing.reduced_bytes // fsdp.size, count=number, group=groups["dp"],
                 beside=True,
             )  # fmt: skip
 
@@ -191,10 +196,9 @@ def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
             )
 
 
-def gathered_elements(spec: StepSpec, rank: RankGroup) -> int:
-    """Elements of the weights of a rank's part of the model, before sharding."""
-    assert spec.model.shape is not None
-    shape, tp = spec.model.shape, spec.layout.tp
-    found = elements(weights_of(shape, "block", tp)) * len(rank.blocks)
-    found += elements(weights_of(shape, "embedding", tp)) if rank.stages[0].first else 0
-    return found + (elements(weights_of(shape, "head", tp)) if rank.stages[-1].last else 0)
+def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
+    """Elements that the optimizer updates of the weights of a rank's part of the model, before sharding."""
+    tp = spec.layout.tp
+    found = trained(model.weights("block", tp)) * len(rank.blocks)
+    found += trained(model.weights("embedding", tp)) if rank.stages[0].first else 0
+    return found + (trained(model.weights("head", tp)) if rank.stages[-1].last else 0)

@@ -21,6 +21,8 @@ class Weight:
     """Size of the first dimension, along which FSDP2 shards."""
     row_elements: int
     """Elements of one row."""
+    trained: bool = True
+    """Whether it has a gradient, and the optimizer state."""
 
     @property
     def elements(self) -> int:
@@ -78,12 +80,11 @@ def _norm(shape: TransformerShape, name: str) -> tuple[Weight, ...]:
     return _linear(name, shape.d_model, 1, shape.has_norm_biases)
 
 
-def model_weights(shape: TransformerShape) -> tuple[Weight, ...]:
-    """All weights of the model in the order of its parameters."""
-    blocks = weights_of(shape, "block", 1) * shape.num_layers
-    return (*weights_of(shape, "embedding", 1), *blocks, *weights_of(shape, "head", 1))
-
-
 def elements(weights: Sequence[Weight]) -> int:
     """Elements of all."""
     return sum(weight.elements for weight in weights)
+
+
+def trained(weights: Sequence[Weight]) -> int:
+    """Elements of those that have gradients."""
+    return sum(weight.elements for weight in weights if weight.trained)

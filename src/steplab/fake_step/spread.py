@@ -1,0 +1,95 @@
+"""A model that is not steplab's own as layouts spread it: its weights, and traces of a step with two of its blocks."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from functools import partial
+
+import torch
+from torch import nn
+
+from steplab.errors import Unsupported
+from steplab.fake_step.step import blocks_of, built_on_fakes, fake_step
+from steplab.measurement.step.step import ModelStep
+from steplab.model.compiling import repeated_blocks
+from steplab.plan.dry_run.events import Listener
+from steplab.plan.dry_run.sizes import Count
+from steplab.plan.layout.model import Spread
+from steplab.plan.layout.weights import Weight
+from steplab.specs.step import StepSpec
+
+_BLOCKS = 2
+
+
+def spread(spec: StepSpec) -> Spread:
+    """The model of a spec, whose layout is not looked at. Raises Unsupported as `fake_step` does, and for a model
+    without blocks that are alike."""
+    doing = f"planning layouts of {spec.model.label}"
+    with built_on_fakes(spec) as step:
+        blocks = _alike(step.module, doing)
+        inside = {id(parameter) for block in blocks for parameter in block.parameters()}
+        ends: tuple[list[Weight], list[Weight]] = ([], [])
+        first = next(iter(blocks[0].parameters()))
+        behind = False
+        for name, parameter in step.module.named_parameters():
+            behind |= parameter is first
+            if id(parameter) not in inside:
+                ends[behind].append(_weight(name, parameter))
+        return Spread(
+            num_layers=len(blocks),
+            embedding=tuple(ends[0]),
+            block=tuple(_weight(name, parameter) for name, parameter in blocks[0].named_parameters()),
+            head=tuple(ends[1]),
+            buffer_bytes=sum(buffer.nbytes for buffer in step.module.buffers()),
+            batch_bytes=_bytes_of(step.batches[0]),
+            batch=spec.batch,
+        )
+
+
+def with_blocks(
+    spec: StepSpec, listen: Listener, *, blocks: int, compiled: bool
+) -> AbstractContextManager[Callable[[], None]]:
+    """As `fake_step`, with so many of the model's first blocks."""
+    return fake_step(spec, Count(0, ""), listen, cut=partial(_cut, number=blocks), compiled=compiled)
+
+
+def _cut(step: ModelStep, number: int) -> None:
+    """Leave the first blocks alone."""
+    blocks = repeated_blocks(step.module)
+    for module in step.module.modules():
+        for name, child in module.named_children():
+            if isinstance(child, nn.ModuleList) and len(child) and child[0] is blocks[0]:
+                setattr(module, name, nn.ModuleList(blocks[:number]))
+                return
+
+
+def _alike(module: nn.Module, doing: str) -> list[nn.Module]:
+    blocks = blocks_of(module)
+    if len(blocks) < _BLOCKS:
+        why = f"it has fewer than {_BLOCKS} blocks in an nn.ModuleList"
+        raise Unsupported(doing, why, "measure it with `steplab run --layout dp=2`, or plan one process")
+    if len({tuple(map(repr, _kind(block))) for block in blocks}) > 1:
+        raise Unsupported(doing, "its blocks are of several kinds, and are planned as alike", "plan one process")
+    return blocks
+
+
+def _kind(block: nn.Module) -> list[object]:
+    """What tells one kind of block from another: modules, sizes of weights, and choices such as a sliding window, but
+    not the block's own number."""
+    found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
+    for name, inner in block.named_modules():
+        plain = (str, float, bool, type(None))
+        choices = {key: value for key, value in vars(inner).items() if isinstance(value, plain) and key != "training"}
+        found.append((name, type(inner).__name__, sorted(choices.items(), key=lambda one: one[0])))
+    return found
+
+
+def _weight(name: str, parameter: nn.Parameter) -> Weight:
+    rows = parameter.shape[0] if parameter.dim() else 1
+    elements = parameter.numel() // max(rows, 1)
+    return Weight(name=name, rows=rows, row_elements=elements, trained=parameter.requires_grad)
+
+
+def _bytes_of(batch: object) -> int:
+    leaves, _ = torch.utils._pytree.tree_flatten(batch)
+    tensors = {id(each): each for each in leaves if isinstance(each, torch.Tensor)}
+    return sum(tensor.nbytes for tensor in tensors.values())

@@ -1,0 +1,53 @@
+"""Python's part of an eager step of any model: the operators that it calls, and how long the device waits for them."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from steplab.costs.rates import Gpu
+from steplab.plan.dry_run.events import MADE_BY_HOST, READS_A_VALUE, Operator
+from steplab.plan.fusion import Kernel
+from steplab.plan.kernel_time import kernel_in_step_s
+from steplab.specs.step import StepSpec
+
+
+@dataclass(frozen=True, slots=True)
+class Host:
+    """What Python takes of a phase, and how long the device waits for it."""
+
+    host_s: float
+    idle_s: float
+
+
+def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
+    """By phase, of a quick host and of the one that was measured; empty where its time for each call is not known.
+
+    Where the model reads a value off a tensor, as transformers does to see whether sequences are packed, the host waits
+    for the device and is not ahead of it from there on.
+    """
+    rates = gpu.rates.host
+    if operators is None or spec.compile != "off" or not rates.forward_call_s:
+        return ()
+    return tuple(_host(operators, gpu, factor) for factor in (rates.eager_s / rates.eager_slow_s, 1.0))
+
+
+def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, Host]:
+    rates, known = gpu.rates.host, dict[object, float]()
+    device = host = 0.0
+    host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
+    for step in (1, 2):  # the second begins as far ahead as the first has come
+        for op in operators:
+            if op.name == MADE_BY_HOST:
+                continue
+            calls_s = factor * op.calls * (rates.forward_call_s if op.phase == "forward" else rates.backward_call_s)
+            sizes = (op.name, op.rate, op.dtype, op.product, op.flops, op.moved_bytes, op.kind)
+            if sizes not in known:
+                known[sizes] = kernel_in_step_s(Kernel(op, op.moved_bytes), gpu)
+            host += calls_s
+            if step == 2:
+                host_s[op.phase] += calls_s
+                idle_s[op.phase] += max(0.0, host - device)
+            device = max(device, host) + known[sizes]
+            if op.name == READS_A_VALUE:
+                host = device
+    return {phase: Host(host_s[phase], idle_s[phase]) for phase in host_s}

@@ -1,0 +1,142 @@
+"""The model that a layout spreads: its weights, and what its parts hold and compute.
+
+Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a trace of its step (fake_step). FSDP2 has
+a unit for each block; what is outside of blocks is the root's in a foreign model, gathered as long as the step lasts.
+"""
+
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Protocol
+
+from steplab.plan.dry_run.events import Listener
+from steplab.plan.dry_run.machine import Gathering
+from steplab.plan.dry_run.parts import PartName, Parts, parts_of, parts_of_run
+from steplab.plan.dry_run.sizes import Split
+from steplab.plan.layout.weights import Weight, weights_of
+from steplab.specs.layout import SINGLE
+from steplab.specs.model import TransformerShape
+from steplab.specs.step import StepSpec
+from steplab.specs.step_choices import AFTER
+
+_FP32_BYTES = 4
+
+
+class SpreadModel(Protocol):
+    """What plan.layout asks of a model."""
+
+    @property
+    def num_layers(self) -> int:
+        """Number of its blocks."""
+
+    @property
+    def is_own(self) -> bool:
+        """Whether it is steplab's Transformer."""
+
+    def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
+        """The weights of a part on a rank, of `block` those of one."""
+
+    def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
+        """The parts of a micro-step; see `parts_of`."""
+
+    def table_bytes(self, spec: StepSpec) -> int:
+        """Bytes of what it keeps besides weights, such as its rotary table."""
+
+    def input_bytes(self, spec: StepSpec) -> int:
+        """Bytes of one batch."""
+
+
+@dataclass(frozen=True, slots=True)
+class OwnModel:
+    """Steplab's Transformer."""
+
+    shape: TransformerShape
+    is_own: bool = True
+
+    @property
+    def num_layers(self) -> int:
+        return self.shape.num_layers
+
+    def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
+        return weights_of(self.shape, part, tp)
+
+    def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
+        return parts_of(spec, split=split, gathering=gathering, batch=batch, recomputed=recomputed)
+
+    def table_bytes(self, spec: StepSpec) -> int:
+        return 0 if self.shape.learned_positions else _FP32_BYTES * spec.context * self.shape.head_dim
+
+    def input_bytes(self, spec: StepSpec) -> int:
+        return 2 * 8 * spec.tokens
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Spread:
+    """What layouts need to know of a model that is traced, besides its parts."""
+
+    num_layers: int
+    embedding: tuple[Weight, ...]
+    """Weights of what comes before the blocks, those that the head shares among them."""
+    block: tuple[Weight, ...]
+    head: tuple[Weight, ...]
+    buffer_bytes: int
+    batch_bytes: int
+    """Bytes of a batch of the step that was traced."""
+    batch: int
+    """Its sequences."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+class ForeignModel:
+    """Any other, as a trace has it."""
+
+    spread: Spread
+    trace: "Trace"
+    """Runs a micro-step of the model with two of its blocks."""
+    is_own: bool = False
+    _known: dict[tuple[object, ...], Parts] = field(default_factory=dict)
+
+    @property
+    def num_layers(self) -> int:
+        return self.spread.num_layers
+
+    def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
+        known = self.spread
+        return {"embedding": known.embedding, "block": known.block, "head": known.head}[part]
+
+    def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
+        key = (batch, spec.context, spec.pass_name, spec.precision, spec.attention, recomputed, spec.compile)
+        if key not in self._known:
+            of_two = replace(
+                spec,
+                layout=SINGLE,
+                batch=batch,
+                accumulation=1,
+                pass_name="forward" if spec.pass_name == "forward" else "forward_backward",
+                checkpointing=recomputed,
+                update=AFTER,
+                data_parallel="bucketed",
+            )
+            found = parts_of_run(partial(self.trace, of_two, compiled=False))
+            if spec.compile != "off":  # what compiled code keeps and holds; its operators are those of an eager step
+                kept = parts_of_run(partial(self.trace, of_two, compiled=True))
+                found = replace(kept, operators=found.operators)
+            self._known[key] = found
+        return self._known[key]
+
+    def table_bytes(self, spec: StepSpec) -> int:
+        return self.spread.buffer_bytes
+
+    def input_bytes(self, spec: StepSpec) -> int:
+        return self.spread.batch_bytes * spec.batch // self.spread.batch
+
+
+class Trace(Protocol):
+    """Runs a step and tells its events, of compiled code without operators."""
+
+    def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
+
+
+def own_model(spec: StepSpec) -> SpreadModel:
+    """The model of a spec that is steplab's own."""
+    assert spec.model.shape is not None
+    return OwnModel(spec.model.shape)
