@@ -120,10 +120,8 @@ def test_kernels(name: str, category: str) -> None:
 OWN = {
     "adamw": {"optimizer"},
     "attention": {"attention"},
+    "block": {"normalisation", "elementwise"},
     "cross_entropy": {"softmax", "elementwise"},
-    "rms_norm": {"normalisation"},
-    "rotary_heads": {"elementwise"},
-    "swiglu": {"elementwise"},
 }
 """Operator -> categories of its kernels, which a replayed CUDA graph shows by their names alone."""
 
