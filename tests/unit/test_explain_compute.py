@@ -179,10 +179,14 @@ def test_a_launch_bound_step_lasts_as_long_as_its_launches() -> None:
 def test_fewer_kernels_have_fewer_gaps_between_them() -> None:
     seen = seen_with()
     [forward] = seen.phases
+    forward = dataclasses.replace(forward, num_kernels=STEPS * 800)
     gaps = dataclasses.replace(seen, phases=(dataclasses.replace(forward, idle_s=STEPS * 4.0 * MS),))
     assert gain_of(gaps, timing(40.0)) == pytest.approx((0.75 * LOW_MS + 0.5 * 4.0) * MS)
     # No more than the unprofiled step has beside its kernels.
     assert gain_of(gaps, timing(33.6)) == pytest.approx((0.75 * LOW_MS + 0.5 * 1.0) * MS)
+    # What is longer than 5 us before a kernel has another cause: an event, another stream or process.
+    held = dataclasses.replace(seen, phases=(dataclasses.replace(forward, idle_s=STEPS * 400.0 * MS),))
+    assert gain_of(held, timing(440.0)) == pytest.approx((0.75 * LOW_MS + 0.5 * 800 * 5e-3) * MS)
 
 
 def test_products_may_run_at_a_lower_clock_once_nothing_pauses_between_them() -> None:

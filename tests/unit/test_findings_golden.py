@@ -40,6 +40,11 @@ CASES = {
     "host_copies_and_syncs": ("waiting", "small-256-bf16-off"),
     "communication_exposed": ("ddp", "waiting"),
 }
+FOREIGN = (
+    *("copies_exposed", "data_loading", "fp64_work", "tiny_kernels"),
+    *("straggler", "imbalance", "late_message", "slow_group"),
+)
+"""Faults that no record here has: test_explain_foreign.py and test_trace_ranks.py have traces of them."""
 
 
 @pytest.fixture(scope="module")
@@ -82,7 +87,7 @@ def test_the_most_that_compiling_left_is_of_the_steps_that_were_recorded_both_wa
 
 
 def test_every_diagnosis_is_held_to_a_recorded_profile() -> None:
-    assert set(CASES) == {diagnose.__name__ for diagnose in DIAGNOSES}
+    assert set(CASES) == {diagnose.__name__ for diagnose in DIAGNOSES} - set(FOREIGN)
 
 
 @pytest.mark.parametrize("kind", CASES)
@@ -137,9 +142,9 @@ def test_what_compiling_saves_is_predicted_by_a_dry_run_of_the_step(runs: dict[s
     for cell in ("vocabulary", "head dimension"):
         saved[cell] = trial_of(runs[cell], "fusable_elementwise").saved_s or 0.0
     ratios = [
-        finding.saves_s / saved_s
+        finding.alone_s / saved_s
         for cell, saved_s in saved.items()
-        if (finding := found_in(with_shares(runs[cell])).get("fusable_elementwise")) and finding.saves_s
+        if (finding := found_in(with_shares(runs[cell])).get("fusable_elementwise")) and finding.alone_s
     ]
     assert len(ratios) == 13
     assert median(abs(ratio - 1) for ratio in ratios) <= 0.05

@@ -40,6 +40,51 @@ KERNELS = {
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<policy, false, long, int>": "other",
     "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>": "uncategorised",
     "my_very_own_kernel": "uncategorised",
+    # Inductor lists the operators beside a kernel too.
+    "triton_poi_fused__scaled_dot_product_flash_attention_cat_transpose_view_10": "elementwise",
+    "triton_red_fused__scaled_dot_product_flash_attention_native_layer_norm_2": "normalisation",
+    "triton_poi_fused__to_copy_add_addmm_cat_mean_mul_pow_rsqrt_view_9": "elementwise",
+    "triton_poi_fused__unsafe_view_clone_slice_transpose_11": "copy",
+    "triton_poi_fused_0": "elementwise",
+    "triton_tem_fused_flex_attention_1": "attention",
+    "triton_for_fused_0": "optimizer",
+    "triton_per_fused_native_group_norm_backward_3": "normalisation",
+    # Attention of Triton, vLLM, sglang, AMD.
+    "attn_fwd": "attention",
+    "_attn_bwd": "attention",
+    "bwd_kernel_dk_dv": "attention",
+    "bwd_kernel_dq": "attention",
+    "_bwd_preprocess": "attention",
+    "kernel_unified_attention_2d": "attention",
+    "sage_fwd": "attention",
+    "void paged_attention_ll4mi_QKV_mfma16_kernel<0, __hip_bfloat16, __hip_bfloat16>": "attention",
+    "_ZN7ck_tile6kentryILi2ENS_38FmhaBatchPrefillWithPagedKVCacheKernelINS": "attention",
+    # Rotary embeddings look nothing up.
+    "void vllm::rotary_embedding_kernel<c10::BFloat16, true>(long const*, c10::BFloat16*)": "elementwise",
+    "_triton_rope": "elementwise",
+    # Liger.
+    "liger_cross_entropy_kernel": "softmax",
+    "_rms_norm_backward_kernel": "normalisation",
+    "_swiglu_forward_kernel": "elementwise",
+    "_geglu_tanh_forward_kernel": "elementwise",
+    "element_mul_kernel": "elementwise",
+    # AMD's and MIOpen's, cuDNN's, TensorRT-LLM's.
+    "Cijk_Ailk_Bjlk_BBS_BH_Bias_HAS_SAV_UserArgs_MT128x128x64_MI16x16x1": "matmul",
+    "Custom_Cijk_Alik_Bljk_BBS_BH_Bias_HA_S_SAV_NTD_UserArgs_MT256x256x64": "matmul",
+    "_ZN2ck16tensor_operation6device12_GLOBAL__N_149kernel_grouped_conv_fwd_multiple_abd_xdl_cshuffleINS_34": "matmul",
+    "miopenSp3AsmConv_v30_3_1_gfx9_fp32_f2x3_stride1": "matmul",
+    "MIOpenBatchNormFwdTrainSpatial": "normalisation",
+    "batched_transpose_32x32_half": "copy",
+    "__amd_rocclr_copyBuffer": "copy",
+    "_ZN7ck_tile6kentryILi1ENS_12Rmsnorm2dFwdINS_27Rmsnorm2dFwdPipelineOnePassINS": "normalisation",
+    "void cudnn::bn_fw_tr_1C11_kernel_NCHW<float, float, 512, true, 1>": "normalisation",
+    "void cudnn::ops::nchwToNhwcKernel<__half, __half, float, false, true>": "copy",
+    "void cudnn::cnn::conv2d_grouped_direct_kernel<false, true, false, false>": "matmul",
+    "bmm_MxE4m3_MxE2m1MxE4m3_Fp32_t128x16x256u2_s3_et128x16_m128x16x32_cga1x1x1": "matmul",
+    "fused_moe_kernel": "matmul",
+    "void at::native::(anonymous namespace)::ComputeInternalGradientsCUDAKernel<float>(long)": "normalisation",
+    "void moe::dev::routing::routingIndicesHistogramKernel<moe::dev::routing::KernelParams>": "other",
+    "void vllm::act_and_mul_kernel<c10::BFloat16, vllm::silu_kernel>": "elementwise",
 }
 
 OPS = {
@@ -75,10 +120,8 @@ def test_kernels(name: str, category: str) -> None:
 OWN = {
     "adamw": {"optimizer"},
     "attention": {"attention"},
+    "block": {"normalisation", "elementwise"},
     "cross_entropy": {"softmax", "elementwise"},
-    "rms_norm": {"normalisation"},
-    "rotary_heads": {"elementwise"},
-    "swiglu": {"elementwise"},
 }
 """Operator -> categories of its kernels, which a replayed CUDA graph shows by their names alone."""
 

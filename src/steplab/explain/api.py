@@ -1,24 +1,29 @@
 """Makes findings from a Run; the entry point of this package.
 
 Each diagnosis uses only the record, and gives no finding where the record lacks what it needs. Each prediction assumes
-that no other finding is followed, so the predicted gains do not add up.
+that no other finding is followed, so the predicted gains do not add up; what would exceed the step is limited.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 
 from steplab.explain.batch_too_small import batch_too_small
 from steplab.explain.case import Case, case_of
 from steplab.explain.communication_exposed import communication_exposed
 from steplab.explain.compile_in_the_loop import compile_in_the_loop
+from steplab.explain.copies_exposed import copies_exposed
+from steplab.explain.data_loading import data_loading
 from steplab.explain.fp32_matmul import fp32_matmul
+from steplab.explain.fp64_work import fp64_work
 from steplab.explain.fusable_elementwise import fusable_elementwise
 from steplab.explain.head_dimension import head_dimension
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
 from steplab.explain.launch_bound import launch_bound
 from steplab.explain.loss_share import loss_share
 from steplab.explain.optimizer_not_fused import optimizer_not_fused
+from steplab.explain.ranks import imbalance, late_message, slow_group, straggler
 from steplab.explain.scores_materialised import scores_materialised
+from steplab.explain.tiny_kernels import tiny_kernels
 from steplab.explain.vocabulary_padding import vocabulary_padding
 from steplab.explain.weight_casts import weight_casts
 from steplab.records.ceilings import Ceilings
@@ -41,11 +46,21 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
     compile_in_the_loop,
     host_copies_and_syncs,
     communication_exposed,
+    copies_exposed,
+    data_loading,
+    fp64_work,
+    tiny_kernels,
+    straggler,
+    imbalance,
+    late_message,
+    slow_group,
 )
 """All diagnoses."""
 
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
 """The diagnoses that need no profile."""
+_LEFT = 1e-3
+"""Share of the step below which nothing is left of it to save."""
 _NOTABLE = 1.005
 """Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
@@ -63,7 +78,26 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
         finding = diagnose(case)
         if finding is not None:
             found.append(_believable(case, finding if diagnose in WITHOUT_PROFILE else _scaled(case, finding)))
-    return list(in_order(found))
+    length_s = case.step_s if case.profile is None else case.length_s(case.profile)
+    return list(_within(length_s, in_order(found)))
+
+
+def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Finding]:
+    """The findings, of which all together save no more than the step: each that would is limited to what is left."""
+    left_s = step_s
+    for finding in findings:
+        if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
+            if finding.saves_s > left_s:
+                left_s = left_s if left_s > _LEFT * (step_s or 0.0) else 0.0
+                alone_s, why = (
+                    finding.saves_s,
+                    f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}.",
+                )
+                finding = dataclasses.replace(
+                    finding, saves_s=left_s or None, limited_from_s=alone_s, at_most=left_s > 0, prediction=why
+                )
+            left_s -= finding.saves_s or 0.0
+        yield finding
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:

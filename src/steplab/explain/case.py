@@ -19,6 +19,9 @@ from steplab.units import format_rate, format_time
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
 """Names of kernels that torch.compile generates; on a CPU, whose kernels are operators, of calls of compiled code."""
+_TRIANGLE = re.compile(r"aten::tri[lu]_?$")
+ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
+"""Matches the names of copies between host and device."""
 WORTH_TELLING = 0.01
 """Least share of a step that a finding must predict to save, where it has no threshold of its own: repeated
 measurements of one step differ by about as much."""
@@ -93,8 +96,11 @@ class Case:
 
     @property
     def is_causal(self) -> bool:
-        """Whether attention is known to be causal: the built-in sizes and transformers' language models are."""
-        return self.spec is not None and self.spec.model.kind in ("transformer", "hf")
+        """Whether attention is known to be causal: by the model, or by the triangle that a trace makes."""
+        if self.spec is None:
+            return self.profile is not None and any(_TRIANGLE.match(op.name) for op in self.profile.ops)
+        model = self.run.model
+        return self.spec.model.kind in ("transformer", "hf") and (model is None or model.is_causal)
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
         """A warning where the host might not keep up with a step that is shorter by `saves_s`; '' where it will.

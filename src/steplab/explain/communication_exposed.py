@@ -40,6 +40,8 @@ def communication_exposed(case: Case) -> Finding | None:
     profile = case.profile
     if profile is None or profile.communication is None:
         return None
+    if case.run.traced_ranks is not None and case.run.traced_ranks.meetings:
+        return None  # what of it is waiting for a rank, and what is transfer, is told apart (explain.ranks)
     seen = profile.communication
     total_s, exposed_s = (case.per_step(profile, seconds) for seconds in (seen.total_s, seen.exposed_s))
     length_s = case.length_s(profile)

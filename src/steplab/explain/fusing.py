@@ -7,10 +7,9 @@ profile. A dry run of the step knows it, and its shares are part of a profile th
 profiles no more is known than how much compiling left of steps that were recorded both ways.
 """
 
-import re
 from dataclasses import dataclass
 
-from steplab.explain.case import Case
+from steplab.explain.case import ACROSS, Case
 from steplab.explain.vocabulary_padding import padding_saves_s
 from steplab.records.profile import CompiledShares, Profile
 
@@ -20,9 +19,10 @@ MOST_LEFT = CompiledShares(memory_bound=0.41, products=1.0, kernels=0.58, host=0
 """The most that compiling left of any of the twelve eager steps that were recorded compiled too, on an H200 (in
 tests/golden; a test computes it). `host` is taken to be the share of the kernels; of the products nothing is known."""
 
+_LONGEST_GAP_S = 5e-6
+"""Longest time between a kernel and the next of a queue; where more passes, another stream, process or event was waited
+for."""
 _PRODUCTS = ("matmul", "attention")
-_ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-"""Matches the names of copies between host and device, which no compiler fuses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -36,8 +36,8 @@ class Fusing:
     products_s: float
     """Device time that products save: those of an odd vocabulary are padded, and the clock may change."""
     gaps_s: float
-    """Time between one kernel and the next, which was launched already: in the profile, and no more than the timed step
-    has beside its kernels."""
+    """Time between one kernel and the next, which was launched already: in the profile, no more than a few microseconds
+    a kernel, and no more than the timed step has beside its kernels."""
     num_kernels: float
     """Kernels of all phases but the optimizer's."""
 
@@ -61,15 +61,17 @@ def fusing_of(case: Case, profile: Profile) -> Fusing:
         return case.per_step(profile, sum(phase.categories.get(each, 0.0) for phase in model for each in categories))
 
     copies = [kernel for kernel in profile.kernels if kernel.category == "copy" and is_compiled(kernel.phase)]
-    across_s = case.per_step(profile, sum(kernel.total_s for kernel in copies if _ACROSS.search(kernel.name)))
+    across_s = case.per_step(profile, sum(kernel.total_s for kernel in copies if ACROSS.search(kernel.name)))
     padding_s = padding_saves_s(case, profile)
-    gaps_s = case.per_step(profile, sum(phase.idle_s for phase in model))
+    num_kernels = sum(phase.num_kernels for phase in model) / profile.num_steps
+    idle_s = case.per_step(profile, sum(phase.idle_s for phase in model))
+    gaps_s = min(idle_s, num_kernels * _LONGEST_GAP_S)
     return Fusing(
         shares=shares,
         fusable_s=seconds(FUSABLE) - across_s,
         products_s=padding_s + (seconds(_PRODUCTS) - padding_s) * (1 - shares.products),
         gaps_s=gaps_s if case.step_s is None else max(0.0, min(gaps_s, case.step_s - case.busy_s(profile))),
-        num_kernels=sum(phase.num_kernels for phase in model) / profile.num_steps,
+        num_kernels=num_kernels,
     )
 
 

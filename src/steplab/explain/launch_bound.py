@@ -4,9 +4,11 @@ from dataclasses import replace
 
 from steplab.errors import Unsupported
 from steplab.explain.case import Case
+from steplab.explain.compile_in_the_loop import compile_in_the_loop
+from steplab.explain.data_loading import data_loading
 from steplab.explain.fusing import fusing_of
 from steplab.explain.host_copies_and_syncs import host_copies_and_syncs
-from steplab.explain.waiting import is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
+from steplab.explain.waiting import CONSIDERABLE, is_launch_bound, model_phases, profiled_wait_s, wait_s, waits_for_host
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import Profile
 from steplab.specs.resolve import command
@@ -23,6 +25,11 @@ def launch_bound(case: Case) -> Finding | None:
     if profile is None or not waits_for_host(case, profile):
         return None
     waiting_s = wait_s(case, profile, model_phases(profile))
+    if case.step_s is None:  # what has a cause that is known is told by that alone
+        causes = (host_copies_and_syncs(case), data_loading(case), compile_in_the_loop(case))
+        waiting_s -= sum(cause.saves_s or 0.0 for cause in causes if cause)
+        if waiting_s <= CONSIDERABLE * case.length_s(profile):
+            return None
     change, note, fields = _change(case) if is_launch_bound(case, profile) else _SLOW_HOST
     replays = change != _SLOW_HOST[0]
     records_graphs = bool(fields) or (replays and case.spec is None)

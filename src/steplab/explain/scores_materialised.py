@@ -16,7 +16,7 @@ CONSIDERABLE = 0.05
 """Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
 fused kernel saves only part of them."""
 
-_IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)"
+_IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, {})"
 _SMALLEST_CONTEXT = 16
 """Least number of columns of a softmax that counts as one of attention."""
 
@@ -51,6 +51,7 @@ def scores_materialised(case: Case) -> Finding | None:
     if now_s <= CONSIDERABLE * busy_s:
         return None
     fields = {"attention": "sdpa"} if chosen else {}
+    own = _IN_CODE.format("is_causal=True" if case.is_causal else "attn_mask=mask")
     saves_s, prediction = _gain(case, profile, seen, now_s)
     moved = sum(op.moved_bytes or 0.0 for op in seen.ops) / profile.num_steps
     flops = sum(op.flops or 0.0 for op in seen.ops if op.category == "matmul") / profile.num_steps
@@ -64,10 +65,10 @@ def scores_materialised(case: Case) -> Finding | None:
         why=(
             "The scores have context x context entries per head, far more than queries, keys and values together, and "
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
-            "and skips the half that a causal mask hides."
+            "and skips what a causal mask hides."
         ),
-        change=command(chosen, fields) if chosen else _IN_CODE,
-        note=f"in your own code {_IN_CODE}" if chosen else "is_causal=True only if it is",
+        change=command(chosen, fields) if chosen else own,
+        note=f"in your own code {own}" if chosen else "with the mask that is applied now, if there is one",
         evidence=(
             Evidence(what="scores, softmax and values", value=now_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),

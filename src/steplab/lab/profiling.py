@@ -1,6 +1,9 @@
 """Profile a step after measuring it, or import the trace of another program."""
 
 import dataclasses
+import os
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from steplab.costs.rates import gpu_named
@@ -21,10 +24,12 @@ from steplab.plan.time import compiled_shares
 from steplab.reading.bounded import read_bounded
 from steplab.records.profile import CompiledShares, Profile
 from steplab.records.run import Run
+from steplab.records.traced_ranks import TracedRanks
 from steplab.specs.hardware import find_hardware
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import StepSpec
 
+_TRACES = (".json", ".json.gz", ".json.xz", ".sqlite")
 LONGEST_S = 60.0
 """Longest time for the dry run of a model: one of 32 layers takes a few seconds, and Python starts before it."""
 
@@ -93,24 +98,66 @@ def import_trace(
     *,
     name: str | None = None,
     store: Path | str | None = None,
+    step_range: str | None = None,
     limits: Limits | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> Run:
-    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export of any program.
+    """Store the profile of a trace: a Kineto trace (.json, also .gz or .xz) or an nsys SQLite export of any program; of
+    a folder with a trace for each rank, all of them side by side.
 
-    `name` is the file's by default. The record has a profile and nothing else, because a trace contains neither the
+    `name` is the file's by default. `step_range` is a pattern, as of a shell, of the names of ranges that are steps;
+    None: torch's and steplab's. The record has a profile and nothing else, because a trace contains neither the
     spec nor step times without a profiler. Raises UserError for a file that cannot be read, is not a trace, or
     has more than the limits allow; `limits` None are the usual ones.
     """
     path = Path(path)
     with open_store(store, write=True) as opened:
         run = imported_run(path, name)
+        if path.is_dir():
+            found, ranks = read_ranks(path, limits, on_progress, step_range)
+            notes = (f"timing, memory: imported traces of {len(ranks.ranks)} ranks have only profiled steps",)
+            run = dataclasses.replace(run, profile=found, traced_ranks=ranks, notes=notes)
+            return keep(opened, checked_import(path, run))
         with named_file(path):
-            found = dataclasses.replace(read_profile(path, None, on_progress, limits), file=path.name)
+            found = dataclasses.replace(read_profile(path, None, on_progress, limits, step_range), file=path.name)
         run = dataclasses.replace(
             run, profile=found, notes=("timing, memory: an imported trace has only profiled steps",)
         )
         return keep(opened, checked_import(path, run))
+
+
+def read_ranks(
+    folder: Path,
+    limits: Limits | None = None,
+    on_progress: OnProgress = lambda progress: None,
+    step_range: str | None = None,
+) -> tuple[Profile, TracedRanks]:
+    """The profile of the first rank of those whose traces are in a folder, and all of them side by side.
+
+    As many files are read at once, each in its own process, as there are processors. Raises UserError for a folder
+    without a trace, and for a file that is none.
+    """
+    from steplab.reading.traces.ranks import RankTrace, side_by_side  # numpy, which other commands do without
+
+    files = sorted(path for path in folder.iterdir() if path.name.endswith(_TRACES))
+    if not files:
+        raise UserError(f"{folder} holds no trace ({', '.join(_TRACES)})")
+    files.sort(key=lambda path: [int(number) for number in re.findall(r"\d+", path.name)[:1]])
+
+    def read(path: Path) -> RankTrace:
+        options: dict[str, str | int | None] = {"step_range": step_range, "whole": int(path == files[0])}
+        with named_file(path):
+            return read_bounded("rank", RankTrace, [path], options, limits)
+
+    traces = []
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for trace in pool.map(read, files):
+            traces.append(trace)
+            on_progress(Progress(stage="read", done=len(traces), total=len(files)))
+    profile = traces[0].profile
+    assert profile is not None
+    with named_file(folder):
+        return dataclasses.replace(profile, file=files[0].name), side_by_side(traces)
 
 
 def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None, force: bool) -> Destination | None:
@@ -134,6 +181,7 @@ def read_profile(
     source: str | None,
     on_progress: OnProgress = lambda progress: None,
     limits: Limits | None = None,
+    step_range: str | None = None,
 ) -> Profile:
     """The profile of a trace; `source` is the program that wrote it, None where the trace says so.
 
@@ -143,7 +191,7 @@ def read_profile(
     def tell(done_bytes: int, total_bytes: int) -> None:
         on_progress(Progress(stage="read", done=done_bytes, total=total_bytes))
 
-    return read_bounded("profile", Profile, [path], {"source": source}, limits, tell)
+    return read_bounded("profile", Profile, [path], {"source": source, "step_range": step_range}, limits, tell)
 
 
 def _with_notes_on_nsys(run: Run, written: Path) -> Run:

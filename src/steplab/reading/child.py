@@ -18,12 +18,25 @@ _TELL_S = 0.1
 """The least time between two messages on the progress."""
 
 
-def profile(on_progress: OnProgress, trace: Path, *, source: str | None) -> object:
+def profile(on_progress: OnProgress, trace: Path, *, source: str | None, step_range: str | None = None) -> object:
     """The Profile of a trace."""
     from steplab.reading.traces.digest import digest
     from steplab.reading.traces.reading import read_trace
 
-    return digest(read_trace(trace, on_progress), source=source)
+    return digest(read_trace(trace, on_progress), source=source, step_range=step_range)
+
+
+def rank(on_progress: OnProgress, trace: Path, *, step_range: str | None, whole: int) -> object:
+    """The RankTrace of a trace, with `whole` its Profile too."""
+    from dataclasses import replace
+
+    from steplab.reading.traces.digest import digest
+    from steplab.reading.traces.ranks import rank_trace
+    from steplab.reading.traces.reading import read_trace
+
+    read = read_trace(trace, on_progress, messages=True)
+    found = rank_trace(read, step_range)
+    return replace(found, profile=digest(read, step_range=step_range)) if whole else found
 
 
 def traced_steps(on_progress: OnProgress, trace: Path) -> object:
@@ -49,7 +62,7 @@ def memory(
     return digest(history, owners, unwatched_peak_bytes=unwatched_peak_bytes)
 
 
-_WORK: dict[str, Callable[..., object]] = {work.__name__: work for work in (profile, traced_steps, memory)}
+_WORK: dict[str, Callable[..., object]] = {work.__name__: work for work in (profile, rank, traced_steps, memory)}
 
 
 def main() -> None:

@@ -51,7 +51,7 @@ class Finding:
     """One diagnosis."""
 
     kind: str
-    """Kind of the finding, the name of its file in `explain`, such as launch_bound or scores_materialised."""
+    """Kind of the finding, the name of its diagnosis in `explain`, such as launch_bound or scores_materialised."""
     title: str
     """What is wrong, in one line."""
     saw: str
@@ -67,6 +67,9 @@ class Finding:
     saves_s: float | None = None
     """Predicted seconds that the change saves per step (for a change of batch: per tokens of a present step); None if
     there is no prediction."""
+    limited_from_s: float | None = None
+    """Predicted seconds that the change saves alone, where the changes before it leave less of the step; None:
+    `saves_s` is that."""
     tokens_ratio: float = 1.0
     """Tokens per step with the change divided by those without it; above 1 the step itself gets longer, and `saves_s`
     is what its tokens take less."""
@@ -81,6 +84,11 @@ class Finding:
     """Kind of the finding whose change must be made first; empty: none."""
     trial: Trial | None = None
     """Measured effect of the change; None: it was not tried."""
+
+    @property
+    def alone_s(self) -> float | None:
+        """Predicted seconds that the change saves alone, which a trial measures; None: no prediction."""
+        return self.saves_s if self.limited_from_s is None else self.limited_from_s
 
     @property
     def gain_s(self) -> float | None:

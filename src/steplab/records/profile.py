@@ -5,7 +5,7 @@ shown as step time. Totals are over all profiled steps.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from steplab.records.problems import Problem, as_long, known
 from steplab.units import counted, format_time
@@ -177,10 +177,10 @@ class Timeline:
         for index, kernel in enumerate(self.kernel):
             if kernel >= len(self.names):
                 yield f".kernel[{index}]", f"is number {kernel} of {len(self.names)} names"
-        for field in ("phases", "ranges"):
-            for index, (_, start, end, *_) in enumerate(getattr(self, field)):
+        for name in ("phases", "ranges"):
+            for index, (_, start, end, *_) in enumerate(getattr(self, name)):
                 if end < start:
-                    yield f".{field}[{index}]", f"ends at {end} ns, before it starts at {start} ns"
+                    yield f".{name}[{index}]", f"ends at {end} ns, before it starts at {start} ns"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -221,6 +221,9 @@ class Profile:
     """Operators that launched kernels themselves, the largest device time first."""
     host_calls: tuple[HostCallStats, ...] = ()
     """Host calls that wait for the device, copy to or from it, or allocate memory on it, the longest total first."""
+    host_work_s: dict[str, float] = field(default_factory=dict)
+    """Seconds of the host, from the first step to the last, in ranges of work that no kernel needs: `data loading`,
+    `compilation`. Empty: the trace has no such ranges."""
     communication: Communication | None = None
     """Overlap of collectives and computation; None if no collective ran."""
     timeline: Timeline | None = None
@@ -266,13 +269,13 @@ class Profile:
             yield ".num_steps", "must be at least 1, not 0"
         if not self.phases:
             yield ".phases", "is empty"
-        for field in ("phases", "kernels", "ops", "host_calls"):
-            for index, part in enumerate(getattr(self, field)):
-                yield from known(f".{field}[{index}].phase", part.phase, phases)
-                if field in ("kernels", "ops"):
-                    yield from known(f".{field}[{index}].category", part.category, CATEGORIES)
+        for name in ("phases", "kernels", "ops", "host_calls"):
+            for index, part in enumerate(getattr(self, name)):
+                yield from known(f".{name}[{index}].phase", part.phase, phases)
+                if name in ("kernels", "ops"):
+                    yield from known(f".{name}[{index}].category", part.category, CATEGORIES)
                 if getattr(part, "calls", 1) < 1:
-                    yield f".{field}[{index}].calls", "must be at least 1, not 0"
+                    yield f".{name}[{index}].calls", "must be at least 1, not 0"
         for index, phase in enumerate(self.phases):
             for category in phase.categories:
                 yield from known(f".phases[{index}].categories", category, CATEGORIES)

@@ -13,6 +13,7 @@ from steplab.records.profile import PHASES, Profile
 from steplab.records.ranks import RankSamples
 from steplab.records.record import StepRecord
 from steplab.records.timing import Timing, measured_problems, timing_problems
+from steplab.records.traced_ranks import TracedRanks
 from steplab.records.turns import Turns
 from steplab.stats import median_interval
 from steplab.units import format_share, format_time
@@ -111,6 +112,8 @@ class Run(StepRecord):
     """Measurements of each of several processes, in the order of ranks; empty for a single process."""
     profile: Profile | None = None
     """Profile of some steps, taken after all timing; None if it was not requested, or failed."""
+    traced_ranks: TracedRanks | None = None
+    """All ranks whose traces were imported, of which `profile` is that of the first; None for one trace."""
     memory_profile: MemoryProfile | None = None
     """Memory of one step by category, taken after all timing; None if it was not requested, or failed."""
     utilizations: tuple[Utilization, ...] = ()

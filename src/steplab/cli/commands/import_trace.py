@@ -16,6 +16,9 @@ def import_trace(
     /,
     *,
     name: Annotated[str | None, Parameter(help="Name of the run in listings [default: the file's name]")] = None,
+    step_range: Annotated[
+        str | None, Parameter(help="Names of the ranges that are steps, such as 'training_step_*'")
+    ] = None,
     reading: ReadingOptions = ReadingOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> None:
@@ -26,5 +29,7 @@ def import_trace(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        record = take(file, name=name, store=out.store, limits=reading.limits(), on_progress=line.within)
+        record = take(
+            file, name=name, store=out.store, step_range=step_range, limits=reading.limits(), on_progress=line.within
+        )
     show_profile(record, chosen, out)

@@ -8,14 +8,18 @@ import re
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from steplab.reading.traces.categories import kernel_category, op_category
 from steplab.reading.traces.devices import launching_calls
 from steplab.reading.traces.host import Host
 from steplab.reading.traces.nesting import Nesting
 from steplab.reading.traces.trace import NONE, Column, Rows, Trace
-from steplab.records.profile import CATEGORIES
+from steplab.records.profile import CATEGORIES, OUTSIDE
 
+_QUEUED_NS = 50_000
+"""The longest gap between kernels that were launched before the one in front of them ended."""
+_GRAPHS = re.compile(r"(cuda|cu|hip)GraphLaunch")
 # Operators that only make a view or an empty tensor: their time belongs to the operator around them.
 _BOOKKEEPING = re.compile(
     r"^aten::_?(alias|as_strided|chunk|detach|empty|empty_like|empty_strided|expand|narrow|resolve_conj|resolve_neg"
@@ -45,11 +49,17 @@ class Activity(Rows):
     """The number of the range, in Host.paths."""
     category: Column
     """The number of the category, in CATEGORIES."""
+    unseen: Column
+    """1 where, between the launch of the piece before and its own, a CUDA graph was launched of which the trace has no
+    work; else 0."""
 
 
 def device_activity(trace: Trace, host: Host) -> Activity:
-    """Every kernel, copy and fill, attributed by its launch. A piece without a launch is attributed as the piece
-    before it."""
+    """Every kernel, copy and fill, attributed by its launch.
+
+    A piece without a launch belongs to the step in which it ran, as far as those around it on its stream allow, and to
+    the phase of the one before it in that step.
+    """
     work, calls = trace.work, trace.calls
     call = launching_calls(trace)
     found = call != NONE
@@ -58,6 +68,10 @@ def device_activity(trace: Trace, host: Host) -> Activity:
         return np.where(found, column[call], NONE) if len(column) else call
 
     launch_ns, thread = of_call(calls.start_ns), of_call(calls.thread)
+    step = _steps(trace, host, found, host.step_at(launch_ns), int(launch_ns[found].min(initial=2**62)))
+    before = np.maximum.accumulate(np.where(found, np.arange(len(found)), NONE))
+    alone = ~found & ((before == NONE) | (step[before] != step))
+    phase = host.phase_at(launch_ns, thread)[np.maximum(before, 0)]
     return Activity(
         name=work.name,
         start_ns=work.start_ns,
@@ -67,10 +81,11 @@ def device_activity(trace: Trace, host: Host) -> Activity:
         launched_ns=of_call(calls.start_ns + calls.duration_ns),
         call=call,
         op=host.op_at(launch_ns, thread),
-        step=_filled(host.step_at(launch_ns), found),
-        phase=_filled(host.phase_at(launch_ns, thread), found),
+        step=step,
+        phase=np.where(alone, host.phase_names.index(OUTSIDE), phase),
         path=np.where(found, host.path_at(launch_ns, thread), 0),
         category=_categories(trace, work.name, on_device=True),
+        unseen=_behind_unseen(trace, launch_ns),
     )
 
 
@@ -95,6 +110,7 @@ def cpu_activity(trace: Trace, host: Host) -> Activity:
         phase=host.phase_at(start_ns, thread),
         path=host.path_at(start_ns, thread),
         category=_categories(trace, name, on_device=False),
+        unseen=np.zeros_like(op),
     )
 
 
@@ -106,9 +122,37 @@ def _categories(trace: Trace, name: Column, *, on_device: bool) -> Column:
     return by_name[name]
 
 
-def _filled(values: Column, found: Column) -> Column:
-    """The values, with each that was not found replaced by the one before it."""
-    if not len(values):
-        return values
-    last = np.maximum.accumulate(np.where(found, np.arange(len(values)), 0))
-    return values[last]
+def _steps(trace: Trace, host: Host, found: NDArray[np.bool_], step: Column, first_launch_ns: int) -> Column:
+    """The step of each piece of work; NONE outside of them all. `step` is right where the launch was found.
+
+    A stream runs its work in the order of launches, so a piece is of no earlier step than that before it. The first on
+    a stream are the tail of the step before the first, if it worked before the first launch of the trace, and off a
+    queue.
+    """
+    work, starts_ns = trace.work, host.steps[0]
+    if found.all() or not len(starts_ns):
+        return step
+    step, ran_in = step.copy(), np.searchsorted(starts_ns, work.start_ns, side="right") - 1
+    for stream in np.unique(work.stream[~found]):
+        here = np.flatnonzero(work.stream == stream)
+        known, of = found[here] & (step[here] != NONE), step[here]
+        low = np.maximum.accumulate(np.where(known, of, NONE))
+        high = np.minimum.accumulate(np.where(known, of, len(starts_ns))[::-1])[::-1]
+        lost = np.clip(ran_in[here], low, high)
+        first = here[: (low == NONE).sum() + 1]
+        gaps_ns = work.start_ns[first[1:]] - (work.start_ns + work.duration_ns)[first[:-1]]
+        queued = work.start_ns[here[0]] < first_launch_ns and (not len(gaps_ns) or np.median(gaps_ns) < _QUEUED_NS)
+        is_tail = (low == NONE) & (high == 0) & queued
+        step[here] = np.where(found[here], of, np.where(is_tail, NONE, lost))
+    return step
+
+
+def unseen_launches(trace: Trace) -> Column:
+    """The numbers of the launches of CUDA graphs of which the trace has no work, in order."""
+    launches = trace.named(trace.calls.name, _GRAPHS.search)
+    return np.flatnonzero(launches & ~np.isin(np.arange(len(trace.calls)), launching_calls(trace)))
+
+
+def _behind_unseen(trace: Trace, launch_ns: Column) -> Column:
+    num_before = np.searchsorted(trace.calls.start_ns[unseen_launches(trace)], np.maximum.accumulate(launch_ns))
+    return (np.diff(num_before, prepend=num_before[:1]) > 0).astype(np.int64)

@@ -8,76 +8,107 @@ import re
 from functools import lru_cache
 
 # Names of the libraries' kernels: nvjet, xmma, cutlass and cublas are matrix products (convolutions are computed as
-# such); triton_poi/red/per are Inductor's pointwise, reduction and persistent-reduction kernels, named after the
-# operators fused into them.
+# such), as Cijk, wvSplitK and igemm of AMD's; Inductor's are read by `_of_inductor`.
 _KERNELS: tuple[tuple[str, tuple[str, ...]], ...] = (
     (
         "communication",
         (
             r"nccl|nvshmem|symm(etric)?_mem|(put|wait)_signal|(one|two)_shot_all_reduce|multimem|rccl|\bgloo\b",
-            r"^Memcpy PtoP",
+            r"^Memcpy PtoP|cross_device_reduce|all_?reduce_(one|two)_?shot",
         ),
     ),
     (
         "copy",
         (
             r"^Mem(cpy|set)\b|^\[CUDA mem|CatArrayBatchedCopy|copy_kernel|copy_device_to_device|transpose_readWrite",
-            r"n\w{3}ToN\w{3}Kernel",
+            r"n\w{3}ToN\w{3}Kernel|^batched_transpose_|^transpose_\w+2\w+|amd_rocclr_(copy|fill)|reshape_and_cache",
+            r"(store|set)_kv_?cache|copy_page_indices|copy_async_kernel",
         ),
     ),
+    ("elementwise", (r"rotary|(^|[_:])rope_|_rope(_|\b)|cross_entropy_scale",)),
     (
         "attention",
         (
-            r"flash|fmha|mha_|sdpa|flex_attention|attention_kernel|Attention(Backward)?Kernel|_attn_(fwd|bwd)",
-            r"^attention_",
+            r"flash|fmha|mha_|sdpa|flex_attention|attention_|Attention(Backward)?Kernel|attn_(fwd|bwd)|^sage_",
+            r"[Ff]mha|^_?bwd_(kernel_d[kvq]|preprocess)|paged_attn|unified_attn|merge_attn|sdp_attention",
         ),
     ),
     ("optimizer", (r"adam|sgd_|FusedOptimizer|multi_tensor_apply|adagrad|lamb_|amp_update_scale|amp_non_finite",)),
     (
         "matmul",
         (
-            r"nvjet|(?<!fb)gemm|gemv|xmma|cutlass|cublas|scudnn|^Cijk_|splitK|wgmma|matmul|\bdot_kernel",
-            r"convolve|conv2d|conv_depthwise|winograd|dgrad|wgrad|fprop",
-            r"triton_(tem_)?(fused_)?\w*\b(add)?b?mm\b|triton_tem_fused|reduce_1Block_kernel",
+            r"nvjet|(?<!fb)gemm|Gemm|gemv|xmma|cutlass|cublas|scudnn|^(Custom_)?Cijk_|splitK|wvSplitK|wgmma|matmul",
+            r"\bdot_kernel|^bmm_\w+_Fp32_|fused_moe_kernel|reduce_1Block_kernel|^triton_(b?mm|addmm)\b",
+            r"convolve|conv2d|conv_depthwise|winograd|dgrad|wgrad|fprop|grouped_conv|naive_conv|AsmConv|igemm_",
         ),
     ),
-    ("softmax", (r"softmax|SoftMax",)),
+    ("softmax", (r"softmax|SoftMax|^liger_cross_entropy|^_?kldiv|^_jsd_",)),
     (
         "embedding",
         (
             r"embedding|indexSelect|index_select|vectorized_gather_kernel|compute_grad_weight|sum_and_scatter",
-            r"krn_partial|compute_num_of_partial|EmbeddingBag",
+            r"krn_partial|compute_num_of_partial|EmbeddingBag|pooled_embs",
         ),
     ),
     (
         "normalisation",
         (
-            r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|batch_?norm|GammaBeta|RowwiseMoments|group_?norm|\bbn_",
-            r"triton_\w*mean\w*rsqrt|triton_\w*rsqrt\w*mean",
+            r"layer_?norm|LayerNorm|rms_?norm|RMSNorm|Rmsnorm|batch_?norm|BatchNorm|GammaBeta|RowwiseMoments",
+            r"group_?norm|\bbn_|Compute(Internal|Fused|Backward)\w*(Gradients|Params)",
         ),
     ),
     (
         "other",
         (
             r"distribution_|philox|Sort|sort_|radix|topk|TopK|index_|scatter|gather|unique|nonzero|bincount|histogram",
-            r"max_pool|avg_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|col2im|nms_kernel|spin_kernel",
-            r"OffsetsKernel|fft|bounds_check|linearize_index",
+            r"max_pool|avg_pool|average_pool|pooling|upsample|nll_loss_backward|nllloss|im2col|Im2d2Col|col2im",
+            r"nms_kernel|spin_kernel|OffsetsKernel|fft|bounds_check|linearize_index|offsets_range|routing|moe_align",
+            r"searchsorted|bucketize",
         ),
     ),
-    ("copy", (r"triton_poi_fused_(_to_copy|clone|copy|copy_|t|transpose|view|permute|cat|constant_pad_nd|_)+\d*$",)),
     (
         "elementwise",
         (
-            r"elementwise|triton_poi_|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu",
-            r"^swiglu_|^rotary_heads_|^cross_entropy_scale",
+            r"elementwise|triu_tril|launch_clamp|dropout|fill_|arange|masked_|where_kernel|tanh|gelu|SubTensorOp",
+            r"swiglu_|geglu_|(act|silu|gelu)_and_mul|^_?element_mul|quant(ize)?_(cuda_)?kernel|FP8rowwise|FP8_qparam",
+            r"ScalePackedTensor|scalePackedTensor",
         ),
     ),
     (
         "reduction",
-        (r"reduce|triton_(red|per)_|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max",),
+        (r"reduce|nll_loss_forward|cub::.*(Reduce|Scan)|scan_|cumsum|mean_|argmax|min_max|_sum_bitmatrix",),
     ),
     ("other", (r"void cub::|thrust::",)),
 )
+
+_INDUCTOR = re.compile(r"triton_(poi|red|per|tem|mix|for|foreach)_fused_(.*?)_*\d*$")
+_LAYOUT = re.compile(
+    r"^(_to_copy|clone|copy|t|transpose|view|permute|cat|constant_pad_nd|slice|select|expand|unsqueeze|squeeze|split|"
+    r"as_strided|_unsafe_view|_)+$"
+)
+_INDUCTORS = (
+    ("softmax", re.compile(r"softmax")),
+    ("normalisation", re.compile(r"(layer|batch|group|rms)_norm|var_mean|mean\w*rsqrt|rsqrt\w*mean")),
+    ("embedding", re.compile(r"embedding_dense_backward|^embedding$")),
+)
+"""Categories of Inductor's reductions, by the operators in their names."""
+
+
+def _of_inductor(kind: str, operators: str) -> str:
+    """The category of a kernel of Inductor's, by its kind: pointwise, (persistent) reduction, template, list.
+
+    Its name lists the operators fused into it and some beside it, so an attention or a product among them is not in it.
+    """
+    if kind == "tem":
+        return "attention" if "flex_attention" in operators else "matmul"
+    if kind in ("for", "foreach"):
+        return "optimizer"
+    if kind == "poi":
+        if operators and _LAYOUT.match(f"{operators}_"):
+            return "copy"
+        return "embedding" if operators.strip("_") == "embedding" else "elementwise"
+    return next((category for category, pattern in _INDUCTORS if pattern.search(operators)), "reduction")
+
 
 _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("communication", (r"^(c10d|gloo|nccl|_c10d_functional)\b|all_?reduce|all_?gather|reduce_?scatter",)),
@@ -141,6 +172,8 @@ _OPS: tuple[tuple[str, tuple[str, ...]], ...] = (
 @lru_cache(maxsize=1 << 16)
 def kernel_category(name: str) -> str:
     """Category of a device kernel."""
+    if generated := _INDUCTOR.match(name):
+        return _of_inductor(generated[1], generated[2])
     return _first_match(_KERNEL_RULES, name)
 
 

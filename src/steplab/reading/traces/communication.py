@@ -19,7 +19,8 @@ from steplab.reading.traces.windows import cut
 from steplab.records.ddp import COMMUNICATION_ROW, COMPUTE_ROW, TracedSteps
 from steplab.records.profile import CATEGORIES, PHASES, Timeline
 
-_MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
+MESSAGE_RANGES = re.compile(r"^(gloo|mpi|ucc):")
+"""The names of ranges in which a thread of the host sends a message."""
 TRANSFERS = re.compile(r"^Mem(cpy|set)")
 """The names of copies and fills of the device."""
 _OF_PEER_COPIES = re.compile(r"^Memcpy (DtoD|PtoP)\b|^mean_kernel$")
@@ -48,10 +49,10 @@ class _Pieces:
         return self.start_ns, self.end_ns
 
 
-def traced_steps(trace: Trace) -> TracedSteps:
+def traced_steps(trace: Trace, host: Host | None = None) -> TracedSteps:
     """The communication in a trace of whole steps. Raises SteplabError if the trace marks no steps or contains no
     work."""
-    host = Host(trace)
+    host = host or Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
     activity = activity.where(activity.step != NONE)
@@ -95,7 +96,7 @@ def _lasts_ns(activity: Activity, step: int) -> int:
 def messages_of_host(trace: Trace, host: Host) -> tuple[Column, Column]:
     """Starts and ends of the messages on a CPU within steps, as recorded by the threads that send them."""
     ranges = trace.ranges
-    is_message = trace.named(ranges.name, _MESSAGE_RANGES.match)
+    is_message = trace.named(ranges.name, MESSAGE_RANGES.match)
     chosen = np.flatnonzero(is_message & (host.step_at(ranges.start_ns) != NONE))
     return ranges.start_ns[chosen], ranges.start_ns[chosen] + ranges.duration_ns[chosen]
 

@@ -7,16 +7,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import SteplabError
-from steplab.reading.traces.activity import Activity, cpu_activity, device_activity
+from steplab.reading.traces.activity import Activity, cpu_activity, device_activity, unseen_launches
 from steplab.reading.traces.communication import TRANSFERS, messages_of_host
 from steplab.reading.traces.devices import launching_calls, one_device
 from steplab.reading.traces.host import Host
-from steplab.reading.traces.intervals import length, overlap, stretches
+from steplab.reading.traces.intervals import clip, length, overlap, stretches
 from steplab.reading.traces.op_costs import OpCosts, computed_in, describe
-from steplab.reading.traces.steps import last_steps
+from steplab.reading.traces.steps import last_steps, offered_steps, with_steps
+from steplab.reading.traces.times import possible
 from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.reading.traces.windows import PhaseSpan, cut, phase_times
 from steplab.records.profile import CATEGORIES, Communication, HostCallStats, KernelStats, OpStats, Profile, Timeline
+from steplab.units import format_time
 
 Seconds = NDArray[np.float64]
 
@@ -26,25 +28,37 @@ MOST_STEPS = 20
 _WAITS = re.compile(r"Synchronize|^cu(da|Mem)?(Malloc|Free|Mem(Alloc|Free))|^(cuda|cu)Memcpy")
 _LAUNCHES = re.compile(r"(cuda|cu|hip)(Graph|Module|Ext)?Launch")
 _GENERATED = re.compile(r"CompiledFunction|Torch-Compiled Region")
+_HOST_WORK = {"data loading": re.compile(r"^enumerate\(DataLoader\)#"), "compilation": re.compile(r"dynamo_timed")}
 _ACROSS = re.compile(r"HtoD|DtoH|Host -> |-> (Host|Pageable|Pinned)|Pageable|Pinned")
 
 
-def digest(trace: Trace, *, source: str | None = None, file: str | None = None) -> Profile:
+def digest(
+    trace: Trace, *, source: str | None = None, file: str | None = None, step_range: str | None = None
+) -> Profile:
     """Sum a trace up. `source` and `file` go into the record unchanged (`source` is by default the trace's own).
 
-    Raises SteplabError for a trace in which nothing ran.
+    `step_range` is a shell pattern of the names of ranges that are steps. Raises SteplabError for a trace in which
+    nothing ran, and UserError for a pattern that no range has.
     """
-    trace = last_steps(one_device(trace), MOST_STEPS)
+    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
+    trace = last_steps(trace, MOST_STEPS)
     host = Host(trace)
     on_host = not len(trace.work)
     activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
-    doubts = list(trace.damage)
+    doubts = [*trace.damage, *_unknown(trace)]
     if on_host:
         doubts += _without_kernels(trace, is_own=source is not None)
+    else:
+        doubts += _unseen(trace, host)
     notes = [*doubts, *(note for note in trace.notes if note not in doubts)]
     num_steps = len(host.steps[0])
     if not num_steps:
-        notes.append("the trace marks no steps: all of it counts as one")
+        notes.append(f"the trace marks no steps: all of it counts as one{offered_steps(trace)}")
+    outside = activity.where(activity.step == NONE)
+    if len(outside) and source is None:  # its own runs begin with a step that is not profiled
+        time = format_time(float((outside.end_ns - outside.start_ns).sum()) / 1e9)
+        work = "operators" if on_host else "kernels"
+        notes.append(f"{len(outside)} {work} ({time}) of no step are left out: launched before, between or after them")
     activity = activity.where(activity.step != NONE)
     if not len(activity):
         raise SteplabError(
@@ -64,6 +78,7 @@ def digest(trace: Trace, *, source: str | None = None, file: str | None = None) 
         kernels=tuple(sorted(_kernels(activity, trace, host, on_host=on_host), key=lambda k: -k.total_s)),
         ops=tuple(sorted(_ops(activity, trace, host), key=lambda op: -op.device_s)),
         host_calls=tuple(sorted(_host_calls(trace, host), key=lambda call: -call.total_s)),
+        host_work_s=dict(_host_work(trace, host)),
         communication=_communication(activity, trace, host if on_host else None),
         timeline=_timeline(activity, windows, trace, host),
         num_launches=len(np.unique(activity.call[activity.call != NONE])),
@@ -82,6 +97,12 @@ def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
     if trace.named(trace.calls.name, _LAUNCHES.match).any() or (trace.lists_gpu and trace.damage):
         why = "; ".join(trace.damage) or "record with the activities CPU and CUDA, and let the profiler see the GPU"
         raise SteplabError(f"the trace is of a GPU's work and holds no kernel: nothing to profile ({why})")
+    if trace.unknown:
+        told = ", ".join(f"{count} of {name}" for name, count in trace.unknown.items())
+        raise SteplabError(
+            f"it holds no kernel of a known device and events of categories that are not known ({told}): the CPU is "
+            "not taken for the device that these ran on"
+        )
     if trace.lists_gpu and not is_own:
         return [
             "the machine has a GPU, and the trace holds nothing that ran on it: if the model ran there, these are only "
@@ -90,12 +111,32 @@ def _without_kernels(trace: Trace, *, is_own: bool) -> list[str]:
     return []
 
 
+def _unknown(trace: Trace) -> Iterator[str]:
+    """Doubts for events of categories that are not known."""
+    for name, count in trace.unknown.items():
+        yield f"{count} events of category {name}, which is not known, are left out"
+
+
+def _unseen(trace: Trace, host: Host) -> Iterator[str]:
+    """Doubts where launches and work cannot be matched."""
+    launches = trace.named(trace.calls.name, _LAUNCHES.match).any()
+    if launches and ((trace.work.correlation <= 0).all() or (trace.calls.correlation <= 0).all()):
+        yield "all correlation ids are 0: no kernel is known to be of a launch, an operator or a range"
+    lost = unseen_launches(trace)
+    lost = lost[host.step_at(trace.calls.start_ns[lost]) != NONE]
+    if len(lost):
+        yield (
+            f"{len(lost)} launches of CUDA graphs have no kernel in the trace: what the GPU did for them is not known, "
+            "so time before the next known kernel counts as idle, and not as waiting for the CPU"
+        )
+
+
 def _notes(activity: Activity, trace: Trace, *, on_host: bool) -> Iterator[str]:
     lost = int((activity.call == NONE).sum())
     if lost:
         yield (
-            f"{lost} of {len(activity)} kernels have no launch in the trace: each is counted in the phase "
-            "of the previous kernel"
+            f"{lost} of {len(activity)} kernels have no launch in the trace: each is counted in the step in which it "
+            "ran, and in the phase of the previous kernel"
         )
     if not on_host and not len(trace.ops):
         yield "the trace holds no operators: no FLOPs, no bytes, no ranges for the backward pass"
@@ -151,7 +192,7 @@ def _ops(activity: Activity, trace: Trace, host: Host) -> Iterator[OpStats]:
             kernels=len(chosen),
             device_s=float(lasted_s[chosen].sum()),
             flops=cost.flops if cost else None,
-            moved_bytes=cost.moved_bytes if cost else None,
+            moved_bytes=(cost.moved_bytes or None) if cost else None,
         )
 
 
@@ -179,6 +220,17 @@ def _host_calls(trace: Trace, host: Host) -> Iterator[HostCallStats]:
         )
 
 
+def _host_work(trace: Trace, host: Host) -> Iterator[tuple[str, float]]:
+    """The time of the host from the first step to the last in ranges of each of _HOST_WORK, if there are some."""
+    ranges, (starts_ns, ends_ns) = trace.ranges, host.steps
+    for kind, pattern in _HOST_WORK.items():
+        chosen = trace.named(ranges.name, pattern.search)
+        if chosen.any() and len(starts_ns):
+            start_ns, end_ns = ranges.start_ns[chosen], (ranges.start_ns + ranges.duration_ns)[chosen]
+            within = clip(start_ns, end_ns, int(starts_ns[0]), int(ends_ns[-1]))
+            yield kind, length(*within) / 1e9
+
+
 def _communication(activity: Activity, trace: Trace, cpu: Host | None) -> Communication | None:
     """The communication in the trace; without a GPU's work it is taken from the host, whose threads send the
     messages."""
@@ -202,8 +254,8 @@ def _timeline(activity: Activity, windows: list[PhaseSpan], trace: Trace, host: 
     """The last step, from the beginning of its first window."""
     step = windows[-1].step
     mine = [window for window in windows if window.step == step]
-    zero = mine[0].start_ns
     shown = activity.where(activity.step == step)
+    zero = min(mine[0].start_ns, int(shown.start_ns.min()))  # a copy may run beside the step before
     names, kernel = np.unique(shown.name, return_inverse=True)
     category_of = dict(zip(shown.name.tolist(), shown.category.tolist(), strict=True))
     return Timeline(

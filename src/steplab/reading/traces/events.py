@@ -49,6 +49,23 @@ class Event(Struct, frozen=True, gc=False):
     args: Args = Args()
 
 
+class MessageArgs(Args, frozen=True, gc=False):
+    """Further arguments of an event that is a collective."""
+
+    collective: str = field(default="", name="Collective name")
+    group: Number = field(default="", name="Process Group Name")
+    members: Number = field(default="", name="Process Group Ranks")
+    num_in: Number = field(default=0, name="In msg nelems")
+    num_out: Number = field(default=0, name="Out msg nelems")
+    dtype: str = ""
+
+
+class MessageEvent(Event, frozen=True, gc=False):
+    """An event of which those are read too, where several ranks are."""
+
+    args: MessageArgs = MessageArgs()
+
+
 class Category(Struct, gc=False):
     """The category of an event, which decodes twice as fast as the whole."""
 
@@ -57,7 +74,9 @@ class Category(Struct, gc=False):
 
 CATEGORIES = Decoder(list[Category])
 EVENTS = Decoder(list[Event])
+MESSAGE_EVENTS = Decoder(list[MessageEvent])
 EVENT = Decoder(Event)
+MESSAGE_EVENT = Decoder(MessageEvent)
 """What a text may be decoded as."""
 
 

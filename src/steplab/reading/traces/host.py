@@ -8,8 +8,9 @@ import re
 
 import numpy as np
 
+from steplab.reading.traces.naming import phase_marked_by
 from steplab.reading.traces.nesting import Nesting
-from steplab.reading.traces.steps import STEP, step_ranges
+from steplab.reading.traces.steps import step_ranges
 from steplab.reading.traces.trace import NONE, Column, Trace
 from steplab.records.profile import OUTSIDE, PHASES
 
@@ -18,12 +19,6 @@ _UNNAMED = re.compile(r"^warmup step$|^## Call CompiledFxGraph \w+ ##$")
 _LONGEST_PATH = 1000
 """Characters of a path from which on it is not continued: ranges deeper in it count as the one around them."""
 _BACKWARD_NODE = "autograd::engine::evaluate_function: "
-_PHASES = (
-    (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
-    (re.compile(r"^\W*backward\W*$", re.I), "backward"),
-    (re.compile(r"^gradient sync$"), "gradient sync"),
-    (re.compile(r"^\W*optimi[sz]er( step)?\W*$|^Optimizer\.(step|zero_grad)#", re.I), "optimizer"),
-)
 
 
 class Host:
@@ -98,8 +93,7 @@ class Host:
         names = [*PHASES, OUTSIDE]
         by_name = np.full(len(self._trace.names) or 1, NONE)
         for number, text in enumerate(self._trace.names):
-            found = next((phase for pattern, phase in _PHASES if pattern.match(text)), None)
-            if found:
+            if found := phase_marked_by(text):
                 by_name[number] = names.index(found)
         return names, by_name[self._trace.ranges.name]
 
@@ -132,8 +126,8 @@ class Host:
         for index, above in enumerate(self._range_nesting.parent.tolist()):
             name = names[ranges.name[index]]
             around = texts[above] if above != NONE else ""
-            is_place = self._range_phase[index] == NONE and not STEP.match(name) and not _UNNAMED.match(name)
-            if not is_place or len(around) > _LONGEST_PATH:
+            is_mark = self._range_phase[index] != NONE or self._trace.steps.match(name) or _UNNAMED.match(name)
+            if is_mark or len(around) > _LONGEST_PATH:
                 texts.append(around)
             elif not around or name.startswith(around + "."):
                 texts.append(name)

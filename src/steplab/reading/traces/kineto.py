@@ -4,27 +4,35 @@ It keeps kernels, copies and fills of the device, calls into its runtime and dri
 Python frames, arrows between events, counters and metadata are skipped.
 """
 
+import math
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import compress
+from typing import Any
 
 import msgspec
 import numpy as np
+from msgspec.json import Decoder
 from numpy.typing import NDArray
 
-from steplab.costs.operators import FUSED_ATTENTION
+from steplab.costs.operators import FUSED_ATTENTION, ITEM_BYTES
 from steplab.reading.traces.document import Document, NotATrace
 from steplab.reading.traces.events import (
     CATEGORIES,
     EVENT,
     EVENTS,
+    MESSAGE_EVENT,
+    MESSAGE_EVENTS,
     MISSING,
     NO_DIMS,
     Event,
+    MessageArgs,
     Number,
     decoded,
     nanoseconds,
     repair_event,
 )
+from steplab.reading.traces.naming import STEP
 from steplab.reading.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
@@ -33,6 +41,7 @@ from steplab.reading.traces.trace import (
     DeviceWork,
     HostCalls,
     Inputs,
+    Message,
     Numbering,
     Ops,
     Ranges,
@@ -55,6 +64,15 @@ _CATEGORIES = (
 """The categories of device work, host calls, operators and ranges, as in Kineto's ActivityType.h (AMD's are called
 cuda too), and capitalised as before torch 1.12."""
 _WANTED = frozenset(category for names in _CATEGORIES for category in names)
+_OF_THE_DEVICE = "gpu_user_annotation"
+_PASSED_OVER = frozenset(
+    (
+        *("", "python_function", "ac2g", "fwdbwd", "async_cpu_to_gpu", "async_gpu", "cpu_instant_event", "overhead"),
+        *("Trace", "cuda_sync", "cuda_event", "cuda_profiler_range", "external_correlation", "collective_comm"),
+        *("mtia_runtime", "glow_runtime", "hpu_runtime", "critical_path", "PythonFunction"),
+    )
+)
+"""The categories of Kineto's that hold no work of a device, or what another category holds too."""
 
 
 Integers = NDArray[np.int64]
@@ -62,20 +80,25 @@ Columns = Mapping[str, Values]
 """The columns that events of every kind have."""
 
 
-def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
-    """The trace in a JSON document; None if it contains no list of events.
+def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -> Trace | None:
+    """The trace in a JSON document; None if it contains no list of events. `messages`: with what it says of each.
 
     Raises NotATrace if it is not such a document, or if nothing in its list is an event.
     """
-    document = Document(source, keep=("deviceProperties",), chunk_bytes=chunk_bytes)
-    collector = Collector()
+    document = Document(
+        source, keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds"), chunk_bytes=chunk_bytes
+    )
+    collector = Collector(messages=messages)
     document.read(collector)
     if not document.has_events:
         return None
     if not collector.num_events and document.num_unreadable:
         raise NotATrace(f"none of the {document.num_unreadable} elements of its list is an event")
     builder = collector.builder
+    collector.add_steps()
     listed = _listed_devices(document.members.get("deviceProperties"))
+    builder.rank = _world(document.members.get("distributedInfo")).rank
+    builder.base_ns = _world(b'{"base": %s}' % document.members.get("baseTimeNanoseconds", b"0")).base
     builder.lists_gpu = bool(listed)
     builder.device_names = listed
     if document.damage:
@@ -85,12 +108,16 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
     elif source.damage:
         builder.damage.append(source.damage)
     builder.notes += builder.damage
+    builder.unknown = collector.unknown
     left_out = {
         "are not valid JSON": document.num_unreadable,
         "have no start or duration": collector.num_untimed,
         "have a negative duration": collector.num_negative,
     }
-    builder.notes += [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
+    told = [f"events left out because they {why}: {count}" for why, count in left_out.items() if count]
+    builder.notes += told
+    if collector.has_lost_work:
+        builder.damage += told
     if collector.num_repaired:
         builder.notes.append(f"events with NaN, bad UTF-8 or the like, which were repaired: {collector.num_repaired}")
     if not collector.num_events:
@@ -106,14 +133,22 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int) -> Trace | None:
 class Collector:
     """Puts decoded events into a builder's columns, many at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, messages: bool = False) -> None:
         self.builder = TraceBuilder("kineto")
+        self._events: Decoder[Any] = MESSAGE_EVENTS if messages else EVENTS
+        self._event: Decoder[Any] = MESSAGE_EVENT if messages else EVENT
         self.num_events = 0
         self.num_kept = 0
         self.num_untimed = 0
         """Events left out because they lack a start or a duration."""
         self.num_negative = 0
         """Events left out because their duration is negative."""
+        self.has_lost_work = False
+        """Whether work of the device is among these."""
+        self.unknown = Counter[str]()
+        """The number of events with a duration in each category that is not known."""
+        self.further_steps = list[Event]()
+        """Steps of further categories: the GPU's own, which are of use where there are no others."""
         self.num_repaired = 0
         """Events that were read although they are not valid JSON."""
         self._is_passing_over = False
@@ -124,11 +159,11 @@ class Collector:
         """Take all events of a JSON array; returns False, with none taken, if it cannot be decoded."""
         if self._is_passing_over:
             passed = decoded(CATEGORIES, array)
-            if passed is not None and _WANTED.isdisjoint(event.cat for event in passed):
+            if passed is not None and _PASSED_OVER.issuperset(event.cat for event in passed):
                 self.num_events += len(passed)
                 return True
         num_kept = self.num_kept
-        events = decoded(EVENTS, array)
+        events: list[Event] | None = decoded(self._events, array)
         if events is not None:
             self._add(events)
         # Python's frames, a third of a trace with stacks, lie in one stretch.
@@ -141,7 +176,7 @@ class Collector:
         for element in elements:
             text = bytes(element)
             is_object = text.startswith(b"{")  # otherwise it is no event, and not worth the time of a repair
-            event = decoded(EVENT, text) if is_object else None
+            event: Event | None = decoded(self._event, text) if is_object else None
             if is_object and event is None and (event := repair_event(text)):
                 self.num_repaired += 1
             if event is not None:
@@ -149,9 +184,14 @@ class Collector:
         self._add(events)
         return len(elements) - len(events)
 
+    def add_steps(self) -> None:
+        """Take the steps of further categories as ranges, if there are no others."""
+        if not any(map(STEP.match, self.builder.names)):
+            self._add([msgspec.structs.replace(event, cat="user_annotation") for event in self.further_steps])
+
     def _add(self, events: Sequence[Event]) -> None:
         self.num_events += len(events)
-        groups = _grouped(events)
+        groups = self._grouped(events)
         kept = [event for group in groups for event in group]
         sizes = [len(group) for group in groups]
         start_ns = nanoseconds([event.ts for event in kept])
@@ -162,6 +202,7 @@ class Collector:
         if dropped.any():
             self.num_untimed += int(untimed.sum())
             self.num_negative += int((dropped & ~untimed).sum())
+            self.has_lost_work |= bool(dropped[: sizes[0]].any())
             sizes = np.bincount(np.repeat(range(len(groups)), sizes)[~dropped], minlength=len(groups)).tolist()
             kept, start_ns, duration_ns = list(compress(kept, ~dropped)), start_ns[~dropped], duration_ns[~dropped]
         self.num_kept += len(kept)
@@ -174,8 +215,28 @@ class Collector:
                 span = slice(begin, end)
                 add(kept[span], {"name": names[span], "start_ns": start_ns[span], "duration_ns": duration_ns[span]})
 
+    def _grouped(self, events: Sequence[Event]) -> tuple[list[Event], ...]:
+        """The events of each group of categories; what else has a duration is counted."""
+        groups = tuple(list[Event]() for _ in _CATEGORIES)
+        appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
+        for event in events:
+            category = event.cat
+            if append := appends.get(category):
+                append(event)
+            elif category not in _PASSED_OVER and bytes(event.dur) != b"null":
+                if STEP.match(event.name):
+                    self.further_steps.append(event)
+                elif category != _OF_THE_DEVICE:
+                    self.unknown[category] += 1
+        return groups
+
     def _add_work(self, events: Sequence[Event], common: Columns) -> None:
         args = [event.args for event in events]
+        for event, start_ns in self._with_starts(events, common):
+            if (a := event.args) and isinstance(a, MessageArgs) and a.collective:
+                size = max(_integer(a.num_in), _integer(a.num_out)) * _ITEM_BYTES.get(a.dtype, 0)
+                about = Message(name=a.collective, group=str(a.members or a.group), size_bytes=max(size, 0))
+                self.builder.messages[start_ns, _integer(a.stream)] = about
         self.builder.add(
             DeviceWork,
             **common,
@@ -183,6 +244,12 @@ class Collector:
             stream=_integers([a.stream for a in args]),
             correlation=_integers([a.correlation for a in args]),
         )
+
+    def _with_starts(self, events: Sequence[Event], common: Columns) -> Iterable[tuple[Event, int]]:
+        """The events with their starts, where collectives are asked for; else none."""
+        if self._events is not MESSAGE_EVENTS:
+            return ()
+        return zip(events, np.asarray(common["start_ns"]).tolist(), strict=True)
 
     def _add_calls(self, events: Sequence[Event], common: Columns) -> None:
         correlation = _integers([event.args.correlation for event in events])
@@ -204,21 +271,20 @@ class Collector:
         )
 
     def _add_ranges(self, events: Sequence[Event], common: Columns) -> None:
-        self.builder.add(Ranges, **common, thread=self._threads(events))
+        threads = self._threads(events)
+        for (event, start_ns), thread in zip(self._with_starts(events, common), threads, strict=False):
+            if event.name.startswith("gloo:"):
+                number = self._inputs[b",".join((event.args.dims, event.args.types))]
+                given = list(self.builder.inputs)[number] if number != NONE else Inputs(shapes=(), dtypes=())
+                sizes = zip(given.shapes, given.dtypes, strict=True)
+                size = sum(math.prod(shape) * ITEM_BYTES.get(dtype, 0) for shape, dtype in sizes)
+                about = Message(name=event.name.removeprefix("gloo:"), group="", size_bytes=size)
+                self.builder.messages[start_ns, thread] = about
+        self.builder.add(Ranges, **common, thread=threads)
 
     def _threads(self, events: Sequence[Event]) -> list[int]:
         numbers = self.builder.threads
         return [numbers[event.pid, event.tid] for event in events]
-
-
-def _grouped(events: Sequence[Event]) -> tuple[list[Event], ...]:
-    """The events of each group of categories; all others are left out."""
-    groups = tuple(list[Event]() for _ in _CATEGORIES)
-    appends = {category: groups[number].append for number, names in enumerate(_CATEGORIES) for category in names}
-    for event in events:
-        if append := appends.get(event.cat):
-            append(event)
-    return groups
 
 
 def _integers(values: list[Number]) -> Integers:
@@ -235,6 +301,35 @@ def _integer(value: Number) -> int:
     except (ValueError, OverflowError):
         return NONE
     return number if abs(number) < 2**63 else NONE
+
+
+_ITEM_BYTES = {
+    "Double": 8,
+    "Long": 8,
+    "Float": 4,
+    "Int": 4,
+    "BFloat16": 2,
+    "Half": 2,
+    "Short": 2,
+    "Byte": 1,
+    "Char": 1,
+    "Bool": 1,
+    "Float8_e4m3fn": 1,
+    "Float8_e5m2": 1,
+}
+"""Bytes of an element, by the names of types in the arguments of collectives."""
+
+
+class _World(msgspec.Struct):
+    rank: int | None = None
+    base: int = 0
+
+
+def _world(text: bytes | None) -> _World:
+    try:
+        return msgspec.json.decode(text or b"{}", type=_World)
+    except (msgspec.DecodeError, UnicodeDecodeError):
+        return _World()
 
 
 class _Device(msgspec.Struct):

@@ -1,7 +1,7 @@
 """Reads the SQLite exports of Nsight Systems into columns.
 
 `nsys export --type sqlite` writes a table for each kind of event. The tables and their columns depend on its version
-and on what was traced, so all of them are looked up first. Operators are not among its events.
+and on what was traced, so all of them are looked up first. Operators are among its ranges, if torch wrote them there.
 """
 
 import re
@@ -9,6 +9,7 @@ import sqlite3
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from itertools import compress
 from pathlib import Path
 from typing import Any
 
@@ -16,14 +17,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from steplab.errors import UserError
+from steplab.reading.traces.naming import Call, called, without_call
 from steplab.reading.traces.trace import (
     EARLIEST_NS,
     LATEST_NS,
     LONGEST_NS,
     NONE,
+    UNTYPED,
     DeviceWork,
     HostCalls,
+    Inputs,
     Numbering,
+    Ops,
     Ranges,
     Trace,
     TraceBuilder,
@@ -194,14 +199,30 @@ class _Export:
 
     def _read_ranges(self) -> None:
         kinds = f"eventType IN ({_PUSH_POP}, {_START_END})"
-        for start_ns, duration_ns, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
-            self._builder.add(
-                Ranges,
-                name=[self._builder.names[self._text(value)] for value in name],
-                start_ns=start_ns,
-                duration_ns=duration_ns,
-                thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in thread],
-            )
+        for *times, name, thread in self._rows(_RANGES, (("text", "textId"), "globalTid"), kinds):
+            texts = [self._text(value) for value in name]
+            ops = [called(text) for text in texts]
+            for kind, chosen in ((Ranges, [op is None for op in ops]), (Ops, [op is not None for op in ops])):
+                start_ns, duration_ns, tids = (list(compress(values, chosen)) for values in (*times, thread))
+                own = self._calls_of(list(compress(ops, chosen))) if kind is Ops else {}
+                names = [op[0] if op else without_call(text) for op, text in zip(ops, texts, strict=True)]
+                self._builder.add(
+                    kind,
+                    name=[self._builder.names[text] for text in compress(names, chosen)],
+                    start_ns=start_ns,
+                    duration_ns=duration_ns,
+                    thread=[self._builder.threads[tid >> _THREAD_BITS, tid] for tid in tids],
+                    **own,
+                )
+
+    def _calls_of(self, ops: Sequence[Call | None]) -> dict[str, list[int]]:
+        """The columns of operators that emit_nvtx writes as ranges: their sequence numbers and the shapes of inputs."""
+        numbers, given = self._builder.inputs, [op for op in ops if op]
+        shapes = [tuple(map(tuple, sizes)) for _, _, sizes in given]
+        return {
+            "sequence": [NONE if number is None else number for _, number, _ in given],
+            "inputs": [numbers[Inputs(shapes=of, dtypes=(UNTYPED,) * len(of))] if of else NONE for of in shapes],
+        }
 
     def _rows(
         self, base: str, columns: Sequence[str | Sequence[str]], condition: str = "1"

@@ -12,19 +12,19 @@ from steplab.costs.operators import (
     fused_attention_cost,
     operator_cost,
 )
-from steplab.reading.traces.trace import NONE, Column, Inputs, Trace
+from steplab.reading.traces.trace import NONE, UNTYPED, Column, Inputs, Trace
 
 
 def describe(inputs: Inputs) -> str:
     """The tensors among the inputs, such as 'bf16[2048, 768] bf16[768, 3072]'."""
     return " ".join(
-        f"{DTYPES_OF_TRACES[dtype]}[{', '.join(map(str, shape))}]" for shape, dtype in _tensors(inputs) if shape
+        f"{DTYPES_OF_TRACES.get(dtype, dtype)}[{', '.join(map(str, shape))}]" for shape, dtype in _tensors(inputs)
     )
 
 
 def computed_in(inputs: Inputs) -> str:
     """The narrowest floating-point type of the tensors with more than one dimension: the type of a mixed product."""
-    found = [DTYPES_OF_TRACES[dtype] for _, dtype in _tensors(inputs)]
+    found = [DTYPES_OF_TRACES.get(dtype) for _, dtype in _tensors(inputs)]
     return next((name for name in reversed(FLOATING_BYTES) if name in found), "")
 
 
@@ -63,7 +63,7 @@ class OpCosts:
         kind = (name, inputs)
         if kind not in self._by_kind:
             tensors = [
-                Tensor(shape=shape, item_bytes=ITEM_BYTES[dtype])
+                Tensor(shape=shape, item_bytes=ITEM_BYTES.get(dtype, 0))
                 for shape, dtype in _tensors(self._trace.inputs[inputs])
             ]
             called = self._trace.names[name]
@@ -81,5 +81,5 @@ def _tensors(inputs: Inputs) -> list[tuple[tuple[int, ...], str]]:
     return [
         (shape, dtype)
         for shape, dtype in zip(inputs.shapes, inputs.dtypes, strict=False)
-        if dtype in ITEM_BYTES and shape
+        if (dtype in ITEM_BYTES or dtype == UNTYPED) and shape
     ]

@@ -17,10 +17,12 @@ def read_trace(
     on_progress: OnProgress = unwatched,
     *,
     chunk_bytes: int = CHUNK_BYTES,
+    messages: bool = False,
 ) -> Trace:
     """The trace in a file, as far as it can be read: its notes say what is missing.
 
     `on_progress` is called with the bytes read of the file, and its size. `chunk_bytes` of JSON are decoded at a time.
+    `messages`: with what it says of each collective.
     Raises UserError if the file cannot be opened or contains no trace.
     """
     try:
@@ -32,14 +34,14 @@ def read_trace(
             if head == SQLITE_MAGIC:
                 return read_nsys(path, on_progress)
             file.seek(0)
-            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes)
+            return _read_json(path, Unpacked(file, on_progress, size_bytes=size_bytes), chunk_bytes, messages)
     except OSError as error:
         raise UserError(f"cannot read {path}: {error.strerror or error}") from error
 
 
-def _read_json(path: Path, source: Unpacked, chunk_bytes: int) -> Trace:
+def _read_json(path: Path, source: Unpacked, chunk_bytes: int, messages: bool) -> Trace:
     try:
-        trace = read_kineto(source, chunk_bytes=chunk_bytes)
+        trace = read_kineto(source, chunk_bytes=chunk_bytes, messages=messages)
     except NotATrace as error:
         why = source.damage or str(error) or "it is neither JSON nor SQLite"
         raise UserError(f"{path} holds no trace: {why}; {_WHAT_IS_READ}") from error

@@ -4,12 +4,15 @@ Times are nanoseconds on one clock. Names are stored once, and columns hold thei
 few hundred kernel names a million times.
 """
 
+import re
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Any, Self, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
+
+from steplab.reading.traces.naming import STEP, is_range
 
 Column = NDArray[np.signedinteger[Any]]
 
@@ -21,6 +24,8 @@ differences of such times fit 64 bits."""
 
 NONE = -1
 """The value in a column for what the trace does not contain."""
+UNTYPED = "tensor"
+"""The type of an input of which the shape alone is known."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -100,6 +105,18 @@ class Inputs:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
+class Message:
+    """What a trace says of one collective."""
+
+    name: str
+    """The collective, as the trace calls it; '' if it has none."""
+    group: str
+    """The ranks of its process group, or the group's name."""
+    size_bytes: int
+    """The bytes of its input or output, whichever has more; 0 if they are not known."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
 class Trace:
     """Everything that a reader found in one file."""
 
@@ -123,6 +140,34 @@ class Trace:
     """The notes that say that the file ends early or is broken."""
     lists_gpu: bool = False
     """Whether the file lists a GPU of the machine, whether or not anything ran on it."""
+    steps: re.Pattern[str] = STEP
+    """Matches the names of the ranges that are steps."""
+    unknown: Mapping[str, int] = field(default_factory=dict)
+    """The number of timed events of each category that no reader knows."""
+
+    rank: int | None = None
+    """The rank of the process, if the file says so."""
+    base_ns: int = 0
+    """What its times begin at, in nanoseconds since 1970."""
+    messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
+    """The collectives by their start and stream, or on a CPU thread; only where they were asked for."""
+
+    def doubting(self, *doubts: str) -> "Trace":
+        """The trace with further notes that make all of it doubtful."""
+        return replace(self, notes=(*self.notes, *doubts), damage=(*self.damage, *doubts))
+
+    def with_ranges(self, is_meant: Callable[[str], object]) -> "Trace":
+        """The trace with the operators of names that are meant among the ranges, as old torch writes them."""
+        moved = self.named(self.ops.name, is_meant)
+        if not moved.any():
+            return self
+        both = {
+            column.name: np.concatenate((getattr(self.ranges, column.name), getattr(self.ops, column.name)[moved]))
+            for column in fields(Ranges)
+        }
+        order = np.lexsort((-both["duration_ns"], both["start_ns"]))
+        ranges = Ranges(**{name: column[order] for name, column in both.items()})
+        return replace(self, ops=self.ops.where(~moved), ranges=ranges)
 
     def named(self, column: Column, is_meant: Callable[[str], object]) -> NDArray[np.bool_]:
         """Which entries of a column of names are of a name that is meant."""
@@ -153,6 +198,11 @@ class TraceBuilder:
         self.damage: list[str] = []
         """The notes that say that the file ends early or is broken."""
         self.lists_gpu = False
+        self.unknown: Mapping[str, int] = {}
+        """The number of timed events of each category that is not read."""
+        self.rank: int | None = None
+        self.base_ns = 0
+        self.messages: dict[tuple[int, int], Message] = {}
         self.names = Numbering[str]()
         self.inputs = Numbering[Inputs]()
         self.threads = Numbering[tuple[Hashable, Hashable]]()
@@ -189,7 +239,11 @@ class TraceBuilder:
             notes=tuple(self.notes),
             damage=tuple(self.damage),
             lists_gpu=self.lists_gpu,
-        )
+            unknown=self.unknown,
+            rank=self.rank,
+            base_ns=self.base_ns,
+            messages=self.messages,
+        ).with_ranges(is_range)
 
 
 class _Table:

@@ -38,7 +38,11 @@ def cut(activity: Activity) -> list[PhaseSpan]:
     """
     if not len(activity):
         return []
-    order = np.argsort(np.where(activity.launch_ns == NONE, activity.start_ns, activity.launch_ns), kind="stable")
+    # A piece without a launch takes its turn behind the launch before it.
+    launched = activity.launch_ns != NONE
+    before = np.maximum.accumulate(np.where(launched, np.arange(len(launched)), 0))
+    follows = launched[before] & (activity.step[before] == activity.step)
+    order = np.lexsort((np.where(follows, activity.launch_ns[before], activity.start_ns), activity.step))
     step, phase = activity.step[order], activity.phase[order]
     end_ns, waits = activity.end_ns[order], activity.category[order] == _COMMUNICATION
     border = int(activity.start_ns.min())
@@ -100,4 +104,5 @@ def _one_window(inside: Activity, window: PhaseSpan) -> Sums:
     first = np.searchsorted(start_ns, busy_starts)
     launched_ns = inside.launched_ns[kept][first]
     waiting_ns = np.clip(np.minimum(launched_ns, busy_starts) - gap_starts, 0, None)
+    waiting_ns[inside.unseen[kept][first] > 0] = 0
     return np.array([length_ns, (busy_ends - busy_starts).sum(), waiting_ns.sum(), *by_category])

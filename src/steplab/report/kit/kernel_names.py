@@ -52,10 +52,13 @@ def _differing(names: Sequence[str], most: int) -> list[str]:
 
 
 def _around(text: str, start: int, end: int, most: int) -> str:
-    """text[start:end] with as much of the rest as fits into `most` characters."""
+    """text[start:end] with as much of the rest as fits into `most` characters, but the function's name at least."""
     room = most - (end - start) - 2
-    if len(text) <= most or room < 0:
-        return cut(text if len(text) <= most else text[start:end], most)
+    if len(text) <= most:
+        return text
+    if room < 0:
+        called = cut(_readable(text).partition("<")[0], most // 2)
+        return f"{called}…{cut(text[start:end], most - len(called) - 1)}"
     before = min(start, max(room // 2, room - (len(text) - end)))
     after = min(len(text) - end, room - before)
     head = text[:start] if before == start else f"{text[:before]}…"

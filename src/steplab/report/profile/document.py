@@ -12,6 +12,7 @@ from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
+from steplab.report.profile.ranks import ranks_section
 from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
@@ -97,6 +98,8 @@ def _sections(run: Run, profile: Profile) -> Iterator[Section]:
     if rows := attention_rows(run, profile):
         notes = Sentences.of(attention_notes(run, rows), "note")
         yield Section.of("Attention", attention_table(rows), words.softmax_sentence(run, profile), notes)
+    if run.traced_ranks:
+        yield ranks_section(run.traced_ranks)
     yield Section.of("Roofline", later(roofline, run, profile))
     yield Section.of("Communication", words.communication_sentence(run, profile))
     yield Section.of("Timeline of one step", later(timeline_chart, profile))

@@ -8,14 +8,16 @@ from steplab.records.rows import Row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Document, Pairs, Section, Sentences, Table, Verdict, row_of
 from steplab.report.kit.quantities import TIME, Quantity
-from steplab.report.profile.verdict import finding_sentences, saving_words
+from steplab.report.profile.verdict import finding_sentences, saved_words, saving_words
 from steplab.report.run.verdict import run_cautions
 from steplab.report.run.words import run_title
 
 _SAME_STEP = 0.20
 """Relative difference between the step measured again and the recorded one above which the machine, its clocks or its
 load must have changed: repeated medians of one step differ by a few per cent."""
-_CAPTION = "Each gain is predicted as if no other change were made, so the gains do not add up."
+_CAPTION = (
+    "Each gain is predicted as if no other change were made, as far as those before it leave as much of the step."
+)
 _TO_TRY = "`--try` measures the changes that are options of the step."
 _SIGNED = Quantity(units.format_change)
 
@@ -61,6 +63,8 @@ def _finding(number: int, finding: Finding, step_s: float | None) -> Section:
 
 def _gain(finding: Finding, step_s: float | None) -> str:
     if finding.saves_s is None:
+        if finding.limited_from_s is not None:
+            return f"It saves {saved_words(finding)}, but the changes before it leave nothing of the step."
         return "What the change saves cannot be predicted from this record."
     return f"The change saves {saving_words(finding, step_s)}."
 
@@ -87,7 +91,7 @@ def _trial_words(finding: Finding) -> str:
     if trial.after_s is None or trial.saved_s is None:
         return f"Tried: no result, {trial.failure}"
     per = "" if trial.tokens_ratio == 1 else f" for {trial.tokens_ratio:g} times the tokens"
-    predicted = f" where {_predicted(finding)} were predicted" if finding.saves_s is not None else ""
+    predicted = f" where {_predicted(finding)} were predicted" if finding.alone_s is not None else ""
     between = ""
     if trial.least_saved_s is not None and trial.most_saved_s is not None:
         ends = f"{units.format_time(trial.least_saved_s)} to {units.format_time(trial.most_saved_s)}"
@@ -100,9 +104,9 @@ def _trial_words(finding: Finding) -> str:
 
 
 def _predicted(finding: Finding) -> str | None:
-    if finding.saves_s is None:
+    if finding.alone_s is None:
         return None
-    return f"{'at most ' if finding.at_most else ''}{units.format_time(finding.saves_s)}"
+    return f"{'at most ' if finding.at_most else ''}{units.format_time(finding.alone_s)}"
 
 
 def trials_table(findings: Findings) -> Table:
@@ -138,7 +142,7 @@ def _trial_row(finding: Finding) -> Row:
     if trial.after_s is None or trial.saved_s is None:
         return row | {"measured": trial.failure}
     # The error is relative to the step and not to the gain, because a predicted gain may be zero.
-    error = None if finding.saves_s is None else (finding.saves_s - trial.saved_s) / trial.before_s
+    error = None if finding.alone_s is None else (finding.alone_s - trial.saved_s) / trial.before_s
     after_s = trial.after_s / trial.tokens_ratio
     row |= {"least": trial.least_saved_s, "most": trial.most_saved_s}
     return row | {"measured": trial.saved_s, "error": error, "before_s": trial.before_s, "after_s": after_s}

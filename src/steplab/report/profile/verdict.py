@@ -77,7 +77,7 @@ def saved_words(finding: Finding) -> str:
     tokens'."""
     gain_s, trial = finding.gain_s, finding.trial
     if gain_s is None:
-        return "not predicted"
+        return f"{units.format_time(finding.alone_s)} alone" if finding.alone_s is not None else "not predicted"
     tokens = "" if finding.tokens_ratio == 1 else " for the same tokens"
     how = "a measured" if trial and trial.saved_s is not None else "at most" if finding.at_most else "about"
     return f"{how} {units.format_time(gain_s)}{tokens}"

@@ -1,0 +1,58 @@
+"""Copies between host and device during which nothing computes."""
+
+from steplab.explain.case import ACROSS, Case
+from steplab.records.finding import Evidence, Finding
+from steplab.records.profile import Timeline
+from steplab.units import format_percent, format_time
+
+CONSIDERABLE = 0.05
+"""Least share of the step: a batch takes less."""
+
+
+def copies_exposed(case: Case) -> Finding | None:
+    """Fires on a GPU where copies to or from the host take a considerable share of a step with no kernel beside them:
+    weights or states kept on the host, batches copied on the stream that computes."""
+    profile = case.profile
+    if profile is None or profile.device != "cuda" or profile.timeline is None:
+        return None
+    copies_s = case.per_step(profile, sum(k.total_s for k in profile.kernels if ACROSS.search(k.name)))
+    alone_s = min(copies_s, _alone_s(profile.timeline), case.busy_s(profile))
+    length_s = case.length_s(profile)
+    if alone_s <= CONSIDERABLE * length_s:
+        return None
+    return Finding(
+        kind="copies_exposed",
+        title=f"Copies between CPU and GPU take {format_percent(alone_s / length_s)} of the step",
+        saw=(
+            f"Copies between host and device run for {format_time(copies_s)} per step, {format_time(alone_s)} of it "
+            "with nothing beside them."
+        ),
+        why=(
+            "PCIe moves a hundredth of what the GPU's memory does. Kernels wait for the copies before them on their "
+            "stream, and need not for those of another."
+        ),
+        change="keep on the GPU what each step needs, or copy it ahead on another stream: with torch.cuda.stream(side)",
+        note="overlapped copies need pinned memory and non_blocking=True",
+        evidence=(
+            Evidence(what="copies between host and device", value=copies_s, unit="s"),
+            Evidence(what="with no kernel beside them", value=alone_s, unit="s"),
+        ),
+        saves_s=alone_s,
+        at_most=True,
+        prediction="At most: all of them gone, or hidden behind kernels.",
+    )
+
+
+def _alone_s(timeline: Timeline) -> float:
+    """Seconds of the step in which nothing but copies between host and device runs."""
+    is_copy = [ACROSS.search(name) is not None for name in timeline.names]
+    borders = []
+    for kernel, start_ns, duration_ns in zip(timeline.kernel, timeline.start_ns, timeline.duration_ns, strict=True):
+        borders += [(start_ns, 1, is_copy[kernel]), (start_ns + duration_ns, -1, is_copy[kernel])]
+    running, since_ns, alone_ns = {True: 0, False: 0}, 0, 0
+    for time_ns, change, copies in sorted(borders):
+        if running[True] and not running[False]:
+            alone_ns += time_ns - since_ns
+        running[copies] += change
+        since_ns = time_ns
+    return alone_ns / 1e9

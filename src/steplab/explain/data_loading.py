@@ -1,0 +1,38 @@
+"""The host loads data while the device waits."""
+
+from steplab.explain.case import Case
+from steplab.records.finding import Evidence, Finding
+from steplab.units import format_percent, format_time
+
+CONSIDERABLE = 0.02
+"""Least share of the step."""
+
+
+def data_loading(case: Case) -> Finding | None:
+    """Fires where the host spends a considerable share of the steps in torch's DataLoader while the device waits."""
+    profile = case.profile
+    host_s = profile.host_work_s.get("data loading", 0.0) if profile else 0.0
+    if profile is None or not host_s:
+        return None
+    loading_s = case.per_step(profile, host_s)
+    waits_s = case.per_step(profile, sum(phase.host_bound_s for phase in profile.phases))
+    saves_s = min(loading_s, waits_s)
+    if saves_s <= CONSIDERABLE * case.length_s(profile):
+        return None
+    return Finding(
+        kind="data_loading",
+        title=f"Loading data takes {format_percent(saves_s / case.length_s(profile))} of the step",
+        saw=(
+            f"The host is in the DataLoader for {format_time(loading_s)} per step, and the device waits for the host "
+            f"for {format_time(waits_s)}."
+        ),
+        why="A batch that is not ready when the step begins is waited for; workers load ahead, in other processes.",
+        change="DataLoader(..., num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)",
+        evidence=(
+            Evidence(what="host time in the DataLoader", value=loading_s, unit="s"),
+            Evidence(what="waiting for the host", value=waits_s, unit="s"),
+        ),
+        saves_s=saves_s,
+        at_most=True,
+        prediction="At most: batches are ready, and no wait is left for them.",
+    )

@@ -1,0 +1,39 @@
+"""Work in double precision."""
+
+import re
+
+from steplab.explain.case import Case
+from steplab.records.finding import Evidence, Finding
+from steplab.units import format_percent, format_time
+
+CONSIDERABLE = 0.05
+"""Least share of the device's time: a clock or a loss may be summed in fp64 on purpose."""
+_DOUBLE = re.compile(r"dgemm|d884|f64f64|(Functor\w*|Ops)<double")
+
+
+def fp64_work(case: Case) -> Finding | None:
+    """Fires where operators on fp64 tensors, or kernels named after doubles, take a considerable share of the time."""
+    profile = case.profile
+    if profile is None:
+        return None
+    ops_s = case.ops_s(profile, [op for op in profile.ops if op.dtype == "fp64"])
+    named_s = case.per_step(profile, sum(k.total_s for k in profile.kernels if _DOUBLE.search(k.name)))
+    now_s, busy_s = min(max(ops_s, named_s), case.busy_s(profile)), case.busy_s(profile)
+    if now_s <= CONSIDERABLE * busy_s:
+        return None
+    return Finding(
+        kind="fp64_work",
+        title=f"{format_percent(now_s / busy_s)} of the device's work is in fp64",
+        saw=f"Operators on fp64 tensors take {format_time(now_s)} of {format_time(busy_s)} per step.",
+        why=(
+            "Doubles move twice the bytes of fp32, and most GPUs compute them at a half to a sixty-fourth of its rate. "
+            "NumPy arrays and Python floats in torch.tensor(..., dtype=torch.float64) bring them in unasked."
+        ),
+        change="tensor.float() where the data enters; torch.set_default_dtype(torch.float32)",
+        evidence=(
+            Evidence(what="work in fp64", value=now_s, unit="s"),
+            Evidence(what="device busy", value=busy_s, unit="s"),
+        ),
+        saves_s=now_s / 2,
+        prediction="Half of it by the bytes alone; products gain more.",
+    )

@@ -1,0 +1,136 @@
+"""What makes the ranks of a run wait for each other: a late rank, uneven work, a late message, a slow group.
+
+Each needs the traces of all ranks (`steplab import-trace FOLDER`).
+"""
+
+from statistics import median
+
+from steplab.explain.case import Case
+from steplab.records.finding import Evidence, Finding
+from steplab.records.traced_ranks import RankTimes, TracedRanks
+from steplab.units import format_percent, format_rate, format_time
+
+CONSIDERABLE = 0.03
+"""Least share of the step: ranks of one machine differ by one or two per cent."""
+_LARGE_BYTES = 1e6
+"""Least message whose time is bandwidth rather than latency."""
+_SLOW = 0.5
+"""Share of the best group's bus bandwidth below which a group is slow."""
+
+
+def straggler(case: Case) -> Finding | None:
+    """Fires where one rank comes last to most collectives, and the others wait for it."""
+    seen = case.run.traced_ranks
+    if seen is None or len(seen.ranks) < 2:
+        return None
+    last = max(seen.ranks, key=lambda rank: rank.late_s)
+    num = sum(rank.num_last for rank in seen.ranks)
+    waits_s = max(rank.exposed_s for rank in seen.ranks if rank is not last)
+    saves_s = min(last.late_s, waits_s)
+    if 2 * last.num_last <= num or saves_s <= CONSIDERABLE * last.step_s:
+        return None
+    if 2 * _beyond_mean_s(seen, last) >= last.late_s:
+        return None  # it has more to compute: `imbalance`
+    error = f" Clocks are aligned to {format_time(seen.clock_error_s or 0.0)}."
+    return Finding(
+        kind="straggler",
+        title=f"Rank {last.rank} comes last to {last.num_last} of {num} collectives",
+        saw=(
+            f"It is {format_time(last.late_s)} per step later than the ranks in the middle; the others have up to "
+            f"{format_time(waits_s)} of exposed communication.{error}"
+        ),
+        why="A collective begins when its last rank arrives, so one slow rank slows all of them.",
+        change=f"look at rank {last.rank}: its data loading, its clock and temperature, its host",
+        evidence=(
+            Evidence(what="late per step", value=last.late_s, unit="s"),
+            Evidence(what="exposed communication of a rank that waits", value=waits_s, unit="s"),
+        ),
+        saves_s=saves_s,
+        at_most=True,
+        prediction="At most: the rank arrives with the others.",
+    )
+
+
+def imbalance(case: Case) -> Finding | None:
+    """Fires where ranks compute for different times: the step lasts as long as the longest."""
+    seen = case.run.traced_ranks
+    if seen is None or len(seen.ranks) < 2:
+        return None
+    most = max(seen.ranks, key=lambda rank: rank.compute_s)
+    saves_s = _beyond_mean_s(seen, most)
+    mean_s = most.compute_s - saves_s
+    if saves_s <= CONSIDERABLE * most.step_s or 2 * saves_s < most.late_s:
+        return None
+    return Finding(
+        kind="imbalance",
+        title=f"Rank {most.rank} computes {format_percent(seen.imbalance)} longer than the mean of the ranks",
+        saw=f"It computes for {format_time(most.compute_s)} per step; all ranks for {format_time(mean_s)} in the mean.",
+        why="Ranks that have done their part wait for the one that has most: of tokens, experts, layers or padding.",
+        change="give ranks the same number of tokens (batch by length), layers by their time, experts by load",
+        evidence=(
+            Evidence(what="computation of the longest rank beyond the mean", value=saves_s, unit="s"),
+            Evidence(what="mean computation", value=mean_s, unit="s"),
+        ),
+        saves_s=saves_s,
+        at_most=True,
+        prediction="At most: every rank computes for the mean.",
+    )
+
+
+def _beyond_mean_s(seen: TracedRanks, rank: RankTimes) -> float:
+    return rank.compute_s - sum(each.compute_s for each in seen.ranks) / len(seen.ranks)
+
+
+def late_message(case: Case) -> Finding | None:
+    """Fires where one collective of a step is transferred with no computation beside it, all ranks being there."""
+    seen = case.run.traced_ranks
+    found = max(seen.meetings, key=lambda meeting: meeting.exposed_s, default=None) if seen else None
+    if seen is None or found is None:
+        return None
+    step_s = median(rank.step_s for rank in seen.ranks)
+    if found.exposed_s <= CONSIDERABLE * step_s:
+        return None
+    return Finding(
+        kind="late_message",
+        title=f"{found.collective} {found.number + 1} of a step takes {format_time(found.exposed_s)} beside nothing",
+        saw=(
+            f"From the arrival of its last rank it takes {format_time(found.transfer_s)}, "
+            f"{format_time(found.exposed_s)} of it with no computation beside it."
+        ),
+        why="A message that becomes ready when no work is left, as the last bucket of gradients does, is all exposed.",
+        change="DistributedDataParallel(model, bucket_cap_mb=...) with a smaller last bucket; FSDP2 with prefetching",
+        evidence=(Evidence(what="transfer beside no computation", value=found.exposed_s, unit="s"),),
+        saves_s=found.exposed_s,
+        at_most=True,
+        prediction="At most: all of that transfer hidden.",
+    )
+
+
+def slow_group(case: Case) -> Finding | None:
+    """Fires where large messages of one process group travel at less than half the bus bandwidth of another group's."""
+    seen = case.run.traced_ranks
+    known = [m for m in seen.meetings if m.bus_bytes_per_s and m.size_bytes >= _LARGE_BYTES] if seen else []
+    if seen is None or not known:
+        return None
+    best_per_s = max(m.bus_bytes_per_s or 0.0 for m in known)
+    slow = [m for m in known if (m.bus_bytes_per_s or 0.0) < _SLOW * best_per_s]
+    worst = max(slow, key=lambda m: m.exposed_s, default=None)
+    if worst is None or worst.bus_bytes_per_s is None:
+        return None
+    here = [m for m in slow if m.group == worst.group]
+    exposed_s = sum(m.exposed_s for m in here)
+    saves_s = sum(m.exposed_s * (1 - (m.bus_bytes_per_s or 0.0) / best_per_s) for m in here)
+    if saves_s <= CONSIDERABLE * median(rank.step_s for rank in seen.ranks):
+        return None
+    return Finding(
+        kind="slow_group",
+        title=f"Process group {worst.group or 'of all ranks'} is slow: {format_rate(worst.bus_bytes_per_s, 'B/s')}",
+        saw=f"Another group's messages reach {format_rate(best_per_s, 'B/s')}; its own are exposed for "
+        f"{format_time(exposed_s)} per step.",
+        why="A group that spans machines, or crosses a slow link, is best given the fewest bytes.",
+        change="lay tensor and expert parallelism within a machine and data parallelism across; check NCCL_DEBUG=INFO",
+        evidence=(Evidence(what="its exposed transfers", value=exposed_s, unit="s"),),
+        saves_s=saves_s,
+        at_most=True,
+        prediction="At most: its exposed transfers at the best group's bandwidth.",
+    )

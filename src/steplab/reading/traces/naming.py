@@ -1,0 +1,58 @@
+"""What a name says where a file mixes operators and ranges.
+
+Old torch calls its ranges operators; emit_nvtx, and nsys with --pytorch=autograd-nvtx, write operators as ranges, with
+what is known of the call behind the name.
+"""
+
+import re
+
+import msgspec
+
+STEP = re.compile(r"^(step|ProfilerStep#\d+)$")
+"""The names of the ranges that are steps, unless others are asked for."""
+_PHASES = (
+    (re.compile(r"^\W*forward\W*$|^(DistributedDataParallel|FullyShardedDataParallel)\.forward$", re.I), "forward"),
+    (re.compile(r"^\W*backward\W*$", re.I), "backward"),
+    (re.compile(r"^gradient sync$"), "gradient sync"),
+    (re.compile(r"^\W*optimi[sz]er( step)?\W*$|^Optimizer\.(step|zero_grad)#", re.I), "optimizer"),
+)
+_LOADING = re.compile(r"^enumerate\(DataLoader\)#")
+_CALLED = re.compile(
+    r"(?P<name>.*?)(?:, seq = (?P<seq>-?\d+))?(?:, op_id = \d+)?(?:, sizes = (?P<sizes>\[.*?\]))?"
+    r"(?:, input_op_ids = .*)?",
+    re.S,
+)
+Call = tuple[str, int | None, list[list[int]]]
+"""An operator as emit_nvtx writes it: its name, autograd's sequence number, and the shapes of its inputs."""
+_OPERATOR = re.compile(r"\w+::\w|autograd::engine|\w+Backward\d*$")
+
+
+def phase_marked_by(name: str) -> str | None:
+    """The phase that a range of this name marks; None if it marks none."""
+    return next((phase for pattern, phase in _PHASES if pattern.match(name)), None)
+
+
+def is_range(name: str) -> bool:
+    """Whether an operator of this name is a range: a step, a phase or the loading of a batch."""
+    return bool(STEP.match(name) or _LOADING.match(name) or phase_marked_by(name))
+
+
+def called(text: str) -> Call | None:
+    """The operator that an NVTX range of this text is; None for another range.
+
+    Texts are `NAME[, seq = N][, op_id = N][, sizes = [[2, 3], []]]`; other suffixes than an operator's stay.
+    """
+    found = _CALLED.fullmatch(text)
+    if not found or not _OPERATOR.match(found["name"]):
+        return None
+    try:
+        sizes = msgspec.json.decode(found["sizes"] or "[]", type=list[list[int]])
+    except msgspec.DecodeError:
+        sizes = []
+    return found["name"], int(found["seq"]) if found["seq"] else None, sizes
+
+
+def without_call(text: str) -> str:
+    """The name of a range, without the op_id that emit_nvtx appends."""
+    found = _CALLED.fullmatch(text) if ", " in text else None
+    return found["name"] if found else text

@@ -1,0 +1,289 @@
+"""Many ranks: what is kept of the trace of one, and how the traces of all are laid side by side.
+
+A process reads each file, so that ranks are read at once and only sums and collectives are held of each. The same
+collective of two ranks is found by its step, kind, process group and place in the step. It ends on all ranks together,
+so differences between its ends are those of the clocks, and what remains of them is their error.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from statistics import median
+
+import numpy as np
+
+from steplab.costs.communication import bus_factor
+from steplab.errors import SteplabError
+from steplab.reading.traces.activity import cpu_activity, device_activity
+from steplab.reading.traces.communication import MESSAGE_RANGES, TRANSFERS, traced_steps
+from steplab.reading.traces.devices import one_device
+from steplab.reading.traces.host import Host
+from steplab.reading.traces.intervals import clip, length, overlap, union
+from steplab.reading.traces.naming import STEP
+from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
+from steplab.reading.traces.times import possible
+from steplab.reading.traces.trace import NONE, Column, Message, Ranges, Trace
+from steplab.records.profile import CATEGORIES, Profile, Timeline
+from steplab.records.traced_ranks import Meeting, PathPart, RankTimes, TracedRanks
+
+MOST_STEPS = 20
+_KINDS = {
+    re.compile(pattern, re.I): kind
+    for pattern, kind in {
+        "all_?reduce": "all_reduce",
+        "all_?gather": "all_gather",
+        "reduce_?scatter": "reduce_scatter",
+        "all_?to_?all": "all_to_all",
+        "broadcast": "broadcast",
+        "send|recv": "send_recv",
+        "reduce": "reduce",
+    }.items()
+}
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Call:
+    """One collective of one rank; times in ns since 1970."""
+
+    step: str
+    kind: str
+    group: str
+    size_bytes: int
+    start_ns: int
+    end_ns: int
+    exposed_ns: int
+    """Of it, beside no computation."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RankTrace:
+    """What is kept of one rank's trace; totals of all its steps."""
+
+    rank: int | None
+    num_steps: int
+    window_ns: int
+    compute_ns: int
+    communication_ns: int
+    hidden_ns: int
+    idle_ns: int
+    begins_ns: int
+    """Begin of the last step, since 1970."""
+    ends_ns: int
+    calls: tuple[Call, ...]
+    timeline: Timeline
+    profile: Profile | None = None
+    """Of one rank alone."""
+
+
+def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
+    """What is kept of a trace; one that marks no steps counts as one. Raises SteplabError if nothing ran in them."""
+    trace = possible(one_device(with_steps(trace, step_range) if step_range else trace))
+    trace = last_steps(_with_a_step(trace), MOST_STEPS)
+    host = Host(trace)
+    on_host = not len(trace.work)
+    steps = traced_steps(trace, host)
+    activity = cpu_activity(trace, host) if on_host else device_activity(trace, host)
+    activity = activity.where(activity.step != NONE)
+    sends = activity.category == CATEGORIES.index("communication")
+    computing = ~sends & ~trace.named(activity.name, TRANSFERS.match)
+    computed = activity.start_ns[computing], activity.end_ns[computing]
+    if on_host:
+        found = np.flatnonzero(trace.named(trace.ranges.name, MESSAGE_RANGES.match))
+        found = found[host.step_at(trace.ranges.start_ns[found]) != NONE]
+        start_ns, lane, name = trace.ranges.start_ns[found], trace.ranges.thread[found], trace.ranges.name[found]
+        end_ns, step = start_ns + trace.ranges.duration_ns[found], host.step_at(start_ns)
+    else:
+        start_ns, end_ns = activity.start_ns[sends], activity.end_ns[sends]
+        lane, name, step = activity.stream[sends], activity.name[sends], activity.step[sends]
+    sent = (start_ns, end_ns)
+    every = np.concatenate((activity.start_ns, start_ns)), np.concatenate((activity.end_ns, end_ns))
+    window_ns = int(every[1].max() - every[0].min())
+    hidden_ns = overlap(sent, computed)
+    labels = [trace.names[number] for number in trace.ranges.name[step_ranges(trace)].tolist()]
+    labels = labels if len(set(labels)) == len(labels) else [str(number) for number in range(len(labels))]
+    last_ns = int(host.steps[0][-1])
+    begin_ns = last_ns if on_host else int(activity.start_ns[activity.step == activity.step.max()].min())
+    return RankTrace(
+        rank=trace.rank,
+        num_steps=len(labels),
+        window_ns=window_ns,
+        compute_ns=length(*computed),
+        communication_ns=length(*sent),
+        hidden_ns=hidden_ns,
+        idle_ns=window_ns - length(*every),
+        begins_ns=trace.base_ns + begin_ns,
+        ends_ns=trace.base_ns + int(every[1].max()),
+        calls=tuple(_calls(trace, labels, sent, lane, name, step, union(*computed))),
+        timeline=steps.timeline,
+    )
+
+
+def _with_a_step(trace: Trace) -> Trace:
+    """The trace, which is one step if it marks none."""
+    tables = [table for table in (trace.work, trace.calls, trace.ops, trace.ranges) if len(table)]
+    if len(step_ranges(trace)) or not tables:
+        return trace
+    begin_ns = min(int(table.start_ns[0]) for table in tables)
+    end_ns = max(int((table.start_ns + table.duration_ns).max()) for table in tables)
+    row = {"name": len(trace.names), "start_ns": begin_ns, "duration_ns": end_ns - begin_ns, "thread": 0}
+    ranges = Ranges(**{name: np.append(value, getattr(trace.ranges, name)) for name, value in row.items()})
+    return replace(trace, names=(*trace.names, "step"), ranges=ranges, steps=STEP)
+
+
+def _calls(
+    trace: Trace, labels: list[str], sent: tuple[Column, Column], lane: Column, name: Column, step: Column,
+    computed: tuple[Column, Column],
+) -> Iterator[Call]:  # fmt: skip
+    columns = zip(sent[0].tolist(), sent[1].tolist(), lane.tolist(), name.tolist(), step.tolist(), strict=True)
+    for start_ns, end_ns, of, number, within in sorted(columns):
+        text = trace.names[number]
+        about = trace.messages.get((start_ns, of), Message(name="", group="", size_bytes=0))
+        kind = next((kind for pattern, kind in _KINDS.items() if pattern.search(about.name or text)), "other")
+        low = np.searchsorted(computed[1], start_ns, side="right")
+        high = np.searchsorted(computed[0], end_ns, side="left")
+        beside = clip(computed[0][low:high], computed[1][low:high], start_ns, end_ns)
+        yield Call(
+            step=labels[within],
+            kind=kind,
+            group=about.group,
+            size_bytes=about.size_bytes,
+            start_ns=trace.base_ns + start_ns,
+            end_ns=trace.base_ns + end_ns,
+            exposed_ns=end_ns - start_ns - int((beside[1] - beside[0]).sum()),
+        )
+
+
+_Key = tuple[str, str, str, int]
+"""Step, kind, group and number of a collective."""
+
+
+def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
+    """The traces of ranks, on one clock. Raises SteplabError where two are of one rank."""
+    ranks = [number if trace.rank is None else trace.rank for number, trace in enumerate(traces)]
+    if len(set(ranks)) < len(ranks):
+        raise SteplabError(f"two traces are of one rank ({sorted(ranks)}): put those of one run in a folder")
+    zero_ns = min(trace.begins_ns for trace in traces)  # sums of times since 1970 do not fit a float
+    by_rank = {rank: _since(zero_ns, traces[ranks.index(rank)]) for rank in sorted(ranks)}
+    met: dict[_Key, dict[int, Call]] = {}
+    num: dict[tuple[str, str, str], set[int]] = {}
+    for rank, trace in by_rank.items():
+        seen = Counter[tuple[str, str, str]]()
+        for call in trace.calls:
+            of = (call.step, call.kind, call.group)
+            met.setdefault((*of, seen[of]), {})[rank] = call
+            seen[of] += 1
+        for of, count in seen.items():
+            num.setdefault(of, set()).add(count)
+    # Ranks that made other numbers of calls did not make the same ones.
+    met = {key: calls for key, calls in met.items() if len(calls) > 1 and len(num[key[:3]]) == 1}
+    ahead_ns = _clocks(list(by_rank), list(met.values()))
+    late_ns, num_last = Counter[int](), Counter[int]()
+    rows: dict[_Key, list[tuple[int, float, float, float, Call]]] = {}
+    for (_, kind, group, number), calls in met.items():
+        arrivals = sorted((call.start_ns - ahead_ns[rank], rank) for rank, call in calls.items())
+        (at_ns, last), others = arrivals[-1], [at_ns for at_ns, _ in arrivals[:-1]]
+        late_by_ns = at_ns - median(others)
+        ends_ns = median(call.end_ns - ahead_ns[rank] for rank, call in calls.items())
+        num_last[last] += 1
+        late_ns[last] += round(late_by_ns)
+        transfer_ns = max(ends_ns - at_ns, 0.0)
+        exposed_ns = min(transfer_ns, *(call.exposed_ns for call in calls.values()))
+        rows.setdefault(("", kind, group, number), []).append((last, late_by_ns, transfer_ns, exposed_ns, calls[last]))
+    errors = [
+        abs(call.end_ns - ahead_ns[rank] - median(c.end_ns - ahead_ns[r] for r, c in calls.items()))
+        for calls in met.values()
+        for rank, call in calls.items()
+    ]
+    return TracedRanks(
+        num_steps=min(trace.num_steps for trace in traces),
+        ranks=tuple(
+            RankTimes(
+                rank=rank,
+                step_s=trace.window_ns / trace.num_steps / 1e9,
+                compute_s=trace.compute_ns / trace.num_steps / 1e9,
+                hidden_s=trace.hidden_ns / trace.num_steps / 1e9,
+                exposed_s=(trace.communication_ns - trace.hidden_ns) / trace.num_steps / 1e9,
+                idle_s=trace.idle_ns / trace.num_steps / 1e9,
+                num_last=num_last[rank],
+                late_s=late_ns[rank] / trace.num_steps / 1e9,
+                timeline=trace.timeline,
+            )
+            for rank, trace in by_rank.items()
+        ),
+        meetings=tuple(
+            sorted(
+                (_meeting(key, found, met) for key, found in rows.items()), key=lambda one: -one.late_s - one.exposed_s
+            )
+        ),
+        path=tuple(_path(by_rank, met, ahead_ns)),
+        clock_error_s=median(errors) / 1e9 if errors else None,
+    )
+
+
+def _since(zero_ns: int, trace: RankTrace) -> RankTrace:
+    calls = (replace(c, start_ns=c.start_ns - zero_ns, end_ns=c.end_ns - zero_ns) for c in trace.calls)
+    return replace(trace, begins_ns=trace.begins_ns - zero_ns, ends_ns=trace.ends_ns - zero_ns, calls=tuple(calls))
+
+
+def _clocks(ranks: list[int], meetings: list[dict[int, Call]]) -> dict[int, float]:
+    """By how much each rank's clock is ahead of the first one's, in ns; 0 where nothing connects them."""
+    ahead_ns = {ranks[0]: 0.0}
+    while True:
+        differences: dict[int, list[float]] = {}
+        for calls in meetings:
+            known = [calls[rank].end_ns - ahead_ns[rank] for rank in calls if rank in ahead_ns]
+            for rank in calls if known else ():
+                if rank not in ahead_ns:
+                    differences.setdefault(rank, []).append(calls[rank].end_ns - median(known))
+        if not differences:
+            return dict.fromkeys(ranks, 0.0) | ahead_ns
+        ahead_ns |= {rank: median(values) for rank, values in differences.items()}
+
+
+def _meeting(
+    key: _Key, found: list[tuple[int, float, float, float, Call]], met: dict[_Key, dict[int, Call]]
+) -> Meeting:
+    _, kind, group, number = key
+    last, late_ns, transfer_ns, exposed_ns, calls = zip(*found, strict=True)
+    num_ranks = max(len(met[step, *key[1:]]) for step in {call.step for call in calls})
+    size_bytes, transfer_s = max(call.size_bytes for call in calls), median(transfer_ns) / 1e9
+    wire_bytes = size_bytes * bus_factor(kind, num_ranks)
+    return Meeting(
+        collective=kind,
+        group=group,
+        number=number,
+        num_steps=len(found),
+        last_rank=Counter(last).most_common(1)[0][0],
+        late_s=median(late_ns) / 1e9,
+        transfer_s=transfer_s,
+        exposed_s=median(exposed_ns) / 1e9,
+        size_bytes=size_bytes,
+        bus_bytes_per_s=wire_bytes / transfer_s if wire_bytes and transfer_s else None,
+    )
+
+
+def _path(
+    by_rank: dict[int, RankTrace], met: dict[_Key, dict[int, Call]], ahead_ns: dict[int, float]
+) -> Iterator[PathPart]:
+    """The critical path of the last step that all ranks have: from one collective to the next through the rank that
+    comes last to it."""
+    steps = [key[0] for key in met]
+    last_step = max(
+        steps,
+        key=lambda step: max(c.end_ns for k, calls in met.items() if k[0] == step for c in calls.values()),
+        default="",
+    )
+    begin_ns = max(trace.begins_ns - ahead_ns[rank] for rank, trace in by_rank.items())
+    meetings = [calls for key, calls in met.items() if key[0] == last_step]
+    for calls in sorted(meetings, key=lambda calls: min(call.end_ns - ahead_ns[rank] for rank, call in calls.items())):
+        arrived_ns, rank = max((call.start_ns - ahead_ns[rank], rank) for rank, call in calls.items())
+        ended_ns = calls[rank].end_ns - ahead_ns[rank]
+        if arrived_ns > begin_ns:
+            yield PathPart(rank=rank, what="work", time_s=(arrived_ns - begin_ns) / 1e9)
+        if ended_ns > max(arrived_ns, begin_ns):
+            yield PathPart(rank=rank, what=calls[rank].kind, time_s=(ended_ns - max(arrived_ns, begin_ns)) / 1e9)
+        begin_ns = max(begin_ns, ended_ns)
+    end_ns, rank = max((trace.ends_ns - ahead_ns[rank], rank) for rank, trace in by_rank.items())
+    if end_ns > begin_ns:
+        yield PathPart(rank=rank, what="work", time_s=(end_ns - begin_ns) / 1e9)

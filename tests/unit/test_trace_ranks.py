@@ -1,0 +1,201 @@
+"""Many ranks: against HTA's definitions, counted by the microsecond, and with delays that are planted."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from statistics import median
+
+import pytest
+
+from steplab.errors import UserError
+from steplab.explain.api import explain
+from steplab.lab.profiling import import_trace
+from steplab.reading.traces.ranks import rank_trace
+from steplab.reading.traces.reading import read_trace
+from steplab.records.run import Run
+from steplab.report.kit.rendering import render
+from steplab.report.profile.document import profile_document
+
+GEMM = "ampere_bf16_s16816gemm_bf16_128x128_ldg8_f2f_stages_32x5_nn"
+REDUCE = "ncclDevKernel_AllReduce_Sum_bf16_RING_LL(ncclDevKernelArgsStorage<4096ul>)"
+COPY = "Memcpy HtoD (Pinned -> Device)"
+MS = 1000
+BYTES = 2 * 5_000_000
+
+
+class RankFile:
+    """The trace of one rank as torch.profiler writes it, times in microseconds of its own clock."""
+
+    def __init__(self, rank: int, clock_us: float = 0.0) -> None:
+        self.rank, self.clock_us = rank, clock_us
+        self.events: list[dict[str, object]] = []
+
+    def event(self, cat: str, name: str, start: float, lasts: float, **args: object) -> None:
+        event = {"ph": "X", "cat": cat, "name": name, "pid": 1, "tid": 1, "ts": start + self.clock_us, "dur": lasts}
+        self.events.append({**event, "args": args})
+
+    def kernel(self, name: str, start: float, lasts: float, launch: float, *, stream: int = 7, **args: object) -> None:
+        number = len(self.events)
+        self.event("cuda_runtime", "cudaLaunchKernel", launch, 2, correlation=number)
+        kind = "gpu_memcpy" if name == COPY else "kernel"
+        self.event(kind, name, start, lasts, correlation=number, device=0, stream=stream, **args)
+
+    def all_reduce(
+        self, start: float, end: float, launch: float, group: str = "[0, 1, 2, 3]", num: int = BYTES // 2
+    ) -> None:
+        args = {"Collective name": "allreduce", "In msg nelems": num, "Out msg nelems": num, "dtype": "BFloat16"}
+        self.kernel(REDUCE, start, end - start, launch, stream=20, **args, **{"Process Group Ranks": group})
+
+    def write(self, folder: Path) -> Path:
+        path = folder / f"worker{self.rank}.pt.trace.json"
+        world = {"distributedInfo": {"rank": self.rank, "world_size": 4}, "baseTimeNanoseconds": 1_790_857_026 * 10**9}
+        path.write_text(json.dumps({**world, "traceEvents": self.events}))
+        return path
+
+
+def four_ranks(folder: Path, *, late: dict[int, float], extra: dict[int, float] | None = None) -> Run:
+    """Four ranks, whose clocks differ by seconds: three steps of 20 ms that end with an all-reduce of 4 ms, to which
+    some come late, or with more to compute."""
+    for rank in range(4):
+        file = RankFile(rank, clock_us=1e6 * rank)
+        for step in range(3):
+            begin = 40 * MS * step
+            file.event("user_annotation", f"ProfilerStep#{step + 5}", begin, 39 * MS)
+            wait, more = late.get(rank, 0.0), (extra or {}).get(rank, 0.0)
+            file.kernel(GEMM, begin + wait + 100, 10 * MS + more, begin + wait + 50)
+            arrives = begin + wait + more + 10.2 * MS
+            last = begin + 14.2 * MS + max(late.get(r, 0.0) + (extra or {}).get(r, 0.0) for r in range(4))
+            file.all_reduce(arrives, last, begin + wait + 60)
+        file.write(folder)
+    return import_trace(folder, store=folder / "store.db")
+
+
+@pytest.mark.parametrize(("rank", "delay_ms"), [(2, 5.0), (0, 1.7)])
+def test_a_planted_delay_is_found_with_its_rank_and_size(tmp_path: Path, rank: int, delay_ms: float) -> None:
+    run = four_ranks(tmp_path, late={rank: delay_ms * MS})
+    seen = run.traced_ranks
+    assert seen
+    [meeting] = seen.meetings
+    assert (meeting.last_rank, meeting.num_steps, meeting.size_bytes) == (rank, 3, BYTES)
+    assert meeting.late_s == pytest.approx(delay_ms * 1e-3, rel=0.01)
+    assert meeting.transfer_s == pytest.approx(4e-3, rel=0.01)
+    assert meeting.bus_bytes_per_s == pytest.approx(BYTES * 2 * 3 / 4 / 4e-3, rel=0.01)
+    assert seen.clock_error_s == pytest.approx(0.0, abs=1e-6)
+    assert [times.num_last for times in seen.ranks] == [3 * (each == rank) for each in range(4)]
+    assert {part.rank for part in seen.path} == {rank}
+    found = {finding.kind: finding for finding in explain(run)}
+    assert found["straggler"].title == f"Rank {rank} comes last to 3 of 3 collectives"
+    assert found["straggler"].saves_s == pytest.approx(delay_ms * 1e-3, rel=0.1)
+    assert "imbalance" not in found
+    assert found["late_message"].saves_s == pytest.approx(4e-3, rel=0.01)
+    assert f"rank {rank} work" in render(profile_document(run), "table", width=140)
+
+
+def test_a_rank_that_computes_more_is_an_imbalance(tmp_path: Path) -> None:
+    run = four_ranks(tmp_path, late={}, extra={3: 4.0 * MS})
+    found = {finding.kind: finding for finding in explain(run)}
+    assert found["imbalance"].saves_s == pytest.approx(3e-3)
+    assert run.traced_ranks
+    assert run.traced_ranks.imbalance == pytest.approx(14 / 11 - 1)
+    assert "straggler" not in found
+
+
+def test_a_slow_group_is_told_from_a_fast_one(tmp_path: Path) -> None:
+    for rank in range(2):
+        file = RankFile(rank)
+        file.event("user_annotation", "ProfilerStep#1", 0, 20 * MS)
+        file.kernel(GEMM, 100, 5 * MS, 10)
+        file.all_reduce(6 * MS, 7 * MS, 20, group="[0, 1]")
+        file.all_reduce(8 * MS, 14 * MS, 30, group="dp")
+        file.write(tmp_path)
+    run = import_trace(tmp_path, store=tmp_path / "store.db")
+    found = {finding.kind: finding for finding in explain(run)}
+    assert found["slow_group"].saves_s == pytest.approx(5e-3)
+    assert "Process group dp" in found["slow_group"].title
+
+
+def test_a_folder_without_traces_or_with_a_rank_twice(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="holds no trace"):
+        import_trace(tmp_path, store=tmp_path / "store.db")
+    run = RankFile(1)
+    run.event("user_annotation", "ProfilerStep#1", 0, 20)
+    run.kernel(GEMM, 5, 10, 1)
+    run.write(tmp_path).rename(tmp_path / "other.json")
+    run.write(tmp_path)
+    with pytest.raises(UserError, match="two traces are of one rank"):
+        import_trace(tmp_path, store=tmp_path / "store.db")
+
+
+# --- HTA's definitions ---
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_the_breakdown_is_htas(tmp_path: Path, seed: int) -> None:
+    """Its temporal breakdown (idle: no kernel; compute: kernels but communication and copies; non-compute: the rest)
+    and its share of communication beside computation, here by sets of microseconds."""
+    chance, file = random.Random(seed), RankFile(0)
+    file.event("user_annotation", "ProfilerStep#1", 0, 10_000)
+    ran: dict[str, set[int]] = {GEMM: set(), REDUCE: set(), COPY: set()}
+    for stream, name in ((7, GEMM), (8, GEMM), (20, REDUCE), (30, COPY)):
+        at = 10
+        for _ in range(40):
+            at += chance.randrange(1, 60)
+            lasts = chance.randrange(1, 60)
+            file.kernel(name, at, lasts, 1, stream=stream)
+            ran[name] |= set(range(at, at + lasts))
+            at += lasts
+    seen = rank_trace(read_trace(file.write(tmp_path)))
+    every = set().union(*ran.values())
+    kernel_time = max(every) + 1 - min(every)
+    idle, compute = kernel_time - len(every), len(ran[GEMM])
+    assert seen.window_ns == kernel_time * 1000
+    assert (seen.idle_ns, seen.compute_ns) == (idle * 1000, compute * 1000)
+    non_compute = kernel_time - compute - idle
+    alone = ran[REDUCE] - ran[GEMM]
+    assert seen.communication_ns - seen.hidden_ns == 1000 * len(alone)
+    assert non_compute == len(alone | (ran[COPY] - ran[GEMM]))
+    assert seen.hidden_ns / seen.communication_ns == pytest.approx(len(ran[REDUCE] & ran[GEMM]) / len(ran[REDUCE]))
+
+
+# --- a run of two processes ---
+
+LOOP = """
+import sys, time, torch, torch.distributed as dist
+from torch.profiler import ProfilerActivity, profile, schedule
+dist.init_process_group("gloo", init_method=sys.argv[3], rank=int(sys.argv[1]), world_size=2)
+rank, folder, took = dist.get_rank(), sys.argv[2], []
+torch.set_num_threads(1)
+gradients, begun = torch.ones(100_000), schedule(wait=1, warmup=1, active=15)
+with profile(activities=[ProfilerActivity.CPU], schedule=begun, record_shapes=True) as profiler:
+    for _ in range(17):
+        dist.barrier()
+        began = time.perf_counter()
+        gradients.mul_(0.5)
+        if rank == 1:
+            time.sleep(0.005)
+        took.append(time.perf_counter() - began)
+        dist.all_reduce(gradients)
+        profiler.step()
+profiler.export_chrome_trace(f"{folder}/rank{rank}.pt.trace.json")
+with open(f"{folder}/took{rank}", "w") as file:
+    print(*took[2:], file=file)
+"""
+
+
+def test_a_rank_that_sleeps_is_found_in_a_run_of_gloo(tmp_path: Path) -> None:
+    where = (tmp_path / "meeting").as_uri()
+    ranks = [
+        subprocess.Popen([sys.executable, "-c", LOOP, str(rank), str(tmp_path), where], env={**os.environ})
+        for rank in range(2)
+    ]
+    assert [rank.wait(120) for rank in ranks] == [0, 0]
+    first, second = ([float(text) for text in (tmp_path / f"took{rank}").read_text().split()] for rank in range(2))
+    planted_s = median(b - a for a, b in zip(first, second, strict=True))  # a busy machine sleeps longer
+    seen = import_trace(tmp_path, store=tmp_path / "store.db").traced_ranks
+    assert seen
+    reduced = next(meeting for meeting in seen.meetings if meeting.collective == "all_reduce")
+    assert (reduced.last_rank, reduced.size_bytes) == (1, 400_000)
+    assert reduced.late_s == pytest.approx(planted_s, rel=0.1)
