@@ -38,10 +38,11 @@ from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.plan.cards import outside_bytes
 from steplab.plan.layout.links import machine_of
 from steplab.plan.layout.memory import memory_by_rank
+from steplab.plan.layout.model import own_model
 from steplab.plan.layout.prediction import num_communicators
 from steplab.plan.layout.ranks import rank_groups
 from steplab.plan.layout.time import LayoutClock
-from steplab.plan.layout.traffic import gathered_elements
+from steplab.plan.layout.traffic import updated_elements
 from steplab.plan.memory import workspace_of
 from steplab.plan.time import parts_of, refuse_unknown_step, throttled
 from steplab.records.layout_plan import LayoutTime
@@ -575,7 +576,7 @@ def with_state(row: PublicRow, spec: StepSpec, rank: RankMemory, place: int, *, 
     if "nvidia-smi" in str(row.measured.get("memory_kind")):
         size += outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
     kept = str(row.precision.get("parameters"))
-    weights = gathered_elements(spec, group)
+    weights = updated_elements(spec, group, own_model(spec))
     ours = rank.parameters_bytes + rank.gradients_bytes + rank.optimizer_bytes
     if kept.startswith("fp32 shards"):
         return size - ours + 16 * weights / spec.layout.fsdp

@@ -236,7 +236,7 @@ class Watcher(TorchDispatchMode):
         if name == READS_A_VALUE:
             writes = reads  # to the host, four bytes or so
         if writes and name not in _NO_KERNEL and self._phase != "build":
-            if name in _FILLS_FIRST:
+            if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
             pointwise = torch.Tag.pointwise in func.tags
             self._tell(name, reads, writes, product, args, place, pointwise=pointwise)
@@ -295,7 +295,7 @@ class Watcher(TorchDispatchMode):
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
         read_bytes, written_bytes = sum(map(_bytes_of, reads)) + part_bytes, sum(map(_bytes_of, writes))
-        if name in _FILLS_FIRST:  # what was filled already is written where there is something
+        if name in _COPIES:  # what was filled already is written where there is something
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
         if fused is not None and self._takes_cudnn(fused, reads[0]):
@@ -396,8 +396,8 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         dims = args[1] if len(args) > 1 and isinstance(args[1], (list, tuple)) else []
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
-    if name in _FILLS_FIRST:
-        return f"{name} in part"
+    if name in ("embedding_dense_backward", "nll_loss_backward"):
+        return "zeros"  # of which few are written over
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
         return f"{name} long"  # rows that a multiprocessor cannot hold are read again
     if _PLAIN_NAMES.get(name) == "fill":
@@ -422,7 +422,6 @@ _WIDEST_OF_CUDNN = 128
 _LONGEST_ROW = 224 * 1024
 """Bytes of shared memory that a block may have on a Hopper."""
 _COPIES = frozenset({"slice_backward", "select_backward"})
-_FILLS_FIRST = _COPIES | {"embedding_dense_backward", "nll_loss_backward"}
 """Operators that make zeros, of which they then write a part."""
 
 
