@@ -14,16 +14,14 @@ import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
-from tests.stored_lines import import_lines
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
-from steplab.lab.reporting import records_to_report
 from steplab.ops.attention import flash_attn_4
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
-from steplab.records.codec import decode, encode
+from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
@@ -56,30 +54,6 @@ def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:
 @pytest.fixture(scope="module")
 def peers() -> AttentionRun:
     return make_benchmark("peers")
-
-
-# --- kept -------------------------------------------------------------------------------------------------
-
-
-def test_a_benchmark_is_stored_listed_exported_and_imported(peers: AttentionRun, tmp_path: Path) -> None:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(peers)
-        (row,) = store.rows(kind="attention")
-        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (35, 29, 6)
-        assert store.rows() == []  # a listing of runs is of runs
-        assert store.get(peers.id[:6]) == peers
-        lines = [encode(record) for record in store.iterate()]
-    with Store.open(tmp_path / "other.db", write=True) as other:
-        assert import_lines(other, lines) == (1, 0)
-        assert other.get(peers.id) == peers
-
-
-def test_a_report_without_any_run_is_of_the_newest_benchmark(peers: AttentionRun, tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(peers)
-    assert records_to_report(store=path).of("attention") == (peers,)
-    assert records_to_report((peers.id,), store=path).of("attention") == (peers,)
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -270,6 +244,10 @@ def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
     rate = first.flops["forward"] / median(first.samples("forward"))
     assert f"8×1×256×16 fp32 plain, compiled: {rate / 1e12:.2f} TFLOP/s" in page
     assert page.count("8×1×16384×64 fp32 plain: out of memory") == 4  # in backward, both, and both kinds of memory
+
+
+def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
+    assert len(re.findall(r"<svg.*?</svg>", render_page([peers], title="Attention"), flags=re.DOTALL)) == 5
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:

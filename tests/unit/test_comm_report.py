@@ -54,19 +54,28 @@ def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
     assert comm_row(short)["warnings"] == "interrupted"
 
 
-def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "counts"),
+    [
+        (make_comm(), (48, 48, 0)),
+        (make_benchmark("peers"), (35, 29, 6)),
+        (make_ddp_run(broken=("flat",)), (14, 13, 1)),
+    ],
+    ids=["comm", "attention", "ddp"],
+)
+def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tuple[int, ...], tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(gpus)
-        (row,) = store.rows(kind="comm")
-        assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (48, 48, 0, None)
+        store.add(run)
+        (row,) = store.rows(kind=kind_of(run).name)
+        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == counts
         assert store.rows() == []  # a listing of runs is of runs
+        assert store.get(run.id[:6]) == run
         lines = [encode(record) for record in store.iterate()]
     with Store.open(tmp_path / "other.db", write=True) as other:
         assert import_lines(other, lines) == (1, 0)
-        assert other.get(gpus.id) == gpus
-    selection = records_to_report(store=tmp_path / "store.db")
-    assert (selection.records, selection.title) == ((gpus,), "Collectives")
-    assert records_to_report((gpus.id,), store=tmp_path / "store.db").records == (gpus,)
+        assert other.get(run.id) == run
+    assert records_to_report(store=tmp_path / "store.db").records == (run,)
+    assert records_to_report((run.id,), store=tmp_path / "store.db").records == (run,)
 
 
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:

@@ -1,18 +1,13 @@
 """A data-parallel study stored, and shown: every figure comes from the samples."""
 
 import dataclasses
-from pathlib import Path
 from statistics import median
 
 import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
-from tests.runs import make_run
 
 from steplab.lab.ddp_model import overhead_model
-from steplab.lab.reporting import records_to_report
-from steplab.records.codec import decode, encode
 from steplab.records.ddp import DdpCell, DdpRun, ddp_row
-from steplab.records.registry import kind_of
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
 from steplab.report.ddp.bars import exposed_bars, memory_bars
@@ -23,7 +18,6 @@ from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.words import facts
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
-from steplab.store.database import Store
 
 
 def render_ddp(run: DdpRun, format: str = "table", *, width: int | None = None) -> str:
@@ -37,35 +31,6 @@ def run() -> DdpRun:
 
 def cell_of(run: DdpRun, label: str) -> DdpCell:
     return next(cell for cell in run.cells if cell.contender.label == label)
-
-
-# --- kept -------------------------------------------------------------------------------------------------
-
-
-def test_a_study_comes_back_as_it_was_written_and_is_listed(run: DdpRun, tmp_path: Path) -> None:
-    assert decode(encode(run)) == run
-    assert kind_of(run).name == "ddp"
-    broken = make_ddp_run(broken=("flat",))
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(run)
-        store.add(broken)
-        assert store.rows() == []  # a listing of runs is of runs
-        assert [(row["num_ranks"], row["num_ok"], row["num_failed"]) for row in store.rows(kind="ddp")] == [
-            (2, 13, 1),
-            (2, 14, 0),
-        ]
-        assert store.get(run.id[:6]) == run
-
-
-def test_a_report_without_any_run_is_of_the_newest_study_and_ids_take_any(run: DdpRun, tmp_path: Path) -> None:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(run)
-        assert records_to_report(store=store.path).of("ddp") == (run,)
-        step = make_run()
-        store.add(step)
-        assert records_to_report(store=store.path).of("ddp") == ()
-        both = records_to_report((run.id, step.id), store=store.path)
-        assert (both.of("ddp"), both.of("run")) == ((run,), (step,))
 
 
 # --- figures ----------------------------------------------------------------------------------------------
