@@ -25,7 +25,7 @@ from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, attention_document
-from steplab.report.attention.figures import attention_rows, default_peer
+from steplab.report.attention.figures import attention_rows, default_peer, time_ratio
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict
 from steplab.report.kit.document import Table
@@ -153,6 +153,18 @@ def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: 
     assert told(3.0).startswith("flex is 0.33× (")
 
 
+def test_repeats_that_took_turns_are_compared_pair_by_pair_and_others_are_not(peers: AttentionRun) -> None:
+    """On a machine that gets slower, each pair differs by a tenth, and the medians by less than the drift."""
+    drift = tuple(1e-3 * 1.1**repeat for repeat in range(16))
+    spec = next(cell.spec for cell in peers.cells)
+    peer = make_cell(spec, passes=(PhaseSamples(phase="both", device_s=drift),))
+    cell = make_cell(spec, passes=(PhaseSamples(phase="both", device_s=tuple(0.9 * time_s for time_s in drift)),))
+    turns = dataclasses.replace(cell, interleaved=(spec.column,))
+    assert time_ratio(cell, peer, "both").decision == "undecided"
+    found = time_ratio(turns, peer, "both")
+    assert (found.decision, found.ratio) == ("lower", pytest.approx(0.9))
+
+
 def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **overrides: Any) -> AttentionRun:
     """A benchmark whose cells have these times of both passes, by implementation, on each of the lengths."""
     run = make_benchmark(None, {"implementation": list(samples), "sequence": list(lengths)})
@@ -225,6 +237,7 @@ def test_auto_that_chose_the_peer_is_told_by_the_choice_and_not_by_a_ratio() -> 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
     assert default_peer(alone) is None
+    assert default_peer([cell for cell in peers.cells if cell.spec.implementation in ("flex", "sdpa_flash")])
     assert mean_speeds(alone, None) is None
     assert "vs" not in render_attention(make_benchmark("peers", {"implementation": ["flex"]}), width=200)
 

@@ -8,6 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 from tests.attention_records import make_benchmark
 from tests.comm_records import ALPHA_S, failing, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
@@ -26,6 +27,7 @@ from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_siz
 from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_chapter, comm_document
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import ddp_document
+from steplab.report.kit.charts import DASHED
 from steplab.report.kit.document import Document, Section
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
@@ -239,6 +241,29 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     over_ranks = time_over_ranks(gpus.cells)
     assert over_ranks is not None
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
+
+
+def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an all-reduce over 4 ranks each sends 2 (4 - 1) / 4 of the message."""
+    drawn: list[tuple[Any, ...]] = []
+    plot = Axes.plot
+
+    def seen(self: Axes, *given: Any, **options: Any) -> Any:
+        if options.get("linestyle") == DASHED:
+            drawn.append(given)
+        return plot(self, *given, **options)
+
+    monkeypatch.setattr(Axes, "plot", seen)
+    run = make_comm({"collective": ["all_reduce"], "world_size": [4]})
+    (fit,) = run.profile
+    chart = time_over_size(run.cells, run.profile)
+    assert chart is not None
+    assert chart.pictures[0].svg
+    ((xs, ys),) = drawn
+    assert (xs[0], xs[-1]) == (1e6, pytest.approx(1e9))
+    assert ys == pytest.approx([fit.alpha_s + 1.5 * x * fit.beta_s_per_byte for x in xs])
 
 
 def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
