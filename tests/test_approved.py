@@ -1,8 +1,8 @@
-"""The commands that read records, word for word: what they print of recorded runs is in tests/approved.
+"""The commands that read records, word for word: what they print is in tests/approved.
 
 Where a change of words or figures is wanted, `pytest tests/test_approved.py --approve` writes the files anew; commit
-them with the reason. A case is a store of a few recorded records, and a file of it holds all that is printed in one
-format: `table` for a terminal of 80 and of 160 columns, md, json, csv.
+them with the reason. A case is a store of a few records, and a file of it holds all that is printed in one format:
+`table` for a terminal of 80 and of 160 columns, md, json, csv; of records made by the tests md alone.
 """
 
 import difflib

@@ -21,7 +21,6 @@ from steplab.records.advice import Advice, Tried
 from steplab.records.codec import decode, encode
 from steplab.records.comparison import Decision
 from steplab.records.failure import Failure
-from steplab.records.registry import summary_row
 from steplab.records.run import Run
 from steplab.records.turns import Turns
 from steplab.records.validation import check
@@ -29,7 +28,6 @@ from steplab.report.advice.document import REPORT as ADVICE_REPORT
 from steplab.report.advice.document import advice_verdict, tried_words
 from steplab.report.advice.waterfall import waterfall
 from steplab.report.kit.rendering import render
-from steplab.report.report import NOTHING
 from steplab.report.run.verdict import run_cautions
 from steplab.report.turns.document import turns_document
 from steplab.specs.changes import CHANGES, changes_for
@@ -146,30 +144,11 @@ def test_each_change_is_made_to_the_fastest_step_until_then(walked: tuple[Advice
     assert ends == {advice.best_id}
 
 
-def test_the_end_is_at_least_as_fast_as_each_change_alone(walked: tuple[Advice, Path]) -> None:
-    start = resolve_step({"model": "small", "context": 512, "steps": 30})
-    advice, _ = walked
-    assert advice.best_s is not None
-    for change in changes_for(start, "cuda", keep_precision=False):
-        assert advice.best_s <= product(change.made(start)) * 1.001, change.words
-
-
 def test_a_change_brings_what_it_needs() -> None:
     start = resolve_step({"model": "small", "context": 512})
     [change] = [each for each in changes_for(start, "cuda", keep_precision=False) if each.brings(start)]
     assert change.words == "block_ops triton"
     assert change.made(start) == with_fields(start, {"block_ops": "triton", "model.projections": "merged"})
-
-
-def test_the_largest_prediction_comes_first_and_what_should_cost_time_last(walked: tuple[Advice, Path]) -> None:
-    """`plan time` of an H200 is what predicts; each next one is predicted anew, from the step as it then is."""
-    advice, _ = walked
-    assert {tried.predicted_by for tried in advice.tried} == {"plan time"}
-    shares = [tried.predicted_share for tried in advice.tried]
-    assert all(share is not None for share in shares)
-    assert shares[0] == max(share for share in shares if share is not None)
-    costly = [share is not None and share <= 0 for share in shares]
-    assert costly == sorted(costly)
 
 
 @pytest.mark.parametrize("share", [None, 0.001, 0.0, -0.1])
@@ -258,25 +237,22 @@ def test_a_step_that_does_not_fit_gets_what_needs_less_memory(walk: Callable[...
     assert advice.failure is None
     assert advice.start_s is None
     assert {"precision bf16", "attention auto"} <= {tried.words for tried in advice.kept}
-    assert "does not run" in render(ADVICE_REPORT.document(advice), "table", width=200)
 
 
-def test_a_step_that_never_fits_is_a_failure(walk: Callable[..., Advice]) -> None:
-    advice = walk(lambda spec: "asked 800 GiB")
-    assert (advice.status, advice.best, advice.best_s) == ("out_of_memory", None, None)
-    assert (
-        render(ADVICE_REPORT.document(advice), "table", width=200).count("No step ran: out of memory: asked 800 GiB.")
-        == 1
-    )
-
-
-def test_a_step_that_raises_an_error_is_not_given_what_needs_less_memory(walk: Callable[..., Advice]) -> None:
-    advice = walk(lambda spec: Failure(kind="error", message="RuntimeError: kaputt"))
-    assert (advice.status, advice.tried, advice.untried) == ("error", (), ())
-    assert len(walk.session.asked) == 1  # type: ignore[attr-defined]
-    text = render(ADVICE_REPORT.document(advice), "table", width=200)
-    assert text.count("kaputt") == 1
-    assert "No step ran: error: RuntimeError: kaputt." in text
+@pytest.mark.parametrize(
+    ("outcome", "kind", "said"),
+    [
+        ("asked 800 GiB", "out_of_memory", "out of memory: asked 800 GiB"),
+        (Failure(kind="error", message="RuntimeError: kaputt"), "error", "error: RuntimeError: kaputt"),
+    ],
+)
+def test_a_step_that_never_runs_is_a_failure_and_is_given_less_memory_only_where_it_did_not_fit(
+    walk: Callable[..., Advice], outcome: Any, kind: str, said: str
+) -> None:
+    advice = walk(lambda spec: outcome)
+    assert (advice.status, advice.best, advice.best_s) == (kind, None, None)
+    assert (len(walk.session.asked) == 1) == (kind == "error")  # type: ignore[attr-defined]
+    assert render(ADVICE_REPORT.document(advice), "table", width=200).count(f"No step ran: {said}.") == 1
 
 
 def test_a_process_that_the_kernel_ended_ran_out_of_memory(walk: Callable[..., Advice]) -> None:
@@ -342,10 +318,7 @@ def test_no_change_is_begun_that_would_end_after_the_budget(walk: Callable[..., 
     assert len(advice.untried) == len(advice.untried_shares) > 0
     assert 210.0 - now < advice.untried_s
     assert now <= 210.0
-    text = " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
-    assert "because time was over" in text
-    assert "more of --budget" in text
-    assert "no gain predicted" in text
+    assert "more of --budget" in " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
 
 
 @pytest.mark.parametrize(("budget_s", "profiles", "tried"), [(1.0, 0, 0), (7.0, 0, 0), (17.0, 0, 1), (21.0, 1, 1)])
@@ -479,9 +452,9 @@ def test_an_interruption_keeps_the_walk_until_then(
     assert all(tried.ratio for tried in advice.tried)
     assert advice.overall is not None
     assert any(words.startswith("compile ") for words in advice.untried)
-    [told_of, *_] = [text for text in advice_verdict(advice).sentences if text.startswith("Not tried")]
-    assert told_of.startswith("Not tried, because the walk was interrupted: ")
-    assert "--budget" not in told_of
+    assert any(
+        text.startswith("Not tried, because the walk was interrupted") for text in advice_verdict(advice).sentences
+    )
 
 
 @pytest.mark.parametrize("within", ["the look at it", "its end"])
@@ -601,23 +574,6 @@ def test_masters_are_a_change_of_a_step_in_bf16_whose_optimizer_keeps_them() -> 
 # --- the record and its report ----------------------------------------------------------------------------
 
 
-def test_the_report_answers_first_and_ends_with_what_to_type_and_to_write() -> None:
-    text = render(ADVICE_REPORT.document(some_advice()), "table", width=200)
-    first = (
-        "With precision bf16 the step takes 20.0 ms for 40.0 ms: 0.500 times as long (95 % interval 0.490 to 0.510)."
-    )
-    assert first in text
-    assert "precision bf16 changes the numbers: matrix products take bf16." in text
-    assert "Tried and not kept: compile block (slower), loss fused (failed)." in text
-    assert "Not tried, because time was over: compile default." in text
-    assert "steplab run --model small --context 512 --precision bf16" in text
-    assert "torch.autocast(device.type, dtype=torch.bfloat16)" in text
-    [row] = [line for line in text.splitlines() if line.strip().startswith("precision bf16 ") and "kept" in line]
-    assert "18.0 ms" in row  # predicted: 0.45 of 40 ms
-    assert "8.00 GiB" in row
-    assert "slower" in text
-
-
 def test_a_line_says_what_a_change_saves_and_that_it_is_kept() -> None:
     paid, cost, failed = some_advice().tried
     same, undecided = (dataclasses.replace(cost, ratio=ratio(0.02, 0.0201, word)) for word in ("same", "undecided"))
@@ -691,13 +647,11 @@ def test_the_answer_warns_of_steps_that_were_measured_on_a_busy_machine(
     assert len(cautions) == len(steps)
     with Store.open(tmp_path / "store.db") as store:
         for caution, step in zip(cautions, steps, strict=True):
-            found = re.fullmatch(r"Warning: (.+) \((\w+)\): (.+)", caution)
+            found = re.fullmatch(rf"Warning: {step} \((\w+)\): {re.escape(said)}", caution)
             assert found
-            assert (found[1], found[3]) == (step, said)
-            run = store.get(found[2])
+            run = store.get(found[1])
             assert isinstance(run, Run)
             assert f"Warning: {said}" in run_cautions(run)
-            assert run.median_s == pytest.approx(advice.best_s if step == "the fastest step" else advice.start_s)
 
 
 @pytest.mark.parametrize(
@@ -736,8 +690,6 @@ def test_a_walk_is_stored_as_it_was_and_draws_a_waterfall() -> None:
     advice = some_advice()
     assert decode(encode(advice)) == advice
     check(advice)
-    assert summary_row(advice)["num_kept"] == 1
-    assert ADVICE_REPORT.chapters[0].make([advice], NOTHING) is not None
     chart = waterfall(advice)
     assert chart is not None
     [svg] = [picture.svg for picture in chart.pictures]

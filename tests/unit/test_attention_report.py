@@ -14,20 +14,18 @@ import pytest
 import torch
 from tests.attention_records import make_benchmark, make_cell
 from tests.runs import make_run, out_of_memory
-from tests.stored_lines import import_lines
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
-from steplab.lab.reporting import records_to_report
-from steplab.ops.attention import peers as others
+from steplab.ops.attention import flash_attn_4
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
-from steplab.records.codec import decode, encode
+from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
 from steplab.report.attention.document import account_document, report_against
-from steplab.report.attention.figures import attention_rows, default_peer
+from steplab.report.attention.figures import attention_rows, default_peer, time_ratio
 from steplab.report.attention.tables import account_table, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict
 from steplab.report.kit.document import Table
@@ -56,30 +54,6 @@ def texts_of(table: Table) -> tuple[list[str], list[tuple[str, ...]]]:
 @pytest.fixture(scope="module")
 def peers() -> AttentionRun:
     return make_benchmark("peers")
-
-
-# --- kept -------------------------------------------------------------------------------------------------
-
-
-def test_a_benchmark_is_stored_listed_exported_and_imported(peers: AttentionRun, tmp_path: Path) -> None:
-    with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(peers)
-        (row,) = store.rows(kind="attention")
-        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == (35, 29, 6)
-        assert store.rows() == []  # a listing of runs is of runs
-        assert store.get(peers.id[:6]) == peers
-        lines = [encode(record) for record in store.iterate()]
-    with Store.open(tmp_path / "other.db", write=True) as other:
-        assert import_lines(other, lines) == (1, 0)
-        assert other.get(peers.id) == peers
-
-
-def test_a_report_without_any_run_is_of_the_newest_benchmark(peers: AttentionRun, tmp_path: Path) -> None:
-    path = tmp_path / "store.db"
-    with Store.open(path, write=True) as store:
-        store.add(peers)
-    assert records_to_report(store=path).of("attention") == (peers,)
-    assert records_to_report((peers.id,), store=path).of("attention") == (peers,)
 
 
 # --- figures ----------------------------------------------------------------------------------------------
@@ -179,6 +153,19 @@ def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: 
     assert told(3.0).startswith("flex is 0.33× (")
 
 
+def test_repeats_that_took_turns_are_compared_pair_by_pair_and_others_are_not(peers: AttentionRun) -> None:
+    """On a machine that gets slower, each pair differs by a tenth, and the medians by less than the drift."""
+    drift = tuple(1e-3 * 1.1**repeat for repeat in range(16))
+    spec = next(cell.spec for cell in peers.cells)
+    peer = make_cell(spec, passes=(PhaseSamples(phase="both", device_s=drift),))
+    cell = make_cell(spec, passes=(PhaseSamples(phase="both", device_s=tuple(0.9 * time_s for time_s in drift)),))
+    turns = dataclasses.replace(cell, interleaved=(spec.column,))
+    assert time_ratio(cell, peer, "both").decision == "undecided"
+    found = time_ratio(turns, peer, "both")
+    assert found.decision == "lower"
+    assert found.ratio == pytest.approx(0.9)
+
+
 def timed(samples: Mapping[str, Sequence[float]], lengths: Sequence[int], **overrides: Any) -> AttentionRun:
     """A benchmark whose cells have these times of both passes, by implementation, on each of the lengths."""
     run = make_benchmark(None, {"implementation": list(samples), "sequence": list(lengths)})
@@ -251,6 +238,7 @@ def test_auto_that_chose_the_peer_is_told_by_the_choice_and_not_by_a_ratio() -> 
 def test_nothing_is_compared_where_there_is_nobody_else(peers: AttentionRun) -> None:
     alone = [cell for cell in peers.cells if cell.spec.implementation == "flex"]
     assert default_peer(alone) is None
+    assert default_peer([cell for cell in peers.cells if cell.spec.implementation in ("flex", "sdpa_flash")])
     assert mean_speeds(alone, None) is None
     assert "vs" not in render_attention(make_benchmark("peers", {"implementation": ["flex"]}), width=200)
 
@@ -270,6 +258,10 @@ def test_a_page_has_curves_over_lengths_and_marks_what_failed() -> None:
     rate = first.flops["forward"] / median(first.samples("forward"))
     assert f"8×1×256×16 fp32 plain, compiled: {rate / 1e12:.2f} TFLOP/s" in page
     assert page.count("8×1×16384×64 fp32 plain: out of memory") == 4  # in backward, both, and both kinds of memory
+
+
+def test_shapes_that_do_not_differ_in_length_alone_stand_side_by_side(peers: AttentionRun) -> None:
+    assert len(re.findall(r"<svg.*?</svg>", render_page([peers], title="Attention"), flags=re.DOTALL)) == 5
 
 
 def test_an_account_sums_to_the_bytes_it_states() -> None:
@@ -359,11 +351,11 @@ def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
         def absent(name: str) -> None:
             raise error
 
-        monkeypatch.setattr(others, "refuse_unserved", lambda *given, **more: None)
-        monkeypatch.setattr(others, "import_module", absent)
+        monkeypatch.setattr(flash_attn_4, "refuse_unserved", lambda *given, **more: None)
+        monkeypatch.setattr(flash_attn_4, "import_module", absent)
         q = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)
         with pytest.raises(Unsupported) as raised:
-            others.flash_attn_4_attention(q, q, q)
+            flash_attn_4.flash_attn_4_attention(q, q, q)
         failed = make_cell(peers.cells[0].spec, passes=(), failure=Failure(kind="error", message=str(raised.value)))
         whole = dataclasses.replace(peers, cells=(failed, *peers.cells[1:]))
         return raised.value.args[1], attention_verdict(whole, "sdpa_flash").sentences[1]

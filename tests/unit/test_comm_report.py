@@ -8,6 +8,7 @@ from statistics import median, quantiles
 from typing import Any
 
 import pytest
+from matplotlib.axes import Axes
 from tests.attention_records import make_benchmark
 from tests.comm_records import ALPHA_S, failing, make_comm, make_comm_cell, make_failure
 from tests.ddp_records import make_ddp_run
@@ -27,6 +28,7 @@ from steplab.report.comm.document import REPORT as COMM_REPORT
 from steplab.report.comm.document import bandwidth_table, comm_cell_line
 from steplab.report.comm.figures import comm_rows
 from steplab.report.ddp.document import REPORT as DDP_REPORT
+from steplab.report.kit.charts import DASHED
 from steplab.report.kit.document import Document, Section
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
@@ -56,19 +58,28 @@ def test_an_interrupted_benchmark_says_so(gpus: CommRun) -> None:
     assert comm_row(short)["warnings"] == "interrupted"
 
 
-def test_a_benchmark_is_stored_listed_exported_and_imported(gpus: CommRun, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("run", "counts"),
+    [
+        (make_comm(), (48, 48, 0)),
+        (make_benchmark("peers"), (35, 29, 6)),
+        (make_ddp_run(broken=("flat",)), (14, 13, 1)),
+    ],
+    ids=["comm", "attention", "ddp"],
+)
+def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tuple[int, ...], tmp_path: Path) -> None:
     with Store.open(tmp_path / "store.db", write=True) as store:
-        store.add(gpus)
-        (row,) = store.rows(kind="comm")
-        assert (row["num_cells"], row["num_ok"], row["num_failed"], row["warnings"]) == (48, 48, 0, None)
+        store.add(run)
+        (row,) = store.rows(kind=kind_of(run).name)
+        assert (row["num_cells"], row["num_ok"], row["num_failed"]) == counts
         assert store.rows() == []  # a listing of runs is of runs
+        assert store.get(run.id[:6]) == run
         lines = [encode(record) for record in store.iterate()]
     with Store.open(tmp_path / "other.db", write=True) as other:
         assert import_lines(other, lines) == (1, 0)
-        assert other.get(gpus.id) == gpus
-    selection = records_to_report(store=tmp_path / "store.db")
-    assert (selection.records, selection.title) == ((gpus,), "Collectives")
-    assert records_to_report((gpus.id,), store=tmp_path / "store.db").records == (gpus,)
+        assert other.get(run.id) == run
+    assert records_to_report(store=tmp_path / "store.db").records == (run,)
+    assert records_to_report((run.id,), store=tmp_path / "store.db").records == (run,)
 
 
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:
@@ -238,6 +249,29 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
     assert [picture.title for picture in over_ranks.pictures] == ["1 MB", "10 MB", "100 MB", "1 GB"]
 
 
+def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of an all-reduce over 4 ranks each sends 2 (4 - 1) / 4 of the message."""
+    drawn: list[tuple[Any, ...]] = []
+    plot = Axes.plot
+
+    def seen(self: Axes, *given: Any, **options: Any) -> Any:
+        if options.get("linestyle") == DASHED:
+            drawn.append(given)
+        return plot(self, *given, **options)
+
+    monkeypatch.setattr(Axes, "plot", seen)
+    run = make_comm({"collective": ["all_reduce"], "world_size": [4]})
+    (fit,) = run.profile
+    chart = time_over_size(run.cells, run.profile)
+    assert chart is not None
+    assert chart.pictures[0].svg
+    ((xs, ys),) = drawn
+    assert (xs[0], xs[-1]) == (1e6, pytest.approx(1e9))
+    assert ys == pytest.approx([fit.alpha_s + 1.5 * x * fit.beta_s_per_byte for x in xs])
+
+
 def test_a_page_explains_the_terms_that_it_uses(gpus: CommRun) -> None:
     def terms(record: Record) -> set[str]:
         page = render_page([record], title="Terms").partition('id="method"')[2]
@@ -266,11 +300,8 @@ def test_backends_stand_side_by_side_from_one_benchmark_or_from_two(gpus: CommRu
     assert backends_side_by_side(gpus.cells) is None
     cpu = make_comm({"backend": ["gloo"]}, ranks=4)
     for other, comes in ((cpu, True), (gpus, False)):
-        headings = [
-            part.title
-            for part in COMM_REPORT.chapters[0].make([gpus, other], NOTHING).blocks
-            if isinstance(part, Section)
-        ]
+        blocks = COMM_REPORT.chapters[0].make([gpus, other], NOTHING).blocks
+        headings = [part.title for part in blocks if isinstance(part, Section)]
         assert ("Backends side by side" in headings) == comes
 
 

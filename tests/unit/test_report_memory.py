@@ -180,6 +180,32 @@ def test_scores_that_a_query_could_be_are_not_called_scores(context: int) -> Non
     assert derivation(shape, "float32", spec) == f"4 × 12 × {context} × {context} × 4 (float32)"
 
 
+@pytest.mark.parametrize(
+    ("run", "fields", "said"),
+    [
+        (FP32, {"op": "aten::mm"}, "in backward by aten::mm (by the autograd engine, so from no line of Python)."),
+        (FP32, {"op": "aten::mm", "module": "head"}, "temporaries, made again in backward by aten::mm in head."),
+        (FP32, {"phase": None}, "temporaries, allocated before the recording."),
+        (FP32, {"phase": None, "op": "aten::empty"}, "temporaries, made by aten::empty."),
+        (
+            IMPORTED,
+            {"phase": None, "category": "during"},
+            "during the history, by code that the history does not name.",
+        ),
+        (IMPORTED, {"phase": None, "category": "before"}, "64.0 MiB: allocated before the history."),
+    ],
+)
+def test_who_made_the_largest_allocation_alive_at_the_peak_is_said_as_far_as_it_is_known(
+    run: Run, fields: dict[str, Any], said: str
+) -> None:
+    values = {"category": "temporaries", "phase": "backward"} | fields
+    first = Allocation(requested_bytes=64 * MIB, block_bytes=64 * MIB, at_peak=True, **values)
+    gone = replace(first, requested_bytes=10**12, at_peak=False)
+    (told,) = largest_sentences(run, replace(profile_of(run), largest=(first, gone)))
+    assert told.endswith(said)
+    assert list(largest_sentences(run, replace(profile_of(run), largest=(gone,)))) == []
+
+
 def test_a_size_that_is_not_its_shapes_is_not_derived() -> None:
     logits = next(made for made in profile_of(FP32).largest if made.module == "head")
     odd = replace(logits, requested_bytes=123)

@@ -563,6 +563,15 @@ def test_points_lie_where_flops_bytes_and_time_put_them() -> None:
         assert point.ceiling_share == pytest.approx(point.flops_per_s / min(67e12, point.intensity * 4.8e12))
 
 
+def test_a_roofline_has_a_point_for_each_operator_with_a_share_worth_seeing_and_says_whose_roofs_it_has() -> None:
+    chart = roofline(LARGE, profile_of(LARGE))
+    assert chart is not None
+    assert "Roofs of H200 SXM: NVIDIA H200 product page" in chart.note
+    seen = [point for point in roofline_points(LARGE, profile_of(LARGE)) if point.share >= 0.001]
+    assert chart.pictures[0].svg.count("<title>") == len(seen)
+    assert f"{units.format_percent(sum(point.share for point in seen))} of the operators' time" in chart.note
+
+
 def test_without_figures_of_the_device_no_roof_is_drawn_and_it_says_why() -> None:
     chart = roofline(CPU, profile_of(CPU))
     assert chart is not None
@@ -743,6 +752,11 @@ def test_names_from_a_trace_are_text_on_the_page_and_steer_nothing() -> None:
     assert "\x1b[31m<" not in page
     text = render(profile_document(replace(LARGE, profile=hostile)), width=120)
     assert not {"\x1b", "\x00"} & {*text}
+
+
+def test_a_page_of_a_trace_names_the_gpu_that_the_trace_names() -> None:
+    named = replace(IMPORTED, profile=replace(profile_of(IMPORTED), device_name="NVIDIA Something"))
+    assert "1 run · NVIDIA Something · " in render_page([named], title="page").replace("\u00a0", " ")
 
 
 def test_a_trace_without_timing_leaves_no_hole_in_the_pictures_of_steps() -> None:

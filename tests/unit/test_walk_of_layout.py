@@ -30,7 +30,6 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.hardware import hardware_named
 from steplab.specs.resolve import resolve_step, with_fields
 from steplab.specs.step import StepSpec
-from steplab.units import format_time
 
 FSDP = {"model": "8b", "context": 2048, "batch": 1, "precision": "bf16", "layout": "fsdp=2", "checkpointing": "full"}
 LONG = FSDP | {"context": 32768, "precision": "bf16_pure", "attention": "auto"}
@@ -140,23 +139,16 @@ def test_the_answer_gives_the_times_of_the_turns_that_were_compared(walk: Any) -
     assert advice.overall is not None
     assert (advice.start_s, advice.best_s) == (advice.overall.a, advice.overall.b)
     assert (advice.start_s, advice.best_s) == (pytest.approx(0.2), pytest.approx(0.16))
-    text = " ".join(render(ADVICE_REPORT.document(advice), "table", width=200).split())
-    a, b = format_time(advice.overall.a), format_time(advice.overall.b)
-    assert f"With loss fused the step takes {b} for {a}: {advice.overall.ratio:.3f} times as long" in text
-    assert "Each turn was a process of its own" in text
+    assert "Each turn was a process of its own" in " ".join(render(ADVICE_REPORT.document(advice), width=200).split())
 
 
-def test_nothing_is_tried_that_the_layout_cannot_have(walk: Any) -> None:
+def test_nothing_is_tried_that_the_layout_cannot_have_or_has_anyway(walk: Any) -> None:
     advice, _ = walk()
     tried = {each.words for each in advice.tried}
     assert not tried & {"update overlapped", "cuda_graph step", "optimizer adamw_triton", "precision bf16_master"}
     assert {"reshard_after_forward never", "loss fused", "projections merged"} <= tried
-
-
-def test_a_pipeline_that_keeps_its_parameters_gathered_anyway_is_not_tried_with_that(walk: Any) -> None:
-    fields = {"model": "medium", "context": 512, "batch": 4, "layout": "fsdp=2,pp=2"}
-    advice, _ = walk(lambda spec: 0.1, fields)
-    tried = {each.words for each in advice.tried}
+    fields = {"model": "medium", "context": 512, "batch": 4, "layout": "fsdp=2,pp=2"}  # which keeps them gathered
+    tried = {each.words for each in walk(lambda spec: 0.1, fields)[0].tried}
     assert "attention auto" in tried
     assert "reshard_after_forward never" not in tried
 
@@ -188,19 +180,6 @@ def test_gradients_and_the_optimizer_of_data_parallel_ranks(walk: Any) -> None:
     assert tried["data_parallel bucketed"].predicted_by == "plan layout"
     assert tried["optimizer adamw_triton"].predicted_by == ""
     assert "reshard_after_forward never" not in tried
-
-
-def test_a_change_that_is_refused_in_its_turn_is_said_and_the_walk_goes_on(walk: Any) -> None:
-    def told(spec: StepSpec) -> float | str | Exception:
-        if spec.checkpointing == "none":
-            return "asked 8.00 GiB"
-        return Unsupported("flash", "no kernel", "use plain") if spec.attention == "auto" else product(spec)
-
-    advice, _ = walk(told)
-    failures = {tried.words: tried.failure for tried in advice.tried if tried.failure}
-    assert failures["checkpointing none"] == "out of memory: asked 8.00 GiB"
-    assert "no kernel" in failures["attention auto"]
-    assert [each.words for each in advice.kept] == ["checkpointing selective"]
 
 
 def test_a_layout_that_does_not_fit_gets_what_needs_less_memory(walk: Any) -> None:
