@@ -7,7 +7,7 @@ from typing import Any
 from tests.runs import ENVIRONMENT
 
 from steplab.costs.data_parallel import Link
-from steplab.lab.ddp_model import overhead_model, with_expected
+from steplab.lab.ddp import overhead_model, with_expected
 from steplab.records.ddp import (
     COMMUNICATION_ROW,
     COMPUTE_ROW,

@@ -218,7 +218,7 @@ def test_few_files_know_a_study_by_its_name(study: str) -> None:
     own = {path for path in FILES if study in path.with_suffix("").relative_to(SOURCE).parts}
     own |= {path for path in FILES if path.stem.startswith(f"{study}_")}
     others = {path for path in FILES for _, name in imports(path) if name.startswith(parts)} - own
-    shared = {"measurement/jobs.py", "records/registry.py", "lab/study_parts.py", "__init__.py"}
+    shared = {"measurement/jobs.py", "records/registry.py", "lab/sweeping.py", "__init__.py"}
     read_its_records = {
         "ddp": {"reading/traces/communication.py"},
         "comm": {"plan/layout/links.py", "lab/layout_planning.py"},

@@ -27,10 +27,10 @@ if TYPE_CHECKING:  # `as` tells type checkers that the name is public
     from steplab.lab.attention import attention as attention
     from steplab.lab.comm import comm as comm
     from steplab.lab.comparing import compare as compare
+    from steplab.lab.comparing import history as history
     from steplab.lab.ddp import ddp as ddp
     from steplab.lab.explaining import explain as explain
-    from steplab.lab.history import history as history
-    from steplab.lab.importing import import_files as import_files
+    from steplab.lab.keeping import import_files as import_files
     from steplab.lab.keeping import load as load
     from steplab.lab.keeping import note as note
     from steplab.lab.keeping import tag as tag
@@ -73,8 +73,8 @@ _HOMES = {
     "ddp": "steplab.lab.ddp",
     "doctor": "steplab.lab.machine",
     "explain": "steplab.lab.explaining",
-    "history": "steplab.lab.history",
-    "import_files": "steplab.lab.importing",
+    "history": "steplab.lab.comparing",
+    "import_files": "steplab.lab.keeping",
     "import_snapshot": "steplab.lab.memory",
     "import_trace": "steplab.lab.profiling",
     "list_records": "steplab.lab.listing",

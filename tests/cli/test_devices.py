@@ -75,7 +75,7 @@ CALLS: dict[str, Callable[[str, Path], object]] = {
     "profile": lambda device, store: steplab.profile("tiny", device=device, store=store),
     "memory": lambda device, store: steplab.memory("tiny", device=device, store=store),
     "doctor": lambda device, store: doctor(device=device, store=store),
-    "attention": lambda device, store: attention_study("tiny", {}, device=device),
+    "attention": lambda device, store: attention_study({"grid": "tiny", "device": device}),
 }
 
 

@@ -8,7 +8,8 @@ from steplab.measurement.jobs import CellsTask
 from steplab.measurement.observer import Observer
 from steplab.plan.attention_memory import plain_account
 from steplab.records.attention import AttentionCell
-from steplab.specs.attention import AttentionSpec, AttentionStudy, Grid, cells_of
+from steplab.specs.attention import AttentionSpec, AttentionStudy, cells_of
+from steplab.specs.resolve import Grid
 
 pytestmark = [
     pytest.mark.gpu,

@@ -17,7 +17,7 @@ from tests.runs import make_run, out_of_memory
 
 from steplab.errors import UserError
 from steplab.lab.attention import account_for_memory, attention_study
-from steplab.ops.attention import flash_attn_4
+from steplab.ops.attention import peers as others
 from steplab.ops.errors import Unsupported
 from steplab.plan.attention_memory import account_of_failure
 from steplab.records.attention import AttentionRun, attention_row
@@ -34,7 +34,7 @@ from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
 from steplab.report.run.attention_steps import attention_step_rows, attention_steps
 from steplab.report.run.listing import list_document
-from steplab.specs.attention import Grid
+from steplab.specs.resolve import Grid
 from steplab.store.database import Store
 
 ROOT = Path(__file__).parents[2]
@@ -351,11 +351,11 @@ def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
         def absent(name: str) -> None:
             raise error
 
-        monkeypatch.setattr(flash_attn_4, "refuse_unserved", lambda *given, **more: None)
-        monkeypatch.setattr(flash_attn_4, "import_module", absent)
+        monkeypatch.setattr(others, "refuse_unserved", lambda *given, **more: None)
+        monkeypatch.setattr(others, "import_module", absent)
         q = torch.zeros(1, 1, 8, 16, dtype=torch.bfloat16)
         with pytest.raises(Unsupported) as raised:
-            flash_attn_4.flash_attn_4_attention(q, q, q)
+            others.flash_attn_4_attention(q, q, q)
         failed = make_cell(peers.cells[0].spec, passes=(), failure=Failure(kind="error", message=str(raised.value)))
         whole = dataclasses.replace(peers, cells=(failed, *peers.cells[1:]))
         return raised.value.args[1], attention_verdict(whole, "sdpa_flash").sentences[1]
@@ -371,19 +371,19 @@ def test_cells_without_their_package_are_told_as_that_and_not_as_failures(
 
 
 def test_a_laptop_gets_a_small_grid_and_a_gpu_the_peers() -> None:
-    laptop, gpu = attention_study(None, {}, device="cpu"), attention_study(None, {}, device="cuda")
+    laptop, gpu = (attention_study({"device": device}) for device in ("cpu", "cuda"))
     assert (laptop.name, gpu.name) == ("tiny", "peers")
     assert {cell.implementation for cell in laptop.cells} == {"plain", "sdpa", "flash_reference"}
     assert {cell.implementation for cell in gpu.cells} == {"sdpa_flash", "flex", "sdpa_cudnn", "flash_triton"}
-    lists = attention_study(None, {"sequence": ["8", "16"], "implementation": ["plain"]}, device="cpu", repeats=3)
+    lists = attention_study({"sequence": ["8", "16"], "implementation": ["plain"], "device": "cpu", "repeats": 3})
     assert [cell.label for cell in lists.cells] == ["1×1×8×64 fp32", "1×1×16×64 fp32"]
     assert (lists.least_repeats, lists.most_repeats) == (3, 3)
     with pytest.raises(UserError, match="pass 'sideways' is not known"):
-        attention_study(None, {}, device="cpu", pass_=("sideways",))
+        attention_study({"device": "cpu", "pass": ("sideways",)})
 
 
 def test_an_account_is_computed_for_a_gpu_or_taken_from_the_store(tmp_path: Path) -> None:
-    cells = attention_study("long", {}, device="cuda").cells
+    cells = attention_study({"grid": "long", "device": "cuda"}).cells
     assert account_for_memory(cells, "H200 SXM").spec.queries == 131072
     path = tmp_path / "store.db"
     with Store.open(path, write=True) as store:

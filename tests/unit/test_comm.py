@@ -98,19 +98,19 @@ def test_a_number_of_processes_is_found_or_given(monkeypatch: pytest.MonkeyPatch
     study, device = comm_study({})
     assert (study.num_processes, device, study.cells[0].backend) == (4, "cuda", "nccl")
     monkeypatch.setattr(lab, "visible_gpus", lambda: 1)
-    study, device = comm_study({}, repeats=7)
+    study, device = comm_study({"repeats": 7})
     assert (study.num_processes, device, study.least_repeats, study.most_repeats) == (2, "cpu", 7, 7)
     with pytest.raises(UserError, match="--processes must be at least 2, not 1: a collective needs two processes"):
-        comm_study({}, processes=1)
+        comm_study({"processes": 1})
     with pytest.raises(UserError, match=r"^1000000 processes do not fit: each takes at least 128 MiB"):
-        comm_study({}, processes=10**6)
+        comm_study({"processes": 10**6})
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "3")
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")
     assert comm_study({})[0].num_processes == 3
     with pytest.raises(UserError, match="torchrun has started 3 processes"):
-        comm_study({}, processes=2)
+        comm_study({"processes": 2})
 
 
 @pytest.mark.parametrize(

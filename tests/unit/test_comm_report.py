@@ -15,8 +15,8 @@ from tests.ddp_records import make_ddp_run
 from tests.runs import make_run
 from tests.stored_lines import import_lines
 
+from steplab.lab.choosing import records_to_report
 from steplab.lab.comm import profile_of, with_profile
-from steplab.lab.reporting import records_to_report
 from steplab.records.codec import encode
 from steplab.records.comm import CommCell, CommRun, comm_row
 from steplab.records.ddp import ddp_row

@@ -6,7 +6,7 @@ from statistics import median
 import pytest
 from tests.ddp_records import BYTES, LINK, TENSORS, make_ddp_run
 
-from steplab.lab.ddp_model import overhead_model
+from steplab.lab.ddp import overhead_model
 from steplab.records.ddp import DdpCell, DdpRun, ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures

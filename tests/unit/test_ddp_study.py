@@ -29,7 +29,7 @@ from steplab.measurement.step import loop
 from steplab.measurement.step.loop import Phase
 from steplab.records.ddp import DdpCell, StateMemory
 from steplab.records.failure import Failure
-from steplab.specs.ddp import DdpStudy, Variant, bucket_sizes_mb, variants_of
+from steplab.specs.ddp import DdpOptions, DdpStudy, Variant, asked_variants, variants_of
 from steplab.specs.resolve import resolve_step
 from steplab.units import GIB
 
@@ -76,7 +76,7 @@ def test_a_cpu_gets_small_steps_and_small_buckets() -> None:
     assert "bucketed 0.1 MB" in labels(ddp_study({}))
     on_gpus, count = ddp_step({"model": "xl"}, 4, None)
     assert (on_gpus.device, on_gpus.context, count) == ("cuda", 128, 4)
-    assert "torch DDP 1000 MB" in labels(ddp_study({"model": "xl"}, gpus=4))
+    assert "torch DDP 1000 MB" in labels(ddp_study({"model": "xl", "gpus": 4}))
 
 
 @pytest.mark.parametrize(
@@ -95,14 +95,24 @@ def test_a_study_that_makes_no_sense_is_refused(fields: dict[str, str], changes:
         DdpStudy(step=resolve_step(fields), contenders=(), **changes)
 
 
+def sized(*sizes_mb: str) -> tuple[Variant, ...]:
+    return asked_variants(DdpOptions(bucket_sizes=sizes_mb), small=True)
+
+
 @pytest.mark.parametrize(
     ("wrong", "said"),
     [
         (lambda: variants_of(("magic",), (1.0,)), "variant 'magic' is not known; choose some of none, naive"),
         (lambda: variants_of(("naive:3",), (1.0,)), "naive has no bucket size"),
         (lambda: variants_of(("bucketed:big",), (1.0,)), "must be a number of MB, not 'big'"),
-        (lambda: bucket_sizes_mb(("1", "0")), "a bucket size must be a positive number of MB, not 0"),
-        (lambda: bucket_sizes_mb(("inf",)), "a bucket size must be a positive number of MB, not inf"),
+        (
+            lambda: sized("1", "0"),
+            "a bucket size must be a positive number of MB, not 0",
+        ),
+        (
+            lambda: sized("inf"),
+            "a bucket size must be a positive number of MB, not inf",
+        ),
         (lambda: Variant(kind="flat", transport="peer_copy"), "flat has no choice of transport"),
         (lambda: Variant(kind="flat", update="after"), "flat has no choice of update; .*: overlap, bucketed"),
         (lambda: Variant(kind="overlap", update="early"), "choose some of after, overlapped"),

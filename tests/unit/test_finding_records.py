@@ -8,8 +8,7 @@ import pytest
 from tests.runs import make_run
 
 from steplab.errors import UserError
-from steplab.lab.comparing import find_records
-from steplab.lab.reporting import records_to_report
+from steplab.lab.choosing import find_records, records_to_report
 from steplab.specs.study import study_from_grids
 from steplab.store.database import Store
 

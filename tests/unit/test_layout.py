@@ -9,7 +9,7 @@ from tests.rendering import run_text
 from tests.runs import make_run
 
 from steplab.errors import Unsupported, UserError
-from steplab.lab.processes import fields_here
+from steplab.lab.machine import fields_here
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.machine.world import World, refuse_too_few_gpus

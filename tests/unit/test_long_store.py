@@ -11,8 +11,8 @@ from tests.runs import make_run
 from steplab.cli.app import main
 from steplab.cli.options import FileOptions
 from steplab.cli.output import emit
+from steplab.lab.choosing import records_to_report
 from steplab.lab.listing import list_records
-from steplab.lab.reporting import records_to_report
 from steplab.records.codec import decode
 from steplab.records.rows import Row
 from steplab.store import record_table

@@ -15,8 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from steplab.errors import UserError
-from steplab.lab.importing import import_files
-from steplab.lab.keeping import load
+from steplab.lab.keeping import import_files, load
 from steplab.lab.recording import recorder
 from steplab.records.codec import encode
 from steplab.records.run import Run

@@ -10,7 +10,7 @@ from tests.precision_records import AUDIT, FAILED, NOTHING, RUNS, SOME, SUM, lay
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab import precision as lab
-from steplab.lab.reporting import records_to_report
+from steplab.lab.choosing import records_to_report
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import decode, encode
 from steplab.records.numerics import (

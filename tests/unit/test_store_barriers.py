@@ -19,8 +19,7 @@ from tests.runs import make_run
 
 from steplab.cli.app import main
 from steplab.errors import SteplabError
-from steplab.lab.importing import import_files
-from steplab.lab.keeping import back_up_store, load, note, tag
+from steplab.lab.keeping import back_up_store, import_files, load, note, tag
 from steplab.records.codec import encode
 from steplab.store.database import Store
 

@@ -12,15 +12,17 @@ import pytest
 from steplab.cli.app import app
 from steplab.cli.options import OutputOptions
 from steplab.errors import UserError
-from steplab.lab.study_parts import jobs_of, options_of
-from steplab.specs.ddp import DdpStudy
+from steplab.lab.sweeping import jobs_of
+from steplab.specs.attention import ATTENTION
+from steplab.specs.benchmark import DOCTOR, Benchmark
+from steplab.specs.comm import COMM
+from steplab.specs.ddp import DDP, DdpStudy
 from steplab.specs.model import MODEL_SIZES, PLANNING_ONLY
-from steplab.specs.resolve import resolve_step
+from steplab.specs.resolve import Grid, resolve_step
 from steplab.specs.study import (
     BENCHMARKS,
     STEP_PARTS,
     STUDIES,
-    Grid,
     fitted,
     load_study,
     preset_names,
@@ -195,12 +197,12 @@ NOT_MEASURING = {
 }
 
 
-@pytest.mark.parametrize("kind", BENCHMARKS)
-def test_a_benchmark_takes_the_measuring_options_of_its_command_and_no_others(kind: str) -> None:
-    arguments = app[kind].assemble_argument_collection(parse_docstring=False)
+@pytest.mark.parametrize("declared", [DOCTOR, ATTENTION, COMM, DDP], ids=BENCHMARKS)
+def test_a_benchmark_takes_the_measuring_options_of_its_command_and_no_others(declared: Benchmark[Any]) -> None:
+    arguments = app[declared.name].assemble_argument_collection(parse_docstring=False)
     names = {argument.name for argument in arguments if argument.name.startswith("--")}
     options = {name.removeprefix("--").replace("-", "_") for name in names}
-    assert options_of(kind) == options - NOT_MEASURING
+    assert declared.names == options - NOT_MEASURING
 
 
 def job_of(folder: Path, text: str) -> Any:

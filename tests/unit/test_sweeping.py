@@ -11,10 +11,9 @@ from tests.runs import make_run
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab import sweeping
+from steplab.lab.choosing import records_to_report
 from steplab.lab.keeping import NotStored, Place, keep, open_store
-from steplab.lab.reporting import records_to_report
-from steplab.lab.study_parts import StudyJob, jobs_of
-from steplab.lab.sweeping import SweepProgress, sweep
+from steplab.lab.sweeping import StudyJob, SweepProgress, jobs_of, sweep
 from steplab.records.failure import Failure
 from steplab.records.record import Record
 from steplab.specs.resolve import resolve_step

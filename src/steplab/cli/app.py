@@ -187,7 +187,7 @@ def _remarks_on_stderr(arguments: list[str]) -> Iterator[None]:
 
 def _is_told_elsewhere() -> bool:
     """Whether the first of torchrun's processes reports the same error."""
-    from steplab.lab.processes import is_first_rank
+    from steplab.lab.machine import is_first_rank
 
     try:
         return not is_first_rank()

@@ -10,64 +10,83 @@ import types
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, TypeVar, cast, dataclass_transform
 
 from cyclopts import Group, Parameter
 
 from steplab.errors import UserError
 from steplab.limits import OPTION, Limits
+from steplab.specs.benchmark import Spread
 from steplab.specs.changes import recipe_help, resolve_with_recipe
 from steplab.specs.step import FIELDS
-from steplab.specs.step_fields import StepField, option_name
+from steplab.specs.step_fields import StepField, declared_fields, option_name
 from steplab.units import parse_duration
 
 if TYPE_CHECKING:
+    from steplab.specs.resolve import Grid
     from steplab.specs.step import StepSpec
-    from steplab.specs.study import Grid
 
 STEP = Group.create_ordered("The step")
 SPREAD = Group.create_ordered("Several processes")
 _SIZES = Group.create_ordered("Sizes that replace those of a built-in model")
 _OUTPUT = Group.create_ordered("Store and output")
+_GROUPS = {
+    "step": STEP,
+    "processes": SPREAD,
+    "sizes": _SIZES,
+    "variants": Group.create_ordered("What is compared"),
+}
 
 Format = Literal["table", "json", "csv", "md", "latex"]
 PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
+QUIET = "Time without progress after which a cell is given up: 90s, 5min, 2h"
 _FORMAT_HELP = "Format of the output [default: by the suffix of --output, else table]"
 Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=recipe_help(), group=STEP)]
 
 
-_GROUPS = {"step": STEP, "processes": SPREAD, "sizes": _SIZES}
-
 _Class = TypeVar("_Class", bound=type)
-
-
 _NOTHING: Mapping[str, str] = types.MappingProxyType({})
 
 
-def field_options(
-    declared: Collection[StepField], group: Group | None = None, changed: Mapping[str, str] = _NOTHING
-) -> Callable[[_Class], _Class]:
-    """Add an option for each of these fields to a subclass of GivenFields that is about to become a dataclass.
+@dataclass_transform(kw_only_default=True, frozen_default=True)
+def options(cls: _Class) -> _Class:
+    """A dataclass whose fields are options of a command, as if they were its own parameters."""
+    return cast(_Class, Parameter(name="*")(dataclass(frozen=True, kw_only=True)(cls)))
 
-    They are listed under `group`; None: under the heading that each declares. `changed` replaces declared help texts,
-    by the name of the field.
+
+def field_options(
+    declared: Collection[StepField],
+    group: Group | None = None,
+    changed: Mapping[str, str] = _NOTHING,
+    *,
+    others: Collection[StepField] = (),
+) -> Callable[[_Class], _Class]:
+    """Make a subclass of GivenFields have an option for each of these fields, which takes a text or is a flag, and for
+    those of the `others`, which take a value of their type.
+
+    The first are listed under `group`; None, and the others: under the heading that each declares. `changed` replaces
+    declared help texts, by the name of the field.
     """
 
-    def add(options: _Class) -> _Class:
-        options.declared = tuple(declared)  # type: ignore[attr-defined]
-        options.__annotations__ = {}
-        for field in declared:
-            option = Parameter(
-                name=option_name(field.key),
-                help=changed.get(field.key, field.help),
-                group=group or _GROUPS[field.about.group],
-            )
-            kind = bool if field.type is bool else str
-            options.__annotations__[field.attribute] = Annotated[kind | None, option]
-            setattr(options, field.attribute, None)
-        return options
+    def add(cls: _Class) -> _Class:
+        cls.declared, cls.others = tuple(declared), tuple(others)  # type: ignore[attr-defined]
+        cls.__annotations__ = {}
+        for field in (*declared, *others):
+            own = {} if field in others and field.about.group == "step" else {"group": _GROUPS[field.about.group]}
+            under: dict[str, Any] = {"group": group} if group and field not in others else own
+            names = [option_name(key) for key in (field.key, field.about.earlier) if key]
+            option = Parameter(name=names, help=changed.get(field.key, field.help), **under)
+            kind = Path if field.about.parse is Path else field.type
+            kind = kind if kind is bool or (field in others and kind in (int, Path)) else str
+            cls.__annotations__[_attribute(field)] = Annotated[kind | None, option]
+            setattr(cls, _attribute(field), None)
+        return options(cls)
 
     return add
+
+
+def _attribute(field: StepField) -> str:
+    return f"given_{field.attribute}"
 
 
 def step_options(without: Collection[str] = (), changed: Mapping[str, str] = _NOTHING) -> Callable[[_Class], _Class]:
@@ -81,10 +100,12 @@ class GivenFields:
 
     declared: ClassVar[tuple[StepField, ...]] = ()
     """The fields that have options."""
+    others: ClassVar[tuple[StepField, ...]] = ()
+    """The options of a benchmark beside them."""
 
     def fields(self, without: Collection[str] = ()) -> dict[str, object]:
         """One value per given field, without those in `without`, for resolve_step."""
-        given = {field: value for field, value in self._given().items() if field.key not in without}
+        given = {field: value for field, value in self._given(self.declared).items() if field.key not in without}
         for field, value in given.items():
             if "," in value and not field.about.parse:
                 name = option_name(field.key)
@@ -95,15 +116,22 @@ class GivenFields:
     def grid(self) -> "Grid":
         """A list of values per given field, for a study or a benchmark."""
         return {
-            field.key: [value]
-            if field.about.parse or not isinstance(value, str)
-            else [part.strip() for part in value.split(",")]
-            for field, value in self._given().items()
+            field.key: [value] if field.about.parse or not isinstance(value, str) else _parts(value)
+            for field, value in self._given(self.declared).items()
         }
 
-    def _given(self) -> dict[StepField, Any]:
-        values = {field: getattr(self, field.attribute) for field in self.declared}
+    def options(self) -> dict[str, Any]:
+        """The given options of a benchmark beside its fields; a list where one takes several values."""
+        given = self._given(self.others)
+        return {field.key: _parts(value) if field.is_list else value for field, value in given.items()}
+
+    def _given(self, among: Collection[StepField]) -> dict[StepField, Any]:
+        values = {field: getattr(self, _attribute(field)) for field in among}
         return {field: value for field, value in values.items() if value is not None}
+
+
+def _parts(text: str) -> list[str]:
+    return [part.strip() for part in text.split(",")]
 
 
 def fields_in(text: str) -> dict[str, object]:
@@ -131,44 +159,24 @@ def _apart(word: str) -> list[str]:
     return word.split("=", 1) if word.startswith("--") else [word]
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @step_options()
 class StepOptions(GivenFields):
     """The step that is measured. `sweep` takes a list for each option: --context 128,256."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-class ProcessOptions:
-    """How many processes measure together. Under torchrun neither option is needed, because it has started them."""
-
-    gpus: Annotated[
-        int | None,
-        Parameter(
-            name="--gpus",
-            help="Number of processes to start, each on its own GPU; they communicate through NCCL",
-            group=SPREAD,
-        ),
-    ] = None
-    processes: Annotated[
-        int | None,
-        Parameter(
-            name="--processes",
-            help="Number of processes to start on the CPU; they communicate through gloo",
-            group=SPREAD,
-        ),
-    ] = None
+@field_options((), others=declared_fields(Spread))
+class ProcessOptions(GivenFields):
+    """How many processes measure together."""
 
     def as_layout(self) -> str | None:
-        """The options of a step that start as many processes on the CPU; None where --processes is not given."""
-        if self.gpus is not None:
-            return f"--layout dp={self.gpus}"
-        return f"--layout dp={self.processes} --device cpu" if self.processes is not None else None
+        """The options of a step that start as many processes; None where neither option is given."""
+        given = self.options()
+        if "gpus" in given:
+            return f"--layout dp={given['gpus']}"
+        return f"--layout dp={given['processes']} --device cpu" if given else None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class MeasurementOptions:
     """The step that is measured by `run`, `profile` and `memory`, its processes, and the name of the record."""
 
@@ -182,19 +190,17 @@ class MeasurementOptions:
 
     def spec(self) -> "StepSpec":
         """The step as it is measured here. Raises UserError for a request that is not valid."""
-        from steplab.lab.machine import device_kind_here
-        from steplab.lab.processes import fields_here
+        from steplab.lab.machine import device_kind_here, fields_here
 
         fields = self.step.fields() | {"recipe": self.recipe}
-        return resolve_with_recipe(fields_here(fields, self.processes.gpus, self.processes.processes), device_kind_here)
+        return resolve_with_recipe(fields_here(fields, **self.processes.options()), device_kind_here)
 
     def timeout_s(self) -> float | None:
         """The time after which the measurement is given up. Raises UserError for a text that is no time."""
         return parse_duration(self.timeout) if self.timeout else None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class StudyOptions:
     """How the measurements of `sweep` and `study` are made."""
 
@@ -205,8 +211,7 @@ class StudyOptions:
     timeout: Annotated[str, Parameter(help="Time after which a measurement is given up: 90s, 5min, 2h")] = "1h"
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class ReadingOptions:
     """How much reading a file from outside may take."""
 
@@ -223,8 +228,7 @@ class ReadingOptions:
         return Limits().times(self.raise_limits)
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class StoreOptions:
     """Where records are stored."""
 
@@ -237,8 +241,7 @@ class StoreOptions:
     ] = False
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class FileOptions(StoreOptions):
     """Where records are stored, and the file that a command writes."""
 
@@ -256,16 +259,14 @@ class FileOptions(StoreOptions):
     ] = False
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class OutputOptions(FileOptions):
     """Where records are stored, and how they are shown."""
 
     format: Annotated[Format | None, Parameter(help=_FORMAT_HELP, group=_OUTPUT)] = None
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
+@options
 class PageOptions(FileOptions):
     """Where records are stored, and how they are shown, which may be as a page."""
 

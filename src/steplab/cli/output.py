@@ -108,7 +108,7 @@ def stdout_color(out: FileOptions | None = None) -> bool:
 
 
 if TYPE_CHECKING:
-    from steplab.lab.reporting import ReportedRecords
+    from steplab.lab.choosing import ReportedRecords
 
 
 def write_report(

@@ -5,19 +5,22 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
+from steplab.cli.options import MeasurementOptions, StoreOptions
 from steplab.cli.output import say
+from steplab.lab.benchmark import Measuring
 from steplab.lab.sweeping import SweepProgress
 from steplab.measurement.progress import Progress
 from steplab.printing import plain
 from steplab.records.record import Benchmark
 from steplab.records.rows import run_row
 from steplab.records.run import Run
-from steplab.units import counted, counted_results, format_bytes, format_clock, format_time
+from steplab.specs.step import StepSpec
+from steplab.units import counted, counted_results, format_bytes, format_clock, format_time, parse_duration
 
 _LONG_S = 10.0
 """Time from which it is worth saying how long the remaining steps take, and after which a stage is told of again."""
@@ -75,6 +78,38 @@ def shown(stage: str) -> Iterator[None]:
         finally:
             telling.cancel()
             telling.join()  # it may be writing
+
+
+@contextmanager
+def measuring_step(spec: StepSpec, measured: MeasurementOptions, out: StoreOptions) -> Iterator[dict[str, Any]]:
+    """How a step is measured, with its progress. Raises UserError for a timeout that is no time."""
+    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
+        how = {"name": measured.name, "store": out.store, "timeout_s": measured.timeout_s()}
+        yield {**how, "on_progress": line.within}
+
+
+def say_failed(record: Run) -> None:
+    """Say why a step could not be measured."""
+    if record.failure:
+        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+
+
+@contextmanager
+def measuring(
+    num_cells: int, line_of: Callable[[Any], str], name: str, timeout: str, out: StoreOptions
+) -> Iterator[Measuring]:
+    """How the cells of a benchmark are measured, with a line for each as it ends.
+
+    Raises UserError for a timeout that is no time.
+    """
+    with ProgressLine() as line:
+        yield Measuring(
+            name=name,
+            store=out.store,
+            timeout_s=parse_duration(timeout),
+            on_progress=line.alive,
+            on_cell=lambda number, cell: line.done(number + 1, num_cells, line_of(cell)),
+        )
 
 
 class ProgressLine:

@@ -3,7 +3,7 @@
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
 from steplab.cli.output import chosen_format, say, write_report
 from steplab.cli.progress import ProgressLine
-from steplab.lab.reporting import records_to_report
+from steplab.lab.choosing import records_to_report
 from steplab.lab.sweeping import sweep
 from steplab.records.disturbances import disturbances
 from steplab.specs.study import StudySpec

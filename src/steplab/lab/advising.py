@@ -8,9 +8,9 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step
 from steplab.lab.outlook import Attempt, Outlook, step_s, waited
-from steplab.lab.processes import refuse_torchrun
 from steplab.lab.profiling import profile
 from steplab.lab.turns import STEPS, StoredSession
 from steplab.lab.walking import Walk

@@ -16,25 +16,20 @@ from steplab.ops.attention.implementations import TABLE
 from steplab.plan.attention_memory import account_of_failure, smallest_that_does_not_fit
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.records.codec import new_head
-from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.attention import ATTENTION, PASSES, AttentionSpec, AttentionStudy, cells_of, cells_of_grid
+from steplab.specs.benchmark import sampling
 from steplab.specs.hardware import hardware_named
 from steplab.specs.layout import check_device
-from steplab.specs.study import as_grid
-
-DEFAULT_TIMEOUT_S = 600.0
+from steplab.specs.resolve import as_grid
+from steplab.units import parse_duration
 
 
 def attention(
     grid: str | None = None,
     *,
-    passes: Sequence[str] = PASSES,
-    device: str = "auto",
-    repeats: int | None = None,
-    errors: bool = True,
-    seed: int = 0,
     name: str = "",
     store: Path | str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = parse_duration(ATTENTION.timeout),
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> AttentionRun:
@@ -46,12 +41,11 @@ def attention(
         run = steplab.attention(sequence=[64, 128], dim=32, implementation=["plain", "sdpa"])
         steplab.show(run)
 
-    Without either, the default grid for the device is measured. `timeout_s` is how long one cell may go without
-    progress. Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
+    Without either, the default grid for the device is measured. Further fields are passes, device, repeats, errors and
+    seed, as the command has them. `timeout_s` is how long one cell may go without progress. Raises UserError for a
+    request that is not supported, and SteplabError if the store cannot be written.
     """
-    study = attention_study(
-        grid, as_grid(fields), pass_=passes, device=device, repeats=repeats, errors=errors, seed=seed
-    )
+    study = attention_study({"grid": grid, **fields})
     return measure_attention(study, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
@@ -107,46 +101,32 @@ def account_for_memory(
     )
 
 
-def attention_study(
-    grid: str | None,
-    lists: Mapping[str, Sequence[object]],
-    *,
-    pass_: Sequence[str] = PASSES,
-    device: str = "auto",
-    repeats: int | None = None,
-    errors: bool = True,
-    seed: int = 0,
-) -> AttentionStudy:
-    """The benchmark described by a grid, lists of fields, or both; without either, the default one for the device.
+def attention_study(given: Mapping[str, object]) -> AttentionStudy:
+    """The benchmark described by a grid, fields of cells, each a value or a list, or both, and by its options; without
+    a grid and fields the default one for the device.
 
     Raises UserError that names what was given and what is valid.
     """
-    check_device(device)
-    on_gpu = device.startswith("cuda") or (device == "auto" and visible_gpus() > 0)
-    description = ""
-    source = grid or (("peers" if on_gpu else "tiny") if not lists else None)
-    given = dict(lists)
-    names = [str(name) for name in given.get("implementation", ())] or [
-        row.name for row in TABLE if ("cuda" if on_gpu else "cpu") in row.benchmarked_on
-    ]
-    if source is not None:
-        name, description, cells = cells_of_grid(source, given, {"implementation": names})
+    fields, asked = ATTENTION.asked(given)
+    check_device(asked.device)
+    on_gpu = asked.device.startswith("cuda") or (asked.device == "auto" and visible_gpus() > 0)
+    lists = as_grid(fields)
+    defaults = {"implementation": [row.name for row in TABLE if ("cuda" if on_gpu else "cpu") in row.benchmarked_on]}
+    if source := asked.grid or (None if lists else "peers" if on_gpu else "tiny"):
+        name, description, cells = cells_of_grid(source, lists, defaults)
     else:
-        name, cells = (
-            "attention",
-            cells_of([{"implementation": names, "dtype": ["bf16" if on_gpu else "fp32"]} | given]),
-        )
-    unknown = [name for name in pass_ if name not in PASSES]
-    if unknown or not pass_:
+        name, description = "attention", ""
+        cells = cells_of([{**defaults, "dtype": ["bf16" if on_gpu else "fp32"], **lists}])
+    unknown = [name for name in asked.passes if name not in PASSES]
+    if unknown or not asked.passes:
         raise UserError(f"pass '{''.join(unknown[:1])}' is not known; choose some of {', '.join(PASSES)}")
-    counts = {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
     return AttentionStudy(
         name=name,
         description=description,
         cells=cells,
-        passes=tuple(name for name in PASSES if name in pass_),
-        device=device,
-        errors=errors,
-        seed=seed,
-        **counts,
+        passes=tuple(name for name in PASSES if name in asked.passes),
+        device=asked.device,
+        errors=asked.errors,
+        seed=asked.seed,
+        **sampling(asked.repeats),
     )

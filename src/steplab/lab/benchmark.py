@@ -7,7 +7,7 @@ from typing import Any, TypedDict, TypeVar, Unpack
 
 from steplab.errors import SteplabError
 from steplab.lab.keeping import Place, checked_name, keep, open_store
-from steplab.lab.processes import is_first_rank, let_the_first_store
+from steplab.lab.machine import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
 from steplab.measurement.processes.messages import BadMessage
 from steplab.measurement.progress import OnProgress
@@ -60,34 +60,55 @@ def measure_benchmark(
     not supported, and SteplabError if the store cannot be written.
     """
     run = dataclasses.replace(run, name=checked_name(how.get("name", "")))
-    on_cell = how.get("on_cell") if is_first_rank() else None
-    heard = _Heard(run, on_cell or (lambda number, cell: None), with_costs, with_facts)
+    ended: dict[int, Cell] = {}
+    tell = how.get("on_cell") if is_first_rank() else None
 
-    def measured() -> None:
+    def on_cell(number: int, cell: Cell) -> None:
+        ended[number] = with_costs(cell)
+        if tell:
+            tell(number, ended[number])
+
+    def on_environment(environment: Environment) -> None:
+        nonlocal run
+        run = dataclasses.replace(run, environment=environment)
+
+    def on_facts(facts: Any) -> None:
+        nonlocal run
+        found = with_facts(run, facts)
+        problem = first_problem(found)
+        if problem is not None:  # they are of another benchmark
+            raise BadMessage(problem)
+        run = found
+
+    def so_far(*notes: str) -> Run:
+        cells = tuple(ended[number] for number in sorted(ended))
+        return dataclasses.replace(run, created_utc=now_utc(), cells=cells, notes=(*run.notes, *notes))
+
+    def measured() -> Run:
+        on_progress = how.get("on_progress", lambda progress: None)
         measure_cells(
             cells,
             timeout_s=how.get("timeout_s"),
-            on_progress=how.get("on_progress", lambda progress: None),
-            on_cell=heard.on_cell,
-            on_environment=heard.on_environment,
-            on_facts=heard.on_facts,
+            on_progress=on_progress,
+            on_cell=on_cell,
+            on_environment=on_environment,
+            on_facts=on_facts,
         )
+        return so_far()
 
     if not is_first_rank():
-        measured()
-        result = concluded(heard.record())
+        result = concluded(measured())
         if not went_well(result):
             let_the_first_store()
         return result
     with open_store(how.get("store"), write=True) as opened:
         try:
-            measured()
-            result = concluded(with_traces(heard.record()))
+            result = concluded(with_traces(measured()))
         except (KeyboardInterrupt, SteplabError) as error:
-            if not heard.cells:
+            if not ended:
                 raise
             why = "interrupted" if isinstance(error, KeyboardInterrupt) else str(error)
-            result = concluded(heard.record(f"{why}: the record has only the cells that had ended"))
+            result = concluded(so_far(f"{why}: the record has only the cells that had ended"))
             keep(opened, result)
             stored = f"record {result.id} has the {counted(len(result.cells), 'cell')} that had ended"
             if isinstance(error, KeyboardInterrupt):
@@ -100,40 +121,3 @@ def went_well(run: Benchmark[Any]) -> bool:
     """Whether at least one cell was measured, and none ended its processes."""
     crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
     return not crashed and any(cell.failure is None for cell in run.cells)
-
-
-class _Heard:
-    """The results of a benchmark so far."""
-
-    def __init__(
-        self,
-        run: Benchmark[Any],
-        tell: Callable[[int, Any], None],
-        with_costs: Callable[[Any], Any],
-        with_facts: Callable[[Any, Any], Any],
-    ) -> None:
-        self._run, self._tell, self._with_costs, self._with_facts = run, tell, with_costs, with_facts
-        self.cells: dict[int, Any] = {}
-        """The cells that have ended, by number."""
-
-    def on_cell(self, number: int, cell: Any) -> None:
-        """Add a cell that has ended."""
-        self.cells[number] = self._with_costs(cell)
-        self._tell(number, self.cells[number])
-
-    def on_environment(self, environment: Environment) -> None:
-        """Set the environment of the measurement."""
-        self._run = dataclasses.replace(self._run, environment=environment)
-
-    def on_facts(self, facts: Any) -> None:
-        """Add the facts that are the same for all cells. Raises BadMessage if they are of another benchmark."""
-        run = self._with_facts(self._run, facts)
-        problem = first_problem(run)
-        if problem is not None:
-            raise BadMessage(problem)
-        self._run = run
-
-    def record(self, *notes: str) -> Any:
-        """The record of the results so far, with these notes."""
-        cells = tuple(self.cells[number] for number in sorted(self.cells))
-        return dataclasses.replace(self._run, created_utc=now_utc(), cells=cells, notes=(*self._run.notes, *notes))

@@ -16,12 +16,12 @@ from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun
 from steplab.records.failure import Failure
-from steplab.specs.comm import CommSpec, CommStudy, comm_cells
+from steplab.specs.benchmark import sampling
+from steplab.specs.comm import COMM, CommSpec, CommStudy, comm_cells
 from steplab.specs.layout import process_count
-from steplab.specs.study import as_grid
-from steplab.units import format_time
+from steplab.specs.resolve import as_grid
+from steplab.units import format_time, parse_duration
 
-DEFAULT_TIMEOUT_S = 300.0
 _FEWEST = 2
 _SETTLED = 1.5
 """Largest ratio of a settled cell's median to the median of its quietest third."""
@@ -29,12 +29,9 @@ _SETTLED = 1.5
 
 def comm(
     *,
-    gpus: int | None = None,
-    processes: int | None = None,
-    repeats: int | None = None,
     name: str = "",
     store: Path | str | None = None,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = parse_duration(COMM.timeout),
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> CommRun:
@@ -45,31 +42,25 @@ def comm(
         run = steplab.comm(processes=2, collective="all_reduce", size=["100kB", "1MB"])
         run.profile  # the fitted line of each collective
 
-    Without `gpus` or `processes` all GPUs take part, or two processes on the CPU. `timeout_s` is how long one cell may
-    take. Raises UserError for a request that is not supported, and SteplabError if the store cannot be written.
+    Further fields are gpus, processes and repeats, as the command has them. Without `gpus` or `processes` all GPUs take
+    part, or two processes on the CPU. `timeout_s` is how long one cell may take. Raises UserError for a request that is
+    not supported, and SteplabError if the store cannot be written.
     """
-    study, device = comm_study(as_grid(fields), gpus=gpus, processes=processes, repeats=repeats)
+    study, device = comm_study(fields)
     return measure_comm(study, device=device, name=name, store=store, timeout_s=timeout_s, on_progress=on_progress)
 
 
-def comm_study(
-    lists: Mapping[str, Sequence[object]],
-    *,
-    gpus: int | None = None,
-    processes: int | None = None,
-    repeats: int | None = None,
-) -> tuple[CommStudy, str]:
-    """The benchmark described by these lists, and the device of its processes: cuda or cpu.
+def comm_study(given: Mapping[str, object]) -> tuple[CommStudy, str]:
+    """The benchmark described by fields of cells, each a value or a list, and by its options, and the device of its
+    processes: cuda or cpu.
 
     The default number of processes is the number that torchrun started, otherwise one per GPU if there are two or more,
     otherwise two on the CPU. Raises UserError that names what was given and what is valid.
     """
-    count, device = _processes(gpus, processes)
-    cells = comm_cells(lists, num_processes=count, on_gpus=device == "cuda")
-    study = CommStudy(cells=cells, num_processes=count)
-    if repeats is not None:
-        study = dataclasses.replace(study, least_repeats=repeats, most_repeats=repeats)
-    return study, device
+    fields, asked = COMM.asked(given)
+    count, device = _processes(asked.gpus, asked.processes)
+    cells = comm_cells(as_grid(fields), num_processes=count, on_gpus=device == "cuda")
+    return CommStudy(cells=cells, num_processes=count, **sampling(asked.repeats)), device
 
 
 def _processes(gpus: int | None, processes: int | None) -> tuple[int, str]:

@@ -1,34 +1,25 @@
-"""Finds the records that a comparison is about, and compares them."""
+"""Compare records: those of two sides, and like runs of the store, commit by commit."""
 
-import os.path
-import subprocess
-from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
+import itertools
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from statistics import median
 
+from steplab.comparison.changes import change_points
 from steplab.comparison.comparing import compare as compare_records
-from steplab.comparison.likeness import whole_key
+from steplab.comparison.samples import IN_TURNS
 from steplab.errors import UserError
-from steplab.git import git
-from steplab.lab.importing import read_records
+from steplab.lab.choosing import find_records
 from steplab.lab.keeping import open_store
-from steplab.records.comparison import Comparison, Side
+from steplab.records.comparison import Comparison
+from steplab.records.history import Point, Series
 from steplab.records.record import Record
-from steplab.records.registry import kind_of
 from steplab.records.rows import Row
-from steplab.store.database import Store
-from steplab.store.location import is_store_header
-from steplab.store.selection import BACK, LAST
+from steplab.records.run_figures import RUN_FIGURES
+from steplab.specs.step import FIELDS, STEP_FIELDS
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Found:
-    """The records that a text stands for."""
-
-    side: Side
-    """What they are called in the comparison."""
-    records: tuple[Record, ...]
-    """The records, at least one, oldest first."""
+METRICS = tuple(figure.key for figure in RUN_FIGURES if not figure.is_words)
+"""The figures that have a history."""
 
 
 def compare(
@@ -51,132 +42,85 @@ def compare(
     Raises UserError for a text that stands for no record, and errors.Inconclusive for records that are not alike in a
     field that `allow` does not name.
     """
-    before, after = (_given(each, store) for each in (a, b))
+    before, after = (find_records(each, store=store) for each in (a, b))
     return compare_records(
         before.side, after.side, before.records, after.records, threshold=threshold, allow=frozenset(allow)
     )
 
 
-def _given(given: Record | Sequence[Record] | str, store: Path | str | None) -> Found:
-    if isinstance(given, str):
-        return find_records(given, store=store)
-    records = [given] if isinstance(given, Record) else list(given)
-    if not records:
-        raise UserError("no records to compare; give at least one on each side")
-    return _found(", ".join(record.id for record in records), records)
+def history(
+    metric: str = "step_time_s",
+    *,
+    fields: Mapping[str, Sequence[object]] | None = None,
+    name: str | None = None,
+    threshold: float | None = None,
+    store: Path | str | None = None,
+) -> tuple[Series, ...]:
+    """The history of a figure of each step and device, those with the most runs first.
 
+    `fields` are the values that a step may have, by the fields' names; `name` is that of the runs. `metric` is a figure
+    of a run's row, with or without its unit: step_time or step_time_s. `threshold` is the smallest change that is
+    marked, as a share; None: 1 %.
 
-def find_records(text: str, *, store: Path | str | None = None) -> Found:
-    """The records that a text stands for, in this store or in the file that it names.
-
-    The text is tried in this order: `last`, or `last~2` for the record two before it; a record's whole id; the id or
-    the name of a study; a name or a tag, for all records that have it; the beginning of the id of a record, or of a
-    study; a git revision, for the newest record of each cell that was measured in a clean checkout of it. FILE stands
-    for the records in an export (.jsonl), or for the newest of another store (.db); FILE:TEXT for the records in that
-    store that TEXT stands for.
-
-    Raises UserError if it stands for none, and SteplabError for a file that cannot be read.
+    Raises UserError for a metric that there is not, and if no run matches.
     """
-    path, rest = _file_in(text)
-    if path is not None and not is_store_header(_beginning(path)):
-        records = read_records(path)
-        if rest:
-            raise UserError(f"'{text}': a text behind the file is for stores; an export is compared as a whole")
-        return _found(text, records)
-    with open_store(path or store, write=False) as opened:
-        return _found(text, _in_store(opened, rest if path is None else rest or LAST))
+    key = _metric(metric)
+    with open_store(store, write=False) as opened:
+        rows = [row for row in opened.rows(name=name) if _matches(row, fields or {})]
+    rows = [row for row in reversed(rows) if row.get(key)]
+    if not rows:
+        raise UserError(f"no run in {opened.path} matches and has {key}; `steplab list` shows the runs")
+    alike: dict[tuple[object, ...], list[Row]] = {}
+    for row in rows:
+        alike.setdefault(tuple(row.get(column) for column in _what()), []).append(row)
+    found = [_series(key, some, threshold if threshold is not None else IN_TURNS) for some in alike.values()]
+    return tuple(sorted(found, key=lambda series: -len(series.points)))
 
 
-def records_of(opened: Store, texts: Iterable[str]) -> list[Record]:
-    """The records of a store that texts stand for, each once: ids, studies, names, tags and revisions, as in
-    `find_records`. Raises UserError for a text that stands for none."""
-    return list({record.id: record for text in texts for record in _in_store(opened, text)}.values())
+def _metric(given: str) -> str:
+    """The name of the figure in rows."""
+    name = given.replace("-", "_")
+    for key in METRICS:
+        if name == key or key.removeprefix(name) in ("_s", "_bytes", "_per_s"):
+            return key
+    raise UserError(f"no figure '{given}'; choose one of {', '.join(METRICS)}")
 
 
-def _beginning(path: Path) -> bytes:
-    with path.open("rb") as file:
-        return file.read(100)
+def _what() -> Iterator[str]:
+    """The columns in which the runs of one series agree."""
+    yield from (field.column for field in FIELDS.values() if field.about.role not in ("how", "device"))
+    yield "device"
 
 
-def _file_in(text: str) -> tuple[Path | None, str]:
-    """The file that a text names, if it does, and the rest."""
-    if os.path.isfile(text):
-        return Path(text), ""
-    file, colon, rest = text.rpartition(":")
-    if colon and os.path.isfile(file):
-        return Path(file), rest
-    if (file or text).endswith((".db", ".jsonl", ".jsonl.gz")):
-        raise UserError(f"no file {file or text}; give an existing store (.db) or export (.jsonl)")
-    return None, text
+def _matches(row: Row, fields: Mapping[str, Sequence[object]]) -> bool:
+    return all(str(row.get(FIELDS[key].column)) in map(str, values) for key, values in fields.items())
 
 
-def _found(text: str, records: Sequence[Record]) -> Found:
-    environments = (record.environment for record in records)
-    commits = dict.fromkeys(env.git_commit for env in environments if env and env.git_commit)
-    names = dict.fromkeys(record.name for record in records if record.name)
-    side = Side(told=text, ids=tuple(record.id for record in records), commits=tuple(commits), names=tuple(names))
-    return Found(side=side, records=tuple(records))
+def _series(key: str, rows: Sequence[Row], threshold: float) -> Series:
+    points = tuple(_points(key, rows))
+    first = rows[0]
+    said = (field.say(first[field.column]) for field in STEP_FIELDS if _is_said(field.column, first))
+    label = " · ".join([*said, str(first.get("device") or "device not known")])
+    changes = change_points([point.value for point in points], threshold=threshold)
+    return Series(label=label, metric=key, points=points, changes=changes)
 
 
-def _in_store(opened: Store, text: str) -> list[Record]:
-    if not text:
-        raise UserError("'' stands for no record; give an id, a name, a tag, a study, last or a git revision")
-    if text == LAST or text.startswith(BACK):
-        return [opened.get(text)]
-    rows = list(opened.rows_in_part(("id", "name", "tags", "git_commit")))
-    if any(row["id"] == text for row in rows):
-        return [opened.get(text)]
-    studies = list(opened.studies())
-    called = [str(row["id"]) for row in studies if text in (row["id"], row["name"])]
-    if records := _of_studies(opened, called):
-        return records
-    for having in (
-        [row for row in rows if row["name"] == text],
-        [row for row in rows if text in str(row.get("tags") or "").split()],
-    ):
-        if having:
-            return opened.records(str(row["id"]) for row in reversed(having))
-    if (record_id := opened.id_beginning(text)) is not None:
-        return [opened.get(record_id)]
-    beginning = [str(row["id"]) for row in studies if str(row["id"]).startswith(text)]
-    if records := _of_studies(opened, beginning):
-        return records
-    if records := _of_commit(opened, rows, text):
-        return records
-    if called or beginning:
-        raise without_records(text, opened)
-    raise UserError(
-        f"'{text}' is no id, study, name, tag or measured commit in {opened.path}; `steplab list` shows what there is"
-    )
+def _is_said(column: str, row: Row) -> bool:
+    """Whether a field belongs to the words for a step: those that decide what it computes, without quiet defaults."""
+    field = next(field for field in STEP_FIELDS if field.column == column)
+    value = row.get(column)
+    quiet = field.about.quiet and str(value) == str(field.default)
+    return field.about.role in ("size", "what") and value is not None and not quiet
 
 
-def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
-    """The records of the first of these that has any."""
-    return next((records for study in studies if (records := list(opened.iterate(study=study)))), [])
-
-
-def without_records(study: str, opened: Store) -> UserError:
-    """The error for a study of which there is nothing to show, as where its first measurement was interrupted."""
-    return UserError(
-        f"study '{study}' has no record in {opened.path} that can be read; its command goes on by --resume"
-    )
-
-
-def _of_commit(opened: Store, rows: Sequence[Row], revision: str) -> list[Record]:
-    """The newest record of each cell among those measured in a clean checkout of the revision, oldest first."""
-    commit = _commit(revision)
-    ids = [str(row["id"]) for row in rows if commit and commit.startswith(str(row.get("git_commit") or "?"))]
-    newest: dict[object, Record] = {}
-    for record in opened.records(ids):
-        cells = kind_of(record).cells
-        keys = [whole_key(record, cell) for cell in cells(record)] if cells else []
-        newest.setdefault(frozenset(item for key in keys for item in key.items()), record)
-    return list(newest.values())[::-1]
-
-
-def _commit(revision: str) -> str | None:
-    """The whole digits of a commit: those that git gives for the revision here, or the beginning of a commit."""
-    try:
-        return git("rev-parse", "--verify", "--quiet", f"{revision}^{{commit}}")
-    except (OSError, subprocess.SubprocessError):
-        return None
+def _points(key: str, rows: Sequence[Row]) -> Iterator[Point]:
+    """One point for the consecutive runs of each commit; a run without a commit is a point of its own."""
+    groups = itertools.groupby(rows, key=lambda row: row.get("git_commit") or row["id"])
+    for _, group in groups:
+        some = list(group)
+        yield Point(
+            created_utc=str(some[-1]["created_utc"]),
+            commit=str(some[0]["git_commit"]) if some[0].get("git_commit") else None,
+            ids=tuple(str(row["id"]) for row in some),
+            value=median(float(row[key] or 0) for row in some),
+        )

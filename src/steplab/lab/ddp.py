@@ -1,14 +1,16 @@
-"""The data-parallel study: measure the variants, read their traces, store one record of all."""
+"""The data-parallel study: measure the variants, read their traces, set formulas beside them, store one record."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from statistics import median
 from typing import Unpack
 
+from steplab.costs.communication import bus_factor
+from steplab.costs.data_parallel import Link, buckets_of, fit_link, state_bytes
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.benchmark import Measuring, measure_benchmark
-from steplab.lab.ddp_model import overhead_model, with_expected, with_wire_bytes
 from steplab.lab.files import Destination, folder_for
 from steplab.lab.machine import visible_gpus
 from steplab.lab.measuring import named_fields
@@ -17,43 +19,28 @@ from steplab.measurement.processes.cells_launch import Cells
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.reading.bounded import read_bounded
 from steplab.records.codec import new_head
-from steplab.records.ddp import DdpCell, DdpRun, TracedSteps
+from steplab.records.ddp import MOMENTS, CurvePoint, DdpCell, DdpFacts, DdpRun, OverheadModel, StateMemory, TracedSteps
 from steplab.specs.checkpointing import AUTO
-from steplab.specs.ddp import (
-    COLLECTIVES,
-    KINDS,
-    SMALL_BUCKETS_MB,
-    STUDY_BUCKETS_MB,
-    DdpStudy,
-    bucket_sizes_mb,
-    refuse_what_none_uses,
-    variants_of,
-)
+from steplab.specs.ddp import BYTES_PER_MB, DDP, SMALL_STEP, DdpStudy, Variant, asked_variants
 from steplab.specs.layout import process_count
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
-from steplab.specs.step_choices import AFTER
+from steplab.units import parse_duration
 
-DEFAULT_TIMEOUT_S = 600.0
 DEFAULT_PROCESSES = 2
-_SMALL_STEP = {"context": 64, "batch": 2}
+_FITTED = ("flat", "overlap", "bucketed", "torch_ddp")
+"""Kinds of variant whose communication by itself the link is fitted to: all-reduces, launched without waiting."""
+_POINTS_A_DECADE = 12
 
 
 def ddp(
     model: str | None = None,
     *,
-    gpus: int | None = None,
-    processes: int | None = None,
-    variants: Sequence[str] = KINDS,
-    bucket_sizes: Sequence[object] | None = None,
-    transport: Sequence[str] | None = None,
-    update: Sequence[str] | None = None,
-    profiled_steps: int = 2,
     name: str = "",
     store: Path | str | None = None,
     traces: Path | str | None = None,
     force: bool = False,
-    timeout_s: float = DEFAULT_TIMEOUT_S,
+    timeout_s: float = parse_duration(DDP.timeout),
     on_progress: OnProgress = lambda progress: None,
     **fields: object,
 ) -> DdpRun:
@@ -64,19 +51,11 @@ def ddp(
         run = steplab.ddp("tiny", processes=2, variants=["bucketed:1", "sharded"], steps=5)
         steplab.show(run)
 
-    A trace of each variant is kept in the folder `traces` if one is named. Raises UserError for a request that is not
-    supported, and SteplabError if the store cannot be written.
+    Further fields are gpus, processes, variants, bucket_sizes, transport, update and profiled_steps, as the command has
+    them. A trace of each variant is kept in the folder `traces` if one is named. Raises UserError for a request that is
+    not supported, and SteplabError if the store cannot be written.
     """
-    study = ddp_study(
-        named_fields(model, fields),
-        gpus=gpus,
-        processes=processes,
-        variants=variants,
-        bucket_sizes=bucket_sizes,
-        transport=transport,
-        update=update,
-        profiled_steps=profiled_steps,
-    )
+    study = ddp_study(named_fields(model, fields))
     return measure_ddp(
         study, name=name, store=store, traces=traces, force=force, timeout_s=timeout_s, on_progress=on_progress
     )
@@ -89,47 +68,34 @@ def ddp_step(fields: Mapping[str, object], gpus: int | None, processes: int | No
     """
     around = torchrun_around()
     if around is not None and gpus is None and processes is None:
-        return resolve_step({**({} if visible_gpus() else _SMALL_STEP), **fields}), around.size
+        return resolve_step({**({} if visible_gpus() else SMALL_STEP), **fields}), around.size
     if gpus is None and processes is None:
         processes = DEFAULT_PROCESSES
     count, device = process_count(gpus, processes)
     if around is not None and around.size != count:
         raise UserError(f"torchrun started {around.size} processes, not {count}; leave --gpus and --processes out")
-    return resolve_step({**(_SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
+    return resolve_step({**(SMALL_STEP if device == "cpu" else {}), **fields, "device": device}), count
 
 
-def ddp_study(
-    fields: Mapping[str, object],
-    *,
-    gpus: int | None = None,
-    processes: int | None = None,
-    variants: Sequence[str] = KINDS,
-    bucket_sizes: Sequence[object] | None = None,
-    transport: Sequence[str] | None = None,
-    update: Sequence[str] | None = None,
-    profiled_steps: int = 2,
-) -> DdpStudy:
-    """The study of a step with these fields; by default with the bucket sizes for the device, and with collectives as
-    the transport. Bucket sizes are numbers in MB or their texts.
+def ddp_study(given: Mapping[str, object]) -> DdpStudy:
+    """The study of a step with these fields, and with these options; by default with the bucket sizes for the device,
+    and with collectives as the transport. Bucket sizes are numbers in MB or their texts.
 
     Raises UserError that names what was given and what is valid, and Unsupported for a transport that needs GPUs.
     """
-    step, count = ddp_step(fields, gpus, processes)
+    fields, asked = DDP.asked(given)
+    step, count = ddp_step(fields, asked.gpus, asked.processes)
     if step.checkpointing == AUTO:
         why = "the variants need different amounts of memory, and are compared in equal steps"
         raise Unsupported("checkpointing auto in a benchmark of data parallelism", why, "use none, selective or full")
     small = step.device == "cpu" or (step.device == "auto" and not visible_gpus())
-    if small and transport and "peer_copy" in transport:
+    if small and asked.transport and "peer_copy" in asked.transport:
         raise Unsupported("transport peer_copy on a CPU", "it copies between GPUs of one host", "leave --transport out")
-    given_mb = bucket_sizes_mb(bucket_sizes) if bucket_sizes else None
-    sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
-    found = variants_of(variants, sizes_mb, transport or (COLLECTIVES,), update or (AFTER,))
-    refuse_what_none_uses(variants, given_mb, transport, update)
     return DdpStudy(
         step=step,
         processes=count,
-        contenders=found,
-        profiled_steps=profiled_steps,
+        contenders=asked_variants(asked, small=small),
+        profiled_steps=asked.profiled_steps,
     )
 
 
@@ -221,3 +187,105 @@ def _with_trace(cell: DdpCell, trace: Path) -> DdpCell:
         return dataclasses.replace(cell, traced=read_bounded("traced_steps", TracedSteps, [trace]))
     except SteplabError as error:  # what was measured stands without it
         return dataclasses.replace(cell, notes=(*cell.notes, f"trace: {error}"))
+
+
+def with_expected(cell: DdpCell, study: DdpStudy, facts: DdpFacts | None) -> DdpCell:
+    """The cell with the memory that the formulas give."""
+    if facts is None or cell.failure or not facts.num_parameters:
+        return cell
+    held = state_bytes(
+        facts.num_parameters,
+        parameter_bytes=facts.gradient_bytes // facts.num_parameters,
+        states=0 if study.step.optimizer == "sgd" else 2,
+        size=study.processes,
+        stage=_stage(cell.contender),
+    )
+    moments = zip(MOMENTS, ((0.0, 0.0), (held.gradients, 0.0), (held.gradients, held.optimizer)), strict=True)
+    expected = [
+        StateMemory(
+            moment=moment,
+            parameters_bytes=round(held.parameters),
+            gradients_bytes=round(gradients),
+            optimizer_bytes=round(optimizer),
+        )
+        for moment, (gradients, optimizer) in moments
+    ]
+    return dataclasses.replace(cell, expected=tuple(expected))
+
+
+def _stage(variant: Variant) -> int:
+    """The stage of ZeRO: peer copies leave averages on their owners alone, and collectives have buckets of all
+    gradients."""
+    if variant.kind == "sharded":
+        return 2 if variant.transport == "peer_copy" else 1
+    return 3 if variant.kind == "fsdp2" else 0
+
+
+def with_wire_bytes(cell: DdpCell, study: DdpStudy) -> DdpCell:
+    """The cell with the bytes that each rank sends in a step, by the factors of nccl-tests."""
+    if not cell.messages:
+        return cell
+    sent = (bus_factor(sent.collective, study.processes) * sent.total_bytes for sent in cell.messages)
+    return dataclasses.replace(cell, wire_bytes=round(sum(sent)))
+
+
+def overhead_model(cells: Sequence[DdpCell], facts: DdpFacts | None) -> OverheadModel | None:
+    """The model fitted to the variants' communication by itself; None if there are too few measurements."""
+    points = [
+        (cell.num_calls, max(median(rank.alone_s) for rank in cell.ranks))
+        for cell in cells
+        if cell.contender.kind in _FITTED and cell.num_calls and cell.ranks and all(rank.alone_s for rank in cell.ranks)
+    ]
+    baseline = next((cell for cell in cells if cell.contender.kind == "none" and cell.ranks), None)
+    if facts is None or baseline is None or not points:
+        return None
+    calls, alone_s = [calls for calls, _ in points if calls], [seconds for _, seconds in points]
+    link = fit_link(calls, facts.gradient_bytes, alone_s)
+    if link is None:
+        return None
+    total = float(facts.gradient_bytes)
+    beside = [_backward_s(cell, baseline=True) for cell in cells]
+    backward_s = median([seconds for seconds in beside if seconds] or [_backward_s(baseline, baseline=False)])
+    return OverheadModel(
+        gradient_bytes=total,
+        bytes_per_s=link.bytes_per_s,
+        call_s=link.call_s,
+        backward_s=backward_s,
+        num_fitted=len(points),
+        worst_fit=max(
+            abs(link.alone_s(total, count) / seconds - 1) for count, seconds in zip(calls, alone_s, strict=True)
+        ),
+        best_bucket_mb=link.best_bucket_bytes(total) / BYTES_PER_MB,
+        least_serial_s=link.least_serial_s(total),
+        curve=tuple(_curve(link, total, backward_s, facts.num_tensors, cells)),
+    )
+
+
+def _backward_s(cell: DdpCell, *, baseline: bool) -> float:
+    """Seconds of the backward pass without communication on the slowest rank; 0 if it was not timed.
+
+    With `baseline`, the samples that the baseline took in turns with the variant, when the machine has settled.
+    """
+    timed = [samples for rank in cell.ranks if (samples := rank.samples("backward", baseline=baseline))]
+    return max((median(samples) for samples in timed), default=0.0)
+
+
+def _curve(
+    link: Link, total: float, backward_s: float, num_tensors: int, cells: Sequence[DdpCell]
+) -> Iterator[CurvePoint]:
+    """Predictions over the measured bucket sizes, and a little beyond."""
+    sizes_mb = [cell.contender.bucket_size_mb for cell in cells if cell.contender.bucket_size_mb is not None]
+    if not sizes_mb:
+        return
+    low, high = min(sizes_mb) / 1.5, max(sizes_mb) * 1.5
+    ratio = 10 ** (1 / _POINTS_A_DECADE)
+    size_mb = low
+    while size_mb <= high * ratio:
+        num_buckets = buckets_of(total, size_mb * BYTES_PER_MB, num_tensors)
+        yield CurvePoint(
+            bucket_mb=size_mb,
+            num_buckets=num_buckets,
+            exposed_s=link.exposed_s(total, num_buckets, backward_s),
+            serial_s=link.serial_s(total, num_buckets),
+        )
+        size_mb *= ratio

@@ -20,9 +20,9 @@ from steplab.records.comm import CommRun
 from steplab.records.layout_plan import LayoutPlan
 from steplab.specs.hardware import HardwareSpec, hardware_named
 from steplab.specs.layout import Layout
+from steplab.specs.resolve import Grid
 from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import AFTER
-from steplab.specs.study import Grid
 
 
 def plan_layout(

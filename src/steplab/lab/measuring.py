@@ -7,8 +7,7 @@ from pathlib import Path
 from steplab.errors import UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
 from steplab.lab.keeping import Place, checked_name, keep, open_store
-from steplab.lab.machine import device_kind_here
-from steplab.lab.processes import fields_here, is_first_rank, let_the_first_store, spread_here
+from steplab.lab.machine import device_kind_here, fields_here, is_first_rank, let_the_first_store, spread_here
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child

@@ -12,8 +12,8 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.files import Destination, folder_for, rescue, unread
 from steplab.lab.keeping import Place, checked_import, checked_name, imported_run, keep, named_file, open_store
+from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
-from steplab.lab.processes import refuse_torchrun
 from steplab.limits import Limits
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.processes.launch import measure_in_child

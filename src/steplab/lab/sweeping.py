@@ -1,26 +1,151 @@
 """Measure a study, each measurement in processes of its own; an interrupted study can be resumed."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.attention import attention_study, measure_attention
 from steplab.lab.checkpointing import choose_checkpointing
-from steplab.lab.keeping import NotStored, Place, checked_name, has_store, open_store
-from steplab.lab.machine import visible_gpus
-from steplab.lab.measuring import named_fields
-from steplab.lab.processes import refuse_torchrun
-from steplab.lab.study_parts import StudyJob, jobs_of
-from steplab.measurement.progress import Progress
+from steplab.lab.comm import comm_study, measure_comm
+from steplab.lab.ddp import ddp_study, measure_ddp
+from steplab.lab.keeping import NotStored, Place, checked_name, has_store, keep, open_store
+from steplab.lab.machine import doctor, refuse_torchrun, visible_gpus
+from steplab.lab.measuring import measure, named_fields
+from steplab.lab.memory import memory
+from steplab.lab.profiling import profile
+from steplab.measurement.processes.launch import numerics_in_child
+from steplab.measurement.progress import OnProgress, Progress
+from steplab.records.codec import new_head
+from steplab.records.failure import Failure
+from steplab.records.numerics import Numerics
 from steplab.records.record import Record
 from steplab.records.run import Run
+from steplab.specs.attention import ATTENTION
+from steplab.specs.benchmark import DOCTOR, Benchmark
+from steplab.specs.comm import COMM
+from steplab.specs.ddp import DDP
+from steplab.specs.resolve import as_grid
 from steplab.specs.step import StepSpec
-from steplab.specs.study import StudySpec, as_grid, fitted, load_study
-from steplab.store.cells import cell_key
+from steplab.specs.study import Part, StudySpec, fitted, labels, load_study
+from steplab.store.cells import cell_key, part_key
 from steplab.store.database import Store
 
 DEFAULT_TIMEOUT_S = 3600.0
+
+Measure = Callable[..., Record]
+"""Measures and stores one record; takes name, store, place, timeout_s and on_progress."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class StudyJob:
+    """One measurement of a study."""
+
+    key: str
+    """Its key in the store."""
+    what: str
+    """What tells it from the other measurements of the study, in words."""
+    measure: Measure
+    """Measures it and stores the record. Raises SteplabError where that cannot be done at all."""
+    num_steps: int = 0
+    """Warm-up and measured steps; 0: not known."""
+
+
+def jobs_of(study: StudySpec) -> list[StudyJob]:
+    """The measurements of a study in the order they are made. Raises UserError for invalid options of a benchmark."""
+    watched = [part for part in study.parts if part.step]
+    steps = [*study.cells, *(part.step for part in watched if part.step)]
+    told = dict(zip(map(cell_key, steps), labels(steps), strict=True))
+
+    def of_step(spec: StepSpec, key: str, kind: str, measure: Callable[..., Record]) -> StudyJob:
+        what = f"{kind} of {told[cell_key(spec)]}" if kind else told[cell_key(spec)]
+        return StudyJob(key=key, what=what, measure=partial(measure, spec), num_steps=spec.warmup + spec.steps)
+
+    timed = [of_step(cell, cell_key(cell), "", _time) for cell in study.cells]
+    parts = [
+        of_step(part.step, part_key(part), _STEPS[part.kind][0], _STEPS[part.kind][1])
+        if part.step
+        else _of_benchmark(part)
+        for part in study.parts
+    ]
+    first = [job for job, part in zip(parts, study.parts, strict=True) if part.kind == "doctor"]
+    return [*first, *timed, *(job for job in parts if job not in first)]
+
+
+def _measured(
+    kind: Callable[..., Any],
+    work: Callable[..., Record],
+    spec: StepSpec,
+    *,
+    store: Path | str | None,
+    place: Place,
+    **options: Any,
+) -> Record:
+    """Measure one step; one that is refused becomes a record of that kind as well, so that it is a row among the
+    others."""
+    try:
+        return work(spec, store=store, place=place, **options)
+    except NotStored:
+        raise
+    except SteplabError as error:
+        with open_store(store, write=True) as opened:
+            if place.cell in opened.finished_cells(place.study_id):  # measured, and only what was watched is missing
+                raise
+            failure = Failure(kind="error", message=str(error))
+            return keep(opened, kind(**new_head(), name=options["name"], spec=spec, failure=failure), place)
+
+
+def _audit(
+    spec: StepSpec, *, name: str, store: Path | str | None, place: Place, timeout_s: float, on_progress: OnProgress
+) -> Numerics:
+    """Audit one step in its precision."""
+    with open_store(store, write=True) as opened:
+        record = numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
+        return keep(opened, dataclasses.replace(record, name=name), place)
+
+
+_time = partial(_measured, Run, measure)
+_STEPS: dict[str, tuple[str, Measure]] = {
+    "profile": ("profile", partial(_measured, Run, profile)),
+    "memory": ("memory", partial(_measured, Run, memory)),
+    "precision": ("audit", partial(_measured, Numerics, _audit)),
+}
+"""What each part of steps is called, and what measures it."""
+
+
+def _doctor(given: Mapping[str, Any]) -> Measure:
+    def measure(*, name: str, **how: Any) -> Record:
+        return doctor(**given, **how)
+
+    return measure
+
+
+def _comm(given: Mapping[str, Any]) -> Measure:
+    study, device = comm_study(given)
+    return partial(measure_comm, study, device=device)
+
+
+def _ddp(given: Mapping[str, Any]) -> Measure:
+    return partial(measure_ddp, ddp_study(given), traces=given.get("traces"))
+
+
+_BENCHMARKS: dict[str, tuple[Benchmark[Any], Callable[[Mapping[str, Any]], Measure]]] = {
+    "doctor": (DOCTOR, _doctor),
+    "attention": (ATTENTION, lambda given: partial(measure_attention, attention_study(given))),
+    "comm": (COMM, _comm),
+    "ddp": (DDP, _ddp),
+}
+"""Each benchmark that a study may have, and what makes its measurement from what is given for it."""
+
+
+def _of_benchmark(part: Part) -> StudyJob:
+    """Raises UserError for options that are not valid."""
+    benchmark, measurement = _BENCHMARKS[part.kind]
+    measure = measurement(benchmark.of_table(part.options))
+    return StudyJob(key=part_key(part), what=benchmark.what, measure=measure)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -16,8 +16,8 @@ from steplab.errors import UserError
 from steplab.git import git
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
+from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step, completed
-from steplab.lab.processes import refuse_torchrun
 from steplab.measurement.processes.conversation import HERE, Surroundings
 from steplab.measurement.processes.scratch import scratch_folder
 from steplab.measurement.processes.turns import Session, Side

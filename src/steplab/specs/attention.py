@@ -7,7 +7,6 @@ and keys alike.
 """
 
 import dataclasses
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,8 @@ from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
 from steplab.ops.attention.implementations import NAMES
+from steplab.specs.benchmark import Benchmark, Device, check_sampling
+from steplab.specs.resolve import Grid, as_grid, cells_of_grids, products
 from steplab.specs.step_choices import CompileMode
 from steplab.specs.step_fields import Declared, declared_fields
 from steplab.specs.study import GRIDS, content_of
@@ -119,7 +120,6 @@ CELL_FIELDS = declared_fields(AttentionSpec)
 """The fields of a cell."""
 
 
-Grid = Mapping[str, Sequence[object]]
 _PLACE = next(place for place, field in enumerate(CELL_FIELDS) if field.key == "queries")
 _SEQUENCE = replace(
     CELL_FIELDS[_PLACE],
@@ -130,6 +130,32 @@ _SEQUENCE = replace(
 FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
 """The fields that a grid may set, by their names, in the order of options, of which the first varies slowest;
 `sequence` sets those of queries and keys that are not given."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class AttentionOptions:
+    """The options of `steplab attention` beside its cells."""
+
+    grid: Annotated[
+        str | None,
+        Declared(
+            help="Preset (peers, study, long, choice, tiny) or TOML file", default_words="peers on a GPU, else tiny"
+        ),
+    ] = None
+    passes: Annotated[Sequence[str], Declared(help="Passes to time", key="pass")] = PASSES
+    repeats: Annotated[
+        int | None,
+        Declared(help="Samples of each pass", default_words="10 to 100, by its duration"),
+    ] = None
+    errors: Annotated[bool, Declared(help="Measure the error of each result against float64")] = True
+    device: Device = "auto"
+    """The device of all cells."""
+    seed: Annotated[int, Declared(help="Seed of the random inputs")] = 0
+
+
+ATTENTION = Benchmark(
+    name="attention", what="attention by itself", timeout="10min", cells=FIELDS, options=AttentionOptions
+)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -160,11 +186,7 @@ class AttentionStudy:
     """Seed of the random inputs."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_s", "measured_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a time, not {getattr(self, name)}")
-        if not 1 <= self.least_repeats <= self.most_repeats:
-            raise UserError("the number of repeats must be at least 1")
+        check_sampling(self)
         if not -(2**63) <= self.seed < 2**63:
             raise UserError(f"seed must be of 64 bits, not {self.seed}")
 
@@ -199,7 +221,7 @@ def cells_of_grid(
 
 def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequence[object]]:
     """The grid with its fields replaced; `sequence` also replaces `queries` and `keys`, and these replace it."""
-    lists = {name: list(value) if isinstance(value, list) else [value] for name, value in grid.items()}
+    lists = as_grid(grid)
     if "sequence" in overrides:
         lists.pop("queries", None)
         lists.pop("keys", None)
@@ -210,13 +232,10 @@ def _overridden(grid: Mapping[str, object], overrides: Grid) -> dict[str, Sequen
 
 def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
     """The cells of all products; the first field varies slowest. Raises UserError if there are no cells."""
-    cells: dict[AttentionSpec, None] = {}
-    for grid in grids:
-        for values in itertools.product(*grid.values()):
-            cells[resolve_attention(dict(zip(grid, values, strict=True)))] = None
+    cells = cells_of_grids(grids, lambda grid: map(resolve_attention, products(grid)))
     if not cells:
         raise UserError("no cells to measure; give each field of the grid at least one value")
-    return tuple(cells)
+    return cells
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:

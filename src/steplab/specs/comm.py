@@ -5,12 +5,13 @@ bytes of one rank times the number of ranks. The part of each rank is rounded do
 keeps every part aligned.
 """
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Annotated, Literal, get_args
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal, get_args
 
 from steplab.errors import UserError
+from steplab.specs.benchmark import Benchmark, Spread, check_sampling
+from steplab.specs.resolve import Grid, products
 from steplab.specs.step_fields import Declared, declared_fields
 from steplab.units import format_message, parse_bytes
 
@@ -56,6 +57,7 @@ class CommSpec:
         int,
         Declared(
             help="Size of the whole message before rounding, as in 64kB,1MB",
+            key="size",
             default_words="on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB",
         ),
     ] = 1_000_000
@@ -125,11 +127,24 @@ class CommSpec:
         )
 
 
-FIELDS = {
-    field.key: field
-    for field in (replace(field, key=field.key.removesuffix("_bytes")) for field in declared_fields(CommSpec))
-}
+FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 """The fields of a cell, by the names of their options; each takes a list of values."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class CommOptions(Spread):
+    """The options of `steplab comm` beside its cells."""
+
+    repeats: Annotated[
+        int | None,
+        Declared(
+            help="Samples of each cell; on a GPU a sample of short calls is the mean of many",
+            default_words="10 to 200, by their duration",
+        ),
+    ] = None
+
+
+COMM = Benchmark(name="comm", what="collectives", timeout="5min", cells=FIELDS, options=CommOptions)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -155,11 +170,7 @@ class CommStudy:
     """Largest number of samples, however short they are."""
 
     def __post_init__(self) -> None:
-        for name in ("warmup_s", "measured_s"):
-            if not 0 <= getattr(self, name) < float("inf"):
-                raise UserError(f"{name} must be a time, not {getattr(self, name)}")
-        if not 1 <= self.least_repeats <= self.most_repeats:
-            raise UserError("the number of repeats must be at least 1")
+        check_sampling(self)
         if not self.cells:
             raise UserError("no cells to measure; give each list at least one value")
         largest = max(cell.world_size for cell in self.cells)
@@ -187,19 +198,20 @@ def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_
         FIELDS["device"].refuse_invalid(name)
     worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
-    cells = []
+    cells: list[CommSpec] = []
+
+    def fits(fields: Mapping[str, Any]) -> bool:
+        return bool(sizes) or fields["size_bytes"] >= _least_bytes(fields["world_size"])  # else nobody asked for it
+
     for backend in texts.get("backend") or ["nccl" if on_gpus else "gloo"]:
         for device in _devices_of(backend, texts.get("device")):
-            for world, collective, dtype, size_bytes in itertools.product(
-                worlds,
-                _served(texts.get("collective") or COLLECTIVES, _DOES.get(backend, COLLECTIVES)),
-                texts.get("dtype") or ["fp32"],
-                sizes or _SIZES_BYTES.get(device or "", [10**6]),
-            ):
-                if not sizes and size_bytes < _least_bytes(world):
-                    continue  # nobody asked for it
-                fields = {"collective": collective, "backend": backend, "device": device, "dtype": dtype}
-                cells.append(CommSpec(**fields, size_bytes=size_bytes, world_size=world))  # type: ignore[arg-type]
+            grid: Grid = {
+                "world_size": worlds,
+                "collective": _served(texts.get("collective") or COLLECTIVES, _DOES.get(backend, COLLECTIVES)),
+                "dtype": texts.get("dtype") or ["fp32"],
+                "size_bytes": sizes or _SIZES_BYTES.get(device or "", [10**6]),
+            }
+            cells += [CommSpec(backend=backend, device=device, **fields) for fields in products(grid) if fits(fields)]  # type: ignore[arg-type]
     return tuple(cells)
 
 

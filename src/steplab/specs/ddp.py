@@ -3,13 +3,16 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import product
-from typing import Literal, get_args
+from pathlib import Path
+from typing import Annotated, Literal, get_args
 
 from steplab.errors import UserError
+from steplab.specs.benchmark import Benchmark, Spread
 from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
 from steplab.specs.step_choices import AFTER, OVERLAPPED, WITH_MASTERS
 from steplab.specs.step_choices import IN_FLIGHT as WITH_UPDATE
+from steplab.specs.step_fields import Declared, StepField
 
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
@@ -19,11 +22,23 @@ WITH_TRANSPORT = ("bucketed", "sharded")
 """Kinds of variant that have a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
-CHOSEN_BY_THE_STUDY = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
+_CHOSEN_HERE = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
     "device",
     "update",
 }
 """Fields of a step that cannot be given, because the study itself spreads the step over ranks."""
+SMALL_STEP = {"context": 64, "batch": 2}
+"""Defaults on a CPU."""
+_TOLD = {
+    "batch": ("Sequences in a micro-step, on each rank", "4; on a CPU 2"),
+    "context": ("Tokens per sequence", "128; on a CPU 64"),
+    "compile": (
+        "What is compiled: off (eager), or block (each block by itself, so that gradients appear as the backward pass "
+        "proceeds)",
+        "off",
+    ),
+}
+"""Help and default of the fields of a step that have other defaults or choices here."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
@@ -166,24 +181,87 @@ class DdpStudy:
         return self.step.tokens_of_all * self.processes
 
 
-def refuse_what_none_uses(
-    names: Sequence[str],
-    bucket_sizes_mb: Sequence[float] | None,
-    transports: Sequence[str] | None,
-    updates: Sequence[str] | None,
-) -> None:
-    """Raise UserError if bucket sizes, transports or updates are given and none of the variants uses them."""
-    kinds, whose = [name.strip().partition(":")[0] for name in names], ", ".join(map(str.strip, names))
-    sized = set(_SIZED).intersection(map(str.strip, names))
+@dataclass(frozen=True, kw_only=True, slots=True)
+class DdpOptions(Spread):
+    """The options of `steplab ddp` beside the fields of the step of each rank."""
+
+    variants: Annotated[
+        Sequence[str],
+        Declared(
+            help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
+            "bucket size alone",
+            earlier="contenders",
+            group="variants",
+        ),
+    ] = KINDS[1:]
+    bucket_sizes: Annotated[
+        Sequence[object] | None,
+        Declared(
+            help="Bucket sizes of bucketed and torch_ddp, in units of 1e6 bytes",
+            default_words="1,10,100,1000; on a CPU 0.1,1,10",
+            group="variants",
+        ),
+    ] = None
+    transport: Annotated[
+        Sequence[str] | None,
+        Declared(
+            help="Transport of bucketed and sharded: collectives, peer_copy (between GPUs of one host), or both",
+            default_words=COLLECTIVES,
+            group="variants",
+        ),
+    ] = None
+    update: Annotated[
+        Sequence[str] | None,
+        Declared(
+            help="When overlap and bucketed update parameters: after (all gradients have arrived), overlapped (a "
+            "fourth of them at a time, as soon as its gradients have arrived), or both",
+            default_words=AFTER,
+            group="variants",
+        ),
+    ] = None
+    profiled_steps: Annotated[
+        int,
+        Declared(help="Number of steps of each variant that are traced for its timeline; 0 traces none"),
+    ] = 2
+    traces: Annotated[
+        str | None,
+        Declared(help="Folder in which to keep the traces, one file per variant", parse=Path),
+    ] = None
+
+
+def _of_rank(field: StepField) -> StepField:
+    if field.key not in _TOLD:
+        return field
+    told, default = _TOLD[field.key]
+    return replace(field, choices=(), about=replace(field.about, help=told, meanings={}, default_words=default))
+
+
+DDP = Benchmark(
+    name="ddp",
+    what="data parallelism",
+    timeout="10min",
+    cells={key: _of_rank(field) for key, field in FIELDS.items() if key not in _CHOSEN_HERE},
+    options=DdpOptions,
+)
+
+
+def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
+    """The variants that are asked for; `small`: by default with buckets for a CPU. Raises UserError also if bucket
+    sizes, transports or updates are given and none of the variants uses them."""
+    given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
+    sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
+    found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))
+    names = [name.strip() for name in asked.variants]
+    kinds = {name.partition(":")[0] for name in names}
     for what, option, given, having, used in (
-        ("bucket sizes have", "--bucket-sizes", bucket_sizes_mb, _SIZED, sized),
-        ("a transport has", "--transport", transports, WITH_TRANSPORT, set(WITH_TRANSPORT).intersection(kinds)),
-        ("an update has", "--update", updates, WITH_UPDATE, set(WITH_UPDATE).intersection(kinds)),
+        ("bucket sizes have", "--bucket-sizes", given_mb or None, _SIZED, set(names)),
+        ("a transport has", "--transport", asked.transport, WITH_TRANSPORT, kinds),
+        ("an update has", "--update", asked.update, WITH_UPDATE, kinds),
     ):
-        if given is not None and not used:
-            raise UserError(
-                f"{what} no effect on {whose}; leave {option} out, or add {' or '.join(having)} to --variants"
-            )
+        if given is not None and used.isdisjoint(having):
+            whose, others = ", ".join(names), " or ".join(having)
+            raise UserError(f"{what} no effect on {whose}; leave {option} out, or add {others} to --variants")
+    return found
 
 
 def variants_of(
@@ -198,7 +276,7 @@ def variants_of(
 
     Raises UserError for an unknown name and for a size that is not a number.
     """
-    found: dict[Variant, None] = {}
+    found: list[Variant] = []
     for name in names:
         kind, _, size = name.strip().partition(":")
         if size:
@@ -211,17 +289,12 @@ def variants_of(
             sizes, transports if kind in WITH_TRANSPORT else [None], updates if kind in WITH_UPDATE else [None]
         )
         for size_mb, transport, update in choices:
-            variant = Variant(kind=kind, bucket_size_mb=size_mb, transport=transport, update=update)  # type: ignore[arg-type]
-            found[variant] = None
-    return tuple(found)
-
-
-def bucket_sizes_mb(given: Sequence[object]) -> tuple[float, ...]:
-    """The sizes in MB, which may be given as texts. Raises UserError for anything but positive numbers."""
-    return tuple(map(_megabytes, given))
+            found.append(Variant(kind=kind, bucket_size_mb=size_mb, transport=transport, update=update))  # type: ignore[arg-type]
+    return tuple(dict.fromkeys(found))
 
 
 def _megabytes(text: object) -> float:
+    """The size of a bucket from a number or its text. Raises UserError for anything but a positive number."""
     try:
         size_mb = float(str(text))
     except ValueError as error:

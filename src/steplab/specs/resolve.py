@@ -9,15 +9,18 @@ import dataclasses
 import difflib
 import itertools
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, TypeVar
 
 from steplab.errors import UserError
 from steplab.specs.model import MODEL_SIZES, SIZE_FIELDS, model_spec
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec
 from steplab.specs.step_choices import DEFAULT_MODEL, KEEPS_MASTERS, WITH_MASTERS
 from steplab.specs.step_fields import option_name
+
+Grid = Mapping[str, Sequence[object]]
+Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
@@ -32,18 +35,33 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
     return spec
 
 
-def resolve_grid(grid: Mapping[str, Sequence[object]]) -> list[StepSpec]:
+def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
+    """Fields that were given in Python or in a file as a grid: each with the list of its values, which may be one."""
+    return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
+
+
+def products(grid: Grid) -> list[dict[str, object]]:
+    """Every combination of the values, the first field varying slowest."""
+    return [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
+
+
+def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cell]]) -> tuple[Cell, ...]:
+    """The cells of all grids, each once at its first place."""
+    return tuple(dict.fromkeys(cell for grid in grids for cell in resolve(grid)))
+
+
+def resolve_grid(grid: Grid) -> list[StepSpec]:
     """The product of the lists, the first field varying slowest.
 
     A field that has an effect in some cells only is left out of the others, so that some cells may be equal. Raises
     UserError as resolve_step does.
     """
-    products = [dict(zip(grid, values, strict=True)) for values in itertools.product(*grid.values())]
-    unused = [_unused(fields, _built(fields)) for fields in products]
+    every = products(grid)
+    unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)
     return [
         resolve_step({name: value for name, value in fields.items() if name in of_no_use or name not in without})
-        for fields, without in zip(products, unused, strict=True)
+        for fields, without in zip(every, unused, strict=True)
     ]
 
 

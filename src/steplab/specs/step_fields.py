@@ -1,7 +1,7 @@
 """The declaration of a field of a step, or of a benchmark's cell, and everything that is derived from it.
 
-A declaration stands in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention` and
-`specs.comm`:
+A declaration stands in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`,
+`specs.comm` and, for the options of a benchmark, beside its cells:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
@@ -34,14 +34,18 @@ class Declared:
 
     help: str
     """Help of the option, without the choices and the default."""
+    key: str | None = None
+    """Name in study files and, with hyphens, of the option; None: the field's own name."""
+    earlier: str | None = None
+    """An earlier name, which is taken too."""
     choices: tuple[str, ...] = ()
     """The valid texts, for a field of type str whose choices come from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
     """Meaning of each choice, shown in brackets behind it in the help; for a text with a `check`, of all its forms."""
     default_words: str | None = None
     """The default in words, for the help; None: its value is shown, or nothing if there is none."""
-    group: Literal["step", "processes", "sizes"] = "step"
-    """The heading under which the option is listed."""
+    group: Literal["step", "processes", "sizes", "variants"] = "step"
+    """The heading under which the option is listed; step: none for an option beside the fields of a benchmark."""
     least: int | None = None
     """Smallest whole number that is valid."""
     above: float | None = None
@@ -100,7 +104,9 @@ class StepField:
     attribute: str
     """Name in the dataclass."""
     type: type
-    """Type of the value: int, float, bool, str or a type of its own."""
+    """Type of the value: int, float, bool, str, a type of its own, or a sequence of values."""
+    annotation: Any
+    """The type with what else may stand for it, such as None."""
     choices: tuple[str, ...]
     """The valid texts; empty if the field is not a choice."""
     default: Any
@@ -109,6 +115,11 @@ class StepField:
     """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
     """Function that reads the value from a spec; it gives None for a size of a model that is not built in."""
+
+    @property
+    def is_list(self) -> bool:
+        """Whether the value is a sequence of values, whose text has commas."""
+        return get_origin(self.type) is not None
 
     @property
     def column(self) -> str:
@@ -131,6 +142,7 @@ class StepField:
         default = self.about.default_words
         if default is None and self.default not in (None, dataclasses.MISSING):
             default = f"{self.default:g}" if self.type is float else str(self.default)
+            default = ",".join(self.default) if self.is_list else default
         return self.meaning + (f" [default: {default}]" if default else "")
 
     @property
@@ -210,9 +222,10 @@ def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = l
         choices = get_args(plain) if get_origin(plain) is Literal else about.choices
         found.append(
             StepField(
-                key=prefix + field.name.removesuffix("_name"),
+                key=prefix + (about.key or field.name.removesuffix("_name")),
                 attribute=field.name,
                 type=str if choices else plain,
+                annotation=annotated,
                 choices=choices,
                 default=field.default,
                 about=about,

@@ -24,12 +24,11 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import UserError
-from steplab.specs.resolve import resolve_grid
+from steplab.specs.resolve import Grid, as_grid, cells_of_grids, resolve_grid
 from steplab.specs.step import FIELDS, STEP_FIELDS, StepSpec, describe
 from steplab.units import counted
 from steplab.unpacking import small_file
 
-Grid = Mapping[str, Sequence[object]]
 GRIDS, STUDIES = "attention_grids", "studies"
 """The folders of presets: files of TOML that come with steplab, each by its name."""
 STEP_PARTS = ("profile", "memory", "precision")
@@ -73,14 +72,10 @@ class StudySpec:
 
 def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> StudySpec:
     """The study of all cells of the grids; the first field varies slowest. Raises UserError for an empty study."""
-    cells: list[StepSpec] = []
-    for grid in grids:
-        for cell in resolve_grid(grid):
-            if cell not in cells:
-                cells.append(cell)
+    cells = cells_of_grids(grids, resolve_grid)
     if not cells:
         raise UserError(f"study '{name}' has no cells; give at least one [[grid]] with a value for each field")
-    return StudySpec(name=name, description=description, cells=tuple(cells))
+    return StudySpec(name=name, description=description, cells=cells)
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
@@ -117,10 +112,7 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
     """The parts without duplicates, benchmarks of the machine first, because what they find is used by the others."""
-    found: list[Part] = []
-    for part in parts:
-        if part not in found:
-            found.append(part)
+    found = [part for number, part in enumerate(parts) if part not in parts[:number]]
     return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
 
 
@@ -139,11 +131,6 @@ def in_common(cells: Sequence[StepSpec]) -> list[str]:
     """What several steps have in common, in the words that describe each."""
     words = [describe(cell).split(" · ") for cell in cells]
     return [word for word in words[0] if all(word in others for others in words)]
-
-
-def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
-    """Fields that were given in Python as a grid: each with the list of its values, which may be one value."""
-    return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
@@ -179,8 +166,10 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     name, description = Path(source).stem, str(content.get("description", ""))
 
     def grids(kind: str) -> list[Grid]:
-        flat = map(_flat, content.get(kind, ()))
-        return [{**{field: _as_list(field, value) for field, value in grid.items()}, **overrides} for grid in flat]
+        flat = [as_grid(_flat(grid)) for grid in content.get(kind, ())]
+        for empty in (name for grid in flat for name, values in grid.items() if not values):
+            raise UserError(f"{empty} needs at least one value in a study")
+        return [{**grid, **overrides} for grid in flat]
 
     parts = [
         *(Part(kind=kind, step=cell) for kind in STEP_PARTS for grid in grids(kind) for cell in resolve_grid(grid)),
@@ -204,13 +193,6 @@ def _flat(grid: Mapping[str, object]) -> dict[str, object]:
         else:
             flat[name] = value
     return flat
-
-
-def _as_list(name: str, value: object) -> list[object]:
-    values = list(value) if isinstance(value, list) else [value]
-    if not values:
-        raise UserError(f"{name} needs at least one value in a study")
-    return values
 
 
 def preset_names(folder: str) -> tuple[str, ...]:

@@ -6,11 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from steplab.errors import SteplabError, UserError
+from steplab.lab.choosing import ReportedRecords, records_to_report
 from steplab.lab.explaining import findings_of
 from steplab.lab.memory import predictions_of
 from steplab.lab.memory_references import memory_references
 from steplab.lab.planning import plans_of
-from steplab.lab.reporting import ReportedRecords, records_to_report
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS

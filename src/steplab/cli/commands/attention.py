@@ -7,43 +7,30 @@ replace those of the grid.
 For example: steplab attention --sequence 256,512 --dim 64 --implementation plain,sdpa
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Group, Parameter
 
-from steplab.cli.options import GivenFields, OutputOptions, field_options
-from steplab.specs.attention import FIELDS
-from steplab.specs.layout import DEVICES_TOLD
+from steplab.cli.options import QUIET, GivenFields, OutputOptions, field_options
+from steplab.specs.attention import ATTENTION
 
 _CELLS = Group.create_ordered(
     "What is measured: every combination of the listed values, which replace the grid's; a default holds without both"
 )
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
-@field_options(FIELDS.values(), _CELLS)
-class CellOptions(GivenFields):
-    """The shapes of attention and the implementations that compute them."""
+@field_options(ATTENTION.cells.values(), _CELLS, others=ATTENTION.own)
+class AttentionOptions(GivenFields):
+    """The shapes of attention, the implementations that compute them, and how they are measured."""
 
 
 def attention(
     *,
-    grid: Annotated[
-        str | None,
-        Parameter(help="Preset (peers, study, long, choice, tiny) or TOML file [default: peers on a GPU, else tiny]"),
-    ] = None,
-    cells: CellOptions = CellOptions(),
-    passes: Annotated[str, Parameter(name="--pass", help="Passes to time")] = "forward,backward,both",
+    asked: AttentionOptions = AttentionOptions(),
     against: Annotated[
         str | None,
         Parameter(help="Implementation that speeds are relative to [default: sdpa_flash, else sdpa, else plain]"),
     ] = None,
-    repeats: Annotated[int | None, Parameter(help="Samples of each pass [default: 10 to 100, by its duration]")] = None,
-    errors: Annotated[bool, Parameter(help="Measure the error of each result against float64")] = True,
-    device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
-    seed: Annotated[int, Parameter(help="Seed of the random inputs")] = 0,
     derive: Annotated[
         bool,
         Parameter(
@@ -54,30 +41,19 @@ def attention(
     ] = False,
     gpu: Annotated[str | None, Parameter(help="GPU of the catalogue whose memory --derive compares with")] = None,
     name: Annotated[str, Parameter(help="Name of the benchmark in listings")] = "",
-    timeout: Annotated[
-        str, Parameter(help="Time without progress after which a cell is given up: 90s, 5min, 2h")
-    ] = "10min",
+    timeout: Annotated[str, Parameter(help=QUIET)] = ATTENTION.timeout,
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit_document, say_stored
-    from steplab.cli.progress import ProgressLine
+    from steplab.cli.progress import measuring
     from steplab.errors import UserError
     from steplab.lab.attention import account_for_memory, attention_study, measure_attention
     from steplab.report.attention.document import account_document, attention_cell_line, report_against
-    from steplab.units import parse_duration
 
     chosen = chosen_format(out.format, out)
     if gpu is not None and not derive:
         raise UserError("--gpu needs --derive, because measurements are made on this machine; add --derive")
-    study = attention_study(
-        grid,
-        cells.grid(),
-        pass_=tuple(part.strip() for part in passes.split(",")),
-        device=device,
-        repeats=repeats,
-        errors=errors,
-        seed=seed,
-    )
+    study = attention_study({**asked.grid(), **asked.options()})
     if derive:
         account = account_for_memory(study.cells, gpu, store=out.store)
         emit_document(account_document(account), chosen, out)
@@ -85,15 +61,8 @@ def attention(
     columns = list(dict.fromkeys(cell.column for cell in study.cells))
     if against is not None and against not in columns:
         raise UserError(f"--against '{against}' is not among the implementations; choose one of {'; '.join(columns)}")
-    with ProgressLine() as line:
-        run = measure_attention(
-            study,
-            name=name,
-            store=out.store,
-            timeout_s=parse_duration(timeout),
-            on_progress=line.alive,
-            on_cell=lambda index, cell: line.done(index + 1, len(study.cells), attention_cell_line(cell)),
-        )
+    with measuring(len(study.cells), attention_cell_line, name, timeout, out) as how:
+        run = measure_attention(study, **how)
     emit_document(report_against(against).document(run), chosen, out, stored=run.id)
     say_stored("benchmark", run.id)
     return 1 if all(cell.failure for cell in run.cells) else 0

@@ -7,13 +7,18 @@ from typing import Annotated
 
 from cyclopts import Parameter
 
-from steplab.cli.options import PageOptions
-from steplab.specs.layout import DEVICES_TOLD
+from steplab.cli.options import GivenFields, PageOptions, field_options
+from steplab.specs.benchmark import DOCTOR
+
+
+@field_options((), others=DOCTOR.own)
+class DoctorOptions(GivenFields):
+    """What is examined."""
 
 
 def doctor(
     *,
-    device: Annotated[str, Parameter(help=f"Device: {DEVICES_TOLD}")] = "auto",
+    asked: DoctorOptions = DoctorOptions(),
     timeout: Annotated[str, Parameter(help="Time after which the measurement is given up: 90s, 5min, 2h")] = "10min",
     out: PageOptions = PageOptions(),
 ) -> None:
@@ -25,5 +30,6 @@ def doctor(
 
     chosen = chosen_format(out.format, out)
     with ProgressLine() as line:
-        ceilings = examine(device=device, store=out.store, timeout_s=parse_duration(timeout), on_progress=line.within)
+        timeout_s = parse_duration(timeout)
+        ceilings = examine(**asked.options(), store=out.store, timeout_s=timeout_s, on_progress=line.within)
     emit_document(REPORT.document(ceilings), chosen, out, stored=ceilings.id)

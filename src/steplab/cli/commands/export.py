@@ -36,7 +36,7 @@ def export(
     out: FileOptions = FileOptions(),
 ) -> None:
     from steplab.errors import UserError
-    from steplab.lab.reporting import refuse_several
+    from steplab.lab.choosing import refuse_several
 
     refuse_several({"ids": bool(ids), "a study": study is not None})
     if tracker:
@@ -45,7 +45,7 @@ def export(
         _track(ids, study, tracker, out)
         return
     from steplab.cli.output import chosen_format, emit
-    from steplab.lab.comparing import records_of
+    from steplab.lab.choosing import records_of
     from steplab.lab.keeping import open_store
     from steplab.records.codec import encode_with_summary
     from steplab.records.rows import run_row
@@ -78,7 +78,7 @@ def _track(ids: tuple[str, ...], study: str | None, tracker: str, out: FileOptio
     from steplab.cli.output import say
     from steplab.cli.progress import ProgressLine
     from steplab.integrations.tracking import track, tracked
-    from steplab.lab.comparing import records_of
+    from steplab.lab.choosing import records_of
     from steplab.lab.keeping import open_store
     from steplab.units import counted
     from steplab.views.reporting import report

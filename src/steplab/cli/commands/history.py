@@ -5,7 +5,6 @@ The options of a step choose the runs; each step and device has a history of its
 For example: steplab history --model small --metric step_time
 """
 
-from dataclasses import dataclass
 from typing import Annotated
 
 from cyclopts import Parameter
@@ -14,8 +13,6 @@ from steplab.cli.options import GivenFields, PageOptions, step_options
 from steplab.specs.step import FIELDS
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @step_options(changed={field.key: field.meaning for field in FIELDS.values()})
 class ChosenSteps(GivenFields):
     """Values of a step's fields, by which runs are chosen."""
@@ -32,7 +29,7 @@ def history(
     out: PageOptions = PageOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, emit_document
-    from steplab.lab.history import history as histories_of
+    from steplab.lab.comparing import history as histories_of
     from steplab.report.history.document import history_document
     from steplab.units import parse_share
 

@@ -27,7 +27,7 @@ def import_(
     store: StoreOptions = StoreOptions(),
 ) -> None:
     from steplab.cli.output import say
-    from steplab.lab.importing import import_files
+    from steplab.lab.keeping import import_files
     from steplab.units import counted
 
     added, already = import_files(files, store.store, limits=reading.limits())

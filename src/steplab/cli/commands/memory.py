@@ -38,7 +38,7 @@ def memory(
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say, say_stored
-    from steplab.cli.progress import ProgressLine, shown
+    from steplab.cli.progress import measuring_step, say_failed, shown
     from steplab.lab.memory import marks_beside
     from steplab.lab.memory import memory as measure_and_watch
     from steplab.lab.memory_references import memory_references
@@ -56,20 +56,12 @@ def memory(
         except Unsupported as unsupported:  # reported first; the measurement goes on
             refuse_planning_only(spec.model)
             say(f"steplab: the step is measured without a prediction: {unsupported.why}")
-    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
-        record = measure_and_watch(
-            spec,
-            name=measured.name,
-            store=out.store,
-            snapshot=snapshot,
-            force=out.force,
-            timeout_s=measured.timeout_s(),
-            on_progress=line.within,
-        )
+    with measuring_step(spec, measured, out) as how:
+        record = measure_and_watch(spec, snapshot=snapshot, force=out.force, **how)
     references = memory_references([record], out.store) if chosen not in ("json", "csv") else None
     show_memory(record, chosen, out, prediction=prediction, references=references)
     if record.failure:
-        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        say_failed(record)
         return 1
     if record.memory_profile is None:
         say(f"steplab: {'; '.join(note for note in record.notes if note.startswith('memory: '))}")

@@ -3,7 +3,6 @@
 For example: steplab plan time --model 2.7b --precision bf16 --gpu "H100 SXM"
 """
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated
 
 from cyclopts import App, Parameter
@@ -22,8 +21,6 @@ _OF_MEASURING = ("warmup", "steps", "seed")
 """Fields of a step that have no effect on what is predicted."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @step_options(without=_OF_MEASURING)
 class PlannedStepOptions(GivenFields):
     """The step that is predicted. `plan steps` takes a list for each option: --context 128,256."""
@@ -157,8 +154,6 @@ _OF_LAYOUTS = (
 """Fields of a step that follow from a layout, or have no effect on it."""
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @step_options(without=_OF_LAYOUTS)
 class JobOptions(GivenFields):
     """The step that is spread over GPUs."""
@@ -290,8 +285,6 @@ def check(*, out: PageOptions = PageOptions()) -> None:
 _OF_A_MODEL = ("model", "batch", "context", *(field.key for field in SIZE_FIELDS))
 
 
-@Parameter(name="*")
-@dataclass(frozen=True, kw_only=True)
 @step_options(without=[key for key in FIELDS if key not in _OF_A_MODEL])
 class ModelOptions(GivenFields):
     """A model, and the batch whose activations are counted."""

@@ -31,27 +31,19 @@ def profile(
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, say
-    from steplab.cli.progress import ProgressLine
+    from steplab.cli.progress import measuring_step, say_failed
     from steplab.lab.profiling import is_recorded_elsewhere
     from steplab.lab.profiling import profile as measure_and_profile
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out, beside=[trace])
-    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
+    with measuring_step(spec, measured, out) as how:
         record = measure_and_profile(
-            spec,
-            name=measured.name,
-            store=out.store,
-            profiled_steps=profiled_steps,
-            trace=trace,
-            force=out.force,
-            nsys=nsys,
-            timeout_s=measured.timeout_s(),
-            on_progress=line.within,
+            spec, profiled_steps=profiled_steps, trace=trace, force=out.force, nsys=nsys, **how
         )
     show_profile(record, chosen, out)
     if record.failure:
-        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        say_failed(record)
         return 1
     if record.profile is None:
         reasons = [note for note in record.notes if note.startswith("profile: ")]

@@ -29,7 +29,7 @@ def report(
     out: PageOptions = PageOptions(),
 ) -> None:
     from steplab.cli.output import chosen_format, write_report
-    from steplab.lab.reporting import records_to_report
+    from steplab.lab.choosing import records_to_report
 
     chosen = chosen_format(out.format, out)
     selection = records_to_report(ids, study=study, name=name, store=out.store)

@@ -15,26 +15,20 @@ def run(
     measured: MeasurementOptions = MeasurementOptions(),
     out: OutputOptions = OutputOptions(),
 ) -> int:
-    from steplab.cli.output import chosen_format, emit_document, say
-    from steplab.cli.progress import ProgressLine
+    from steplab.cli.output import chosen_format, emit_document
+    from steplab.cli.progress import measuring_step, say_failed
+    from steplab.lab.machine import is_first_rank, is_told_here
     from steplab.lab.measuring import measure
-    from steplab.lab.processes import is_first_rank, is_told_here
     from steplab.report.runs import REPORT
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out)
-    with ProgressLine(num_steps=spec.warmup + spec.steps) as line:
-        record = measure(
-            spec,
-            name=measured.name,
-            store=out.store,
-            timeout_s=measured.timeout_s(),
-            on_progress=line.within,
-        )
+    with measuring_step(spec, measured, out) as how:
+        record = measure(spec, **how)
     if is_first_rank():
         emit_document(REPORT.documents([record])[0], chosen, out, stored=record.id)
     if record.failure is None:
         return 0
     if is_told_here(record.failure):
-        say(f"steplab: {record.status.replace('_', ' ')}: {record.failure.message}")
+        say_failed(record)
     return 1

@@ -32,8 +32,7 @@ def study(
 ) -> int:
     from steplab.cli.output import emit, say
     from steplab.cli.sweeps import run_study
-    from steplab.lab.study_parts import jobs_of
-    from steplab.lab.sweeping import missing_jobs
+    from steplab.lab.sweeping import jobs_of, missing_jobs
     from steplab.specs.layout import MOST_PROCESSES
     from steplab.specs.study import fitted, load_study
     from steplab.units import counted

@@ -45,8 +45,7 @@ def sweep(
     from steplab.cli.sweeps import run_study
     from steplab.errors import UserError
     from steplab.lab.planning import plan_steps
-    from steplab.lab.study_parts import jobs_of
-    from steplab.lab.sweeping import missing_jobs
+    from steplab.lab.sweeping import jobs_of, missing_jobs
     from steplab.report.plan.steps import forecast_lines, forecast_summary
     from steplab.specs.hardware import hardware_named
     from steplab.specs.study import Part, StudySpec, study_from_grids
