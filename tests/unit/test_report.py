@@ -244,6 +244,17 @@ def test_sizes_become_the_axis_and_the_rest_colour() -> None:
     assert len(panels) == 1
 
 
+@pytest.mark.parametrize(("attention", "num_panels"), [(["plain"], 1), (["plain", "sdpa"], 2)])
+def test_a_panel_has_no_more_colours_than_can_be_told_apart(attention: list[object], num_panels: int) -> None:
+    axes: dict[str, list[object]] = {
+        "context": [128, 256],
+        "precision": ["fp32", "bf16"],
+        "compile": ["off", "default"],
+    }
+    layout, panels = arrange(cells_of(grid(axes | {"attention": attention})))
+    assert (len(panels), len(layout.series)) == (num_panels, 4)
+
+
 def test_many_cells_are_split_into_panels_and_none_is_lost() -> None:
     axes: dict[str, list[object]] = {
         "model": ["small", "medium", "large", "xl", "2.7b"],

@@ -415,6 +415,32 @@ def test_what_stays_in_float32_is_named_and_one_record_alone_says_what_it_can() 
     )
 
 
+@pytest.mark.parametrize(
+    ("before", "after", "told"),
+    [
+        ({"optimizer_state": 1000}, {"optimizer_state": 500}, "optimizer state shrinks from 1000 MiB to 500 MiB"),
+        ({"optimizer_state": 9, "inputs": 9}, {"optimizer_state": 9}, "Optimizer state stays at 9.00 MiB"),
+        ({"inputs": 9}, {"inputs": 9, "optimizer_state": 8}, "optimizer state adds 8.00 MiB"),
+        ({"inputs": 9, "activations": 8}, {"inputs": 9}, "the 8.00 MiB of activations disappear (-8.00 MiB)"),
+        ({"inputs": 9}, {"inputs": 9}, "the peak is the same: 9.00 MiB"),
+        ({"inputs": 8}, {"inputs": 9}, "the peak is 12.5 % higher: 9.00 MiB, against 8.00 MiB with fp32"),
+    ],
+)
+def test_a_change_of_the_peak_is_told_by_what_it_is_to_each_category(
+    before: dict[str, int], after: dict[str, int], told: str
+) -> None:
+    (sentence,) = precision_sentences(like(BF16, after, saved=()), like(FP32, before))
+    assert told in sentence
+    _, moments = precision_sentences(like(BF16, after, saved=(), peak_phase="optimizer"), like(FP32, before))
+    assert moments.endswith("with fp32 in backward, with bf16 autocast in optimizer.")
+
+
+def test_what_recomputation_keeps_is_named_by_it() -> None:
+    kept = SavedTensors(module="blocks.*", op="", shape=(1,), dtype="float32", count=1, stored_bytes=MIB)
+    assert saved_by(kept, CHECKPOINTED.spec) == "checkpointing in blocks.*"
+    assert saved_by(kept, FP32.spec) == "a tensor in blocks.*"
+
+
 def test_nothing_is_said_of_a_choice_that_was_not_made_or_has_nothing_beside_it() -> None:
     assert list(precision_sentences(FP32, FP32)) == []
     assert list(checkpointing_sentences(FP32, FP32)) == list(checkpointing_sentences(CHECKPOINTED, None)) == []

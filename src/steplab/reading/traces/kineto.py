@@ -86,7 +86,9 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     Raises NotATrace if it is not such a document, or if nothing in its list is an event.
     """
     document = Document(
-        source, keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds"), chunk_bytes=chunk_bytes
+        source,
+        keep=("deviceProperties", "distributedInfo", "baseTimeNanoseconds", "host_name"),
+        chunk_bytes=chunk_bytes,
     )
     collector = Collector(messages=messages)
     document.read(collector)
@@ -98,6 +100,7 @@ def read_kineto(source: Unpacked, *, chunk_bytes: int, messages: bool = False) -
     collector.add_steps()
     listed = _listed_devices(document.members.get("deviceProperties"))
     builder.rank = _world(document.members.get("distributedInfo")).rank
+    builder.host = str(document.members.get("host_name", b""), "utf-8", "replace").strip('"')
     builder.base_ns = _world(b'{"base": %s}' % document.members.get("baseTimeNanoseconds", b"0")).base
     builder.lists_gpu = bool(listed)
     builder.device_names = listed

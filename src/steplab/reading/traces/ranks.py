@@ -28,6 +28,7 @@ from steplab.records.profile import CATEGORIES, Profile, Timeline
 from steplab.records.traced_ranks import Meeting, PathPart, RankTimes, TracedRanks
 
 MOST_STEPS = 20
+_WOKEN_NS = 5e6
 _KINDS = {
     re.compile(pattern, re.I): kind
     for pattern, kind in {
@@ -61,6 +62,7 @@ class RankTrace:
     """What is kept of one rank's trace; totals of all its steps."""
 
     rank: int | None
+    host: str
     num_steps: int
     window_ns: int
     compute_ns: int
@@ -106,6 +108,7 @@ def rank_trace(trace: Trace, step_range: str | None = None) -> RankTrace:
     begin_ns = last_ns if on_host else int(activity.start_ns[activity.step == activity.step.max()].min())
     return RankTrace(
         rank=trace.rank,
+        host=trace.host,
         num_steps=len(labels),
         window_ns=window_ns,
         compute_ns=length(*computed),
@@ -177,7 +180,7 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
             num.setdefault(of, set()).add(count)
     # Ranks that made other numbers of calls did not make the same ones.
     met = {key: calls for key, calls in met.items() if len(calls) > 1 and len(num[key[:3]]) == 1}
-    ahead_ns = _clocks(list(by_rank), list(met.values()))
+    ahead_ns = _clocks({rank: trace.host for rank, trace in by_rank.items()}, list(met.values()))
     late_ns, num_last = Counter[int](), Counter[int]()
     rows: dict[_Key, list[tuple[int, float, float, float, Call]]] = {}
     for (_, kind, group, number), calls in met.items():
@@ -226,9 +229,12 @@ def _since(zero_ns: int, trace: RankTrace) -> RankTrace:
     return replace(trace, begins_ns=trace.begins_ns - zero_ns, ends_ns=trace.ends_ns - zero_ns, calls=tuple(calls))
 
 
-def _clocks(ranks: list[int], meetings: list[dict[int, Call]]) -> dict[int, float]:
-    """By how much each rank's clock is ahead of the first one's, in ns; 0 where nothing connects them."""
-    ahead_ns = {ranks[0]: 0.0}
+def _clocks(hosts: dict[int, str], meetings: list[dict[int, Call]]) -> dict[int, float]:
+    """By how much each rank's clock is ahead of the first one's, in ns; 0 where nothing connects them.
+
+    Ranks of one machine have one clock, unless their ends differ by more than processes take to be woken.
+    """
+    ahead_ns = {next(iter(hosts)): 0.0}
     while True:
         differences: dict[int, list[float]] = {}
         for calls in meetings:
@@ -237,8 +243,11 @@ def _clocks(ranks: list[int], meetings: list[dict[int, Call]]) -> dict[int, floa
                 if rank not in ahead_ns:
                     differences.setdefault(rank, []).append(calls[rank].end_ns - median(known))
         if not differences:
-            return dict.fromkeys(ranks, 0.0) | ahead_ns
-        ahead_ns |= {rank: median(values) for rank, values in differences.items()}
+            return dict.fromkeys(hosts, 0.0) | ahead_ns
+        for rank, values in differences.items():
+            here = [ahead_ns[known] for known in ahead_ns if hosts[known] == hosts[rank] != ""]
+            found = median(values)
+            ahead_ns[rank] = here[0] if here and abs(found - here[0]) < _WOKEN_NS else found
 
 
 def _meeting(

@@ -147,6 +147,8 @@ class Trace:
 
     rank: int | None = None
     """The rank of the process, if the file says so."""
+    host: str = ""
+    """The name of the machine; '' if the file does not say."""
     base_ns: int = 0
     """What its times begin at, in nanoseconds since 1970."""
     messages: Mapping[tuple[int, int], Message] = field(default_factory=dict)
@@ -201,6 +203,7 @@ class TraceBuilder:
         self.unknown: Mapping[str, int] = {}
         """The number of timed events of each category that is not read."""
         self.rank: int | None = None
+        self.host = ""
         self.base_ns = 0
         self.messages: dict[tuple[int, int], Message] = {}
         self.names = Numbering[str]()
@@ -241,6 +244,7 @@ class TraceBuilder:
             lists_gpu=self.lists_gpu,
             unknown=self.unknown,
             rank=self.rank,
+            host=self.host,
             base_ns=self.base_ns,
             messages=self.messages,
         ).with_ranges(is_range)
