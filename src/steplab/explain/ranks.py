@@ -7,7 +7,7 @@ from statistics import median
 
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
-from steplab.records.traced_ranks import RankTimes, TracedRanks
+from steplab.records.traced_ranks import TracedRank, TracedRanks
 from steplab.units import format_percent, format_rate, format_time
 
 CONSIDERABLE = 0.03
@@ -77,7 +77,7 @@ def imbalance(case: Case) -> Finding | None:
     )
 
 
-def _beyond_mean_s(seen: TracedRanks, rank: RankTimes) -> float:
+def _beyond_mean_s(seen: TracedRanks, rank: TracedRank) -> float:
     return rank.compute_s - sum(each.compute_s for each in seen.ranks) / len(seen.ranks)
 
 

@@ -80,9 +80,11 @@ _DEEP = 12
 
 
 def _deep_model(spec: StepSpec) -> SpreadModel | None:
-    """A model of many blocks that are alike, whose step is put together from the parts of one with two; None: it is
-    traced whole. Optimizers that hold memory of their own while they update are followed there alone."""
-    if spec.optimizer not in ("adamw_fused", "sgd") or spec.updates_in_backward or spec.micro_steps > 1:
+    """A configuration of many blocks that are alike, whose step is put together from the parts of one with two; None:
+    it is traced whole. Optimizers that hold memory of their own while they update are followed there alone."""
+    if spec.model.kind != "hf" or spec.optimizer not in ("adamw_fused", "sgd"):
+        return None
+    if spec.updates_in_backward or spec.micro_steps > 1:
         return None
     with suppress(Unsupported):
         model = spread_model(spec)

@@ -115,14 +115,18 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
     """What compiling the model leaves of the eager step of `spec`; arguments and errors as of `predict_step_time`."""
     known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # overlapped is not compiled whole
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
-    host, updates = gpu.rates.host, _num_kernels([part for part in eager if part.phase == "optimizer"])
+    updates = _num_kernels([part for part in eager if part.phase == "optimizer"])
+    eager_host_s, compiled_host_s = (
+        predict_step_time(dataclasses.replace(known, compile=mode), gpu, operators).step.host_s
+        for mode in ("off", "default")
+    )
     before, after = (_num_kernels(parts) - updates for parts in (eager, compiled))
     eager_s = _memory_bound_s(eager, gpu)
     return CompiledShares(
         memory_bound=_memory_bound_s(compiled, gpu) / eager_s if eager_s else 1.0,
         products=_throttling_of(compiled, gpu) / _throttling_of(eager, gpu),
         kernels=after / before,
-        host=(host.compiled_s * after + host.eager_s * updates) / (host.eager_s * (before + updates)),
+        host=compiled_host_s / eager_host_s,
         reads_at=_places(READS_A_VALUE, operators or ()),
         made_at=_places(MADE_BY_HOST, operators or ()),
     )

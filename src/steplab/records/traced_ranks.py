@@ -9,7 +9,7 @@ from steplab.records.profile import Timeline
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RankTimes:
+class TracedRank:
     """One rank; compute, exposed and idle sum to the step, but for copies that run alone (HTA's temporal breakdown)."""
 
     rank: int
@@ -76,7 +76,7 @@ class TracedRanks:
 
     num_steps: int
     """Number of steps that every trace has."""
-    ranks: tuple[RankTimes, ...]
+    ranks: tuple[TracedRank, ...]
     """The ranks in order."""
     meetings: tuple[Meeting, ...]
     """The collectives of a step, the one waited for longest first."""

@@ -25,7 +25,7 @@ from steplab.reading.traces.steps import last_steps, step_ranges, with_steps
 from steplab.reading.traces.times import possible
 from steplab.reading.traces.trace import NONE, Column, Message, Ranges, Trace
 from steplab.records.profile import CATEGORIES, Profile, Timeline
-from steplab.records.traced_ranks import Meeting, PathPart, RankTimes, TracedRanks
+from steplab.records.traced_ranks import Meeting, PathPart, TracedRank, TracedRanks
 
 MOST_STEPS = 20
 _WOKEN_NS = 5e6
@@ -201,7 +201,7 @@ def side_by_side(traces: Sequence[RankTrace]) -> TracedRanks:
     return TracedRanks(
         num_steps=min(trace.num_steps for trace in traces),
         ranks=tuple(
-            RankTimes(
+            TracedRank(
                 rank=rank,
                 step_s=trace.window_ns / trace.num_steps / 1e9,
                 compute_s=trace.compute_ns / trace.num_steps / 1e9,

@@ -11,7 +11,7 @@ from steplab.report.kit.timelines import step_end_ns, step_picture
 
 _MOST_MEETINGS = 20
 _ROWS = {0: "compute", 1: "messages"}
-"""Names of the rows of RankTimes.timeline."""
+"""Names of the rows of TracedRank.timeline."""
 
 
 def ranks_section(seen: TracedRanks) -> Section:
