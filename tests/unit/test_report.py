@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.axes import Axes
 from tests.rendering import rows_text, run_text, sheet_of
 from tests.runs import grid, make_run, out_of_memory, recorder_run
 from tests.unit.memory_records import watched_run
@@ -242,6 +243,19 @@ def test_sizes_become_the_axis_and_the_rest_colour() -> None:
     assert (layout.outer, layout.inner, layout.series) == ("model", "context", ("fp32", "bf16"))
     assert layout.positions == (("small", "128"), ("small", "256"), ("medium", "128"), ("medium", "256"))
     assert len(panels) == 1
+
+
+def test_a_curve_of_steps_has_a_line_at_their_median(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[float] = []
+    monkeypatch.setattr(Axes, "axhline", lambda self, y, **options: drawn.append(y))
+    run = make_run()
+    assert run.timing is not None
+    step = run.timing.phase("step")
+    assert step is not None
+    chart = curves.warmup_curves(cells_of([run]))
+    assert chart is not None
+    assert chart.pictures[0].svg
+    assert statistics.median(step.best_s) in drawn
 
 
 @pytest.mark.parametrize(("attention", "num_panels"), [(["plain"], 1), (["plain", "sdpa"], 2)])
