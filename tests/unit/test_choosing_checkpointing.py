@@ -83,7 +83,7 @@ def test_of_a_transformers_model_every_layer_is_recomputed_or_none(tmp_path: Pat
     config |= {"num_attention_heads": 2, "vocab_size": 31}
     path = tmp_path / "config.json"
     path.write_text(json.dumps(config))
-    spec = resolve_step({"model": f"hf:{path}", "compile": "default", "checkpointing": "auto", "context": 2048})
+    spec = resolve_step({"model": f"hf:{path}", "checkpointing": "auto", "context": 2048})
     none, full = (
         memory_of(dataclasses.replace(spec, checkpointing=name)).safe_device_bytes for name in ("none", "full")
     )

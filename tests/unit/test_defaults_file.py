@@ -34,7 +34,7 @@ def test_a_table_has_the_defaults_of_its_command(project: Path) -> None:
     )
     run = asked("run", "--steps", "3")
     measured = run["measured"]
-    assert (measured.step.model, measured.step.num_layers, measured.step.steps) == ("small", "2", "3")
+    assert measured.step.fields() == {"model": "small", "model.num_layers": "2", "steps": "3"}
     assert measured.timeout == "5min"
     assert run["out"].store == project / "runs.db"
     assert asked("plan", "memory")["gpu"] == "H100 SXM"
@@ -46,8 +46,8 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
     pieces = list(blocks((REPOSITORY / "docs" / "settings.md").read_text(encoding="utf-8")))
     (example,) = (piece.text for piece in pieces if piece.language == "toml")
     (project / "steplab.toml").write_text(example)
-    assert asked("run")["measured"].step.num_layers == "6"
-    assert asked("sweep")["step"].context == "128,256"
+    assert asked("run")["measured"].step.fields()["model.num_layers"] == "6"
+    assert asked("sweep")["step"].grid()["context"] == ["128", "256"]
     assert asked("plan", "memory")["gpu"] == "H100 SXM"
     for piece in pieces:
         if piece.language == "sh":
@@ -60,11 +60,11 @@ def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkey
     others = project.stat().st_uid + 1
     monkeypatch.setattr("os.getuid", lambda: others)
     monkeypatch.setattr("steplab.cli.defaults._ROOT", others)
-    assert asked("run")["measured"].step.steps == "7"  # of a colleague, in a folder that is not open to all
+    assert asked("run")["measured"].step.fields()["steps"] == "7"  # of a colleague, in a folder that is not open to all
     project.chmod(0o777)
     with pytest.warns(Remark, match="is not read: it is another user's"):
         given = asked("run")
-    assert "measured" not in given or given["measured"].step.steps is None
+    assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
 
 @pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() != 0, reason="root alone gives files to others")
@@ -81,14 +81,14 @@ def test_what_another_user_put_into_a_shared_folder_stops_nothing(project: Path,
     os.lchown(there, 4321, -1)
     with pytest.warns(Remark, match="is not read: it is another user's"):
         given = asked("run")
-    assert "measured" not in given or given["measured"].step.steps is None
+    assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
 
 def test_the_nearest_file_is_read_alone(project: Path) -> None:
     (project / "steplab.toml").write_text("[run]\nsteps = 7\n")
-    assert asked("run")["measured"].step.steps == "7"
+    assert asked("run")["measured"].step.fields()["steps"] == "7"
     (project / "below" / "steplab.toml").write_text("[run]\nwarmup = 2\n")
-    assert (asked("run")["measured"].step.steps, asked("run")["measured"].step.warmup) == (None, "2")
+    assert asked("run")["measured"].step.fields() == {"warmup": "2"}
 
 
 @pytest.mark.parametrize(

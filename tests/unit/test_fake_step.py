@@ -463,11 +463,15 @@ def test_masters_are_traced_without_their_optimizer_and_refused_where_there_are_
 
 def test_a_configuration_of_transformers_is_traced(gpt2: str) -> None:
     spec = resolve_step({"model": gpt2, "context": "64", "attention": "sdpa"})
-    traced, counted = plan_memory(spec), predict_memory(spec)
-    assert (traced.kind, counted.kind) == ("traced", "at_least")
-    for category in ("parameters", "optimizer_state"):  # besides step numbers and tables, which the count has too
-        assert traced.at_peak[category] == pytest.approx(counted.at_peak[category], rel=1e-3)
-    assert traced.peak_bytes > counted.peak_bytes
+    traced = plan_memory(spec)
+    assert traced.kind == "traced"
+    with pytest.raises(Unsupported, match="its operators are known by a trace alone"):
+        predict_memory(spec)
+    module = build_workload(spec, torch.device("meta")).module
+    assert module is not None
+    for category, copies in (("parameters", 1), ("optimizer_state", 2)):
+        of_weights = copies * 4 * sum(parameter.numel() for parameter in module.parameters())
+        assert traced.at_peak[category] == pytest.approx(of_weights, rel=1e-2), "besides step numbers and tables"
     by_parts, by_trace = predict_parts(spec), sum(op.flops for op in operators_of_fake(spec) if op.kind == "matmul")
     assert by_trace == by_parts
 
@@ -481,9 +485,9 @@ def predict_parts(spec: StepSpec) -> float:
     return sum(part.flops for part in parts if part.kind == "matmul")
 
 
-def test_experts_are_refused_where_their_grouped_product_does_not_serve_the_format(tmp_path: Path) -> None:
+def test_experts_are_predicted_in_fp32_too(tmp_path: Path) -> None:
+    """torch refuses their grouped product in fp32 without content alone."""
     path = tmp_path / "moe.json"
     path.write_text('{"model_type": "mixtral", "num_local_experts": 8}')
-    for predict in (plan_time, plan_memory):
-        with pytest.raises(Unsupported, match="Expected inputs of BF16 type"):
-            predict(f"hf:{path}")
+    assert plan_time(f"hf:{path}").central_s > 0
+    assert plan_memory(f"hf:{path}").peak_bytes > 0

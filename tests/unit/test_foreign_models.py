@@ -246,7 +246,26 @@ def told() -> list[Run]:
     return [*small, *(run for run in recorded() if run.spec and run.spec.layout.world_size > 1 and run not in small)]
 
 
-@pytest.mark.parametrize("run", told(), ids=lambda run: f"{run.spec.model.label}-{run.spec.compile}-{run.id}")
+_LONG = (
+    "gemma3_text-S-default",
+    "gpt2-S-default",
+    "qwen2-M-default",
+    "gemma3_text-S-off",
+    "qwen3-S-off",
+    "mixtral-S-off",
+)
+"""Steps whose traces take ten seconds and more."""
+
+
+def _case(run: Run) -> Any:
+    assert run.spec is not None
+    name = f"{run.spec.model.label}-{run.spec.compile}"
+    return pytest.param(
+        run, id=f"{name}-{run.id}", marks=[pytest.mark.release] if name.removeprefix("hf:") in _LONG else []
+    )
+
+
+@pytest.mark.parametrize("run", map(_case, told()))
 def test_peaks_of_every_rank_are_those_that_were_measured(run: Run) -> None:
     assert run.spec is not None
     assert run.memory is not None

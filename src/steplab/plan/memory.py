@@ -15,6 +15,7 @@ from steplab.ops.attention.implementations import implementation
 from steplab.ops.triton_places import implementation as loss_implementation
 from steplab.plan.cards import fits_of, least_device_bytes, safe_device_bytes
 from steplab.plan.dry_run.memory import Ledger, Peak
+from steplab.plan.dry_run.parts import BEFORE, BEHIND
 from steplab.plan.dry_run.sizes import Count
 from steplab.plan.dry_run.step import OpenStep, dry_step, memory_of
 from steplab.plan.dry_run.tensors import Piece
@@ -98,7 +99,7 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
         peak_bytes=peak.num_bytes,
         at_peak=by_category(terms),
         peak_phase=peak.phase,
-        peak_where=": ".join(filter(None, (peak.piece.where, peak.piece.what))),
+        peak_where=": ".join(filter(None, (_place(peak.piece.where, kind), peak.piece.what))),
         terms=terms,
         phase_peaks=dict(ledger.phase_peaks),
         notes=tuple(notes),
@@ -111,6 +112,11 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
     )
 
 
+def _place(where: str, kind: PredictionKind) -> str:
+    """A place of the model. A trace of one without steplab's parts knows its blocks alone."""
+    return "" if kind == "traced" and where in (BEFORE, BEHIND) else where
+
+
 def workspace_of(device: str | None) -> Count:
     """Bytes of a cuBLAS handle on a GPU by torch's name for it; None: a Hopper."""
     return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
@@ -120,7 +126,8 @@ def _own_shape(spec: StepSpec, what: str) -> TransformerShape:
     """The sizes of steplab's own model. Raises Unsupported for another."""
     if spec.model.shape is None:
         needed = "torch and transformers" if spec.model.kind == "hf" else "torch"
-        raise Unsupported(what, "its operators are known by a trace alone", f"install {needed}, which trace it")
+        fix = f"install {needed}, or measure it with `steplab memory`"
+        raise Unsupported(what, "its operators are known by a trace alone", fix)
     return spec.model.shape
 
 
