@@ -44,7 +44,7 @@ docs: .venv/documented ## Build the documentation as a site: site/index.html
 	$(BIN)/mkdocs build --strict --quiet
 
 release: .venv/tested ## Build the wheel and the sdist in dist/, and try both in a clean environment
-	$(BIN)/pytest -m release tests/cli/test_packaging.py tests/unit/test_foreign_models.py
+	$(BIN)/pytest -m release tests/cli/test_packaging.py tests/unit/test_foreign_models.py tests/unit/test_trace_ranks.py
 	$(BIN)/python -m hatchling build --clean -d dist
 
 clean: ## Remove the environment and what `make run` and `make docs` made

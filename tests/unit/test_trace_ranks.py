@@ -184,6 +184,7 @@ with open(f"{folder}/took{rank}", "w") as file:
 """
 
 
+@pytest.mark.release  # a machine with other work delays ranks as well
 def test_a_rank_that_sleeps_is_found_in_a_run_of_gloo(tmp_path: Path) -> None:
     where = (tmp_path / "meeting").as_uri()
     ranks = [
