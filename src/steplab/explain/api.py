@@ -89,12 +89,12 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
             if finding.saves_s > left_s:
                 left_s = left_s if left_s > _LEFT * (step_s or 0.0) else 0.0
-                alone_s, why = (
-                    finding.saves_s,
-                    f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}.",
-                )
                 finding = dataclasses.replace(
-                    finding, saves_s=left_s or None, limited_from_s=alone_s, at_most=left_s > 0, prediction=why
+                    finding,
+                    saves_s=left_s or None,
+                    limited_from_s=finding.saves_s,
+                    at_most=left_s > 0,
+                    prediction=f"{finding.prediction} Alone it would save {format_time(finding.saves_s)}.",
                 )
             left_s -= finding.saves_s or 0.0
         yield finding

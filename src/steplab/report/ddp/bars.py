@@ -25,7 +25,7 @@ def exposed_bars(run: DdpRun) -> Bars | None:
     ]
     note = (
         "Exposed communication: the median step of the slowest rank minus the same step without communication, "
-        "measured in turns. In brackets are its bounds by the 95 % intervals of both."
+        "measured in turns. In brackets are its bounds by the 95 % interval of their ratio."
     )
     return Bars(bars=tuple(bars), note=note)
 

@@ -28,8 +28,8 @@ TERMS = (
     (
         "exposed communication",
         "Time that communication adds to a step: the step minus the same step without communication, measured in "
-        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds are the "
-        "differences of opposite ends of both medians' 95 % intervals, which makes them wide.",
+        "turns. It includes the slowdown of the computation that runs beside communication. Its bounds come "
+        "from the 95 % interval of the ratio of both steps, which are compared pair by pair.",
     ),
     (
         "alone, hidden",
@@ -89,7 +89,7 @@ _TIME_COLUMNS = (
         key="exposed_low_s",
         header="exposed, min",
         rank=1,
-        note="Min and max are its bounds by the 95 % intervals of both.",
+        note="Min and max are its bounds by the 95 % interval of their ratio.",
     ),
     Column(key="exposed_high_s", header="exposed, max", rank=1),
     Column(
