@@ -303,15 +303,18 @@ def test_doctor_measures_the_peak_that_later_runs_need_for_their_mfu(steplab: Pr
     assert "matmul" in seen.stdout
     assert "copy" in seen.stdout
     [row] = steplab("run", *tiny(batch="4", context="64"), "--format", "json").rows()
+    [ceilings] = _exported(steplab, "steplab.ceilings")
+    assert ceilings["id"] in row["peak_source"]
+    assert "steplab doctor" in row["peak_source"]
+    assert steplab("show", ceilings["id"]).stdout == seen.stdout
+    if "MFU does not use such ceilings" in seen.stdout:  # this machine is busy
+        assert row["mfu"] is None
+        assert "are doubtful" in row["peak_source"]
+        return
     assert 0 < row["mfu"] < 1.5
     assert row["mfu_convention"] == "causal"
     assert row["peak_flops_per_s"] > 0
     assert "measured" in row["peak_source"]
-    assert "steplab doctor" in row["peak_source"]
-    ceilings = _exported(steplab, "steplab.ceilings")
-    assert len(ceilings) == 1
-    assert ceilings[0]["id"] in row["peak_source"]
-    assert steplab("show", ceilings[0]["id"]).stdout == seen.stdout
 
 
 def _exported(program: Program, schema: str) -> list[dict[str, Any]]:

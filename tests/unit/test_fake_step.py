@@ -10,12 +10,15 @@ import pytest
 import torch
 from tests.unit.explaining import op, own, profile, timing
 from torch import Tensor, nn
+from torch._dispatch.python import enable_python_dispatcher
+from torch._subclasses import FakeTensorMode
 from torch.nn.functional import cross_entropy
 
 from steplab.costs.rates import gpu_named
 from steplab.errors import Unsupported
 from steplab.explain.api import explain
 from steplab.fake_step import shares, step
+from steplab.fake_step.cuda import as_on_cuda
 from steplab.fake_step.host_made import HostMade
 from steplab.fake_step.step import fake_step, operators_of_fake
 from steplab.lab import profiling
@@ -132,6 +135,16 @@ def test_torch_is_left_as_it_was() -> None:
     with torch.autocast("cpu", torch.bfloat16):
         assert nn.functional.layer_norm(x.bfloat16(), (4,)).dtype is torch.bfloat16
         assert cross_entropy(x.bfloat16(), torch.zeros(2, dtype=torch.int64)).dtype is torch.float32
+
+
+def test_compiled_code_looks_its_kernels_up_anew_after_a_step_as_on_cuda() -> None:
+    dropout, with_matmul = torch.ops.aten.dropout.default, torch.ops.aten.matmul.default
+    with as_on_cuda(), FakeTensorMode(), enable_python_dispatcher():
+        torch.matmul(torch.dropout(torch.ones(4, 4), 0.5, True), torch.ones(4, 4))
+        assert dropout._dispatch_cache
+        assert with_matmul._dispatch_cache
+    assert not dropout._dispatch_cache
+    assert not with_matmul._dispatch_cache
 
 
 # --- models of others -------------------------------------------------------------------------------------

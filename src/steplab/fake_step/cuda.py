@@ -38,7 +38,7 @@ _LEFT_ALONE = ("cross_entropy_loss",)
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
     """Within it, torch treats tensors of the CPU as it does those of CUDA."""
-    with torch.library._scoped_library("aten", "IMPL") as library:
+    with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
             if stem in _PROMOTED or any(part in stem for part in _CELLS):
@@ -54,6 +54,23 @@ def as_on_cuda() -> Iterator[None]:
         for name, kernel in _OWN.items():
             library.impl(name, kernel, "AutogradCPU")
         yield
+
+
+@contextmanager
+def _kernels_looked_up_anew() -> Iterator[None]:
+    """The dispatcher of torch.compile keeps which kernel an operator has; what it kept is true on one side alone."""
+    _forget_kernels()
+    try:
+        yield
+    finally:
+        _forget_kernels()
+
+
+def _forget_kernels() -> None:
+    for packet in vars(_aten).values():
+        if isinstance(packet, torch._ops.OpOverloadPacket):
+            for name in packet.overloads():
+                getattr(packet, name)._dispatch_cache.clear()
 
 
 def _rules_of(key: str) -> set[str]:
