@@ -25,8 +25,7 @@ from steplab.records.registry import kind_of
 from steplab.report.attention.document import REPORT as ATTENTION_REPORT
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
 from steplab.report.comm.document import REPORT as COMM_REPORT
-from steplab.report.comm.document import bandwidth_table, comm_cell_line
-from steplab.report.comm.figures import comm_rows
+from steplab.report.comm.document import bandwidth_table, comm_cell_line, comm_rows
 from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.kit.charts import DASHED
 from steplab.report.kit.document import Document, Section

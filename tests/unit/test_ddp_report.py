@@ -14,7 +14,6 @@ from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.document import REPORT as DDP_REPORT
 from steplab.report.ddp.document import ddp_cell_line
-from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
 from steplab.report.ddp.words import facts
 from steplab.report.kit.rendering import render
@@ -87,7 +86,7 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
         baseline, ranks=tuple(dataclasses.replace(r, phases=_slower(r.phases, 1.2 + r.rank)) for r in baseline.ranks)
     )
     unsettled = dataclasses.replace(run, cells=(first, *run.cells[1:]))
-    row = ddp_rows(unsettled)[0]
+    row = figures.ddp_rows(unsettled)[0]
     beside = {
         phase: median(seconds for cell in run.cells[1:] if (seconds := figures.phase_s(cell, phase, baseline=True)))
         for phase in ("step", "forward", "optimizer")
@@ -96,14 +95,14 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
     assert row["tokens_per_s"] == pytest.approx(run.study.tokens / beside["step"])
     assert float(str(row["rank_spread"])) < 0.02
     failed = dataclasses.replace(run, cells=(make_ddp_run(broken=("none",)).cells[0], *run.cells[1:]))
-    assert ddp_rows(failed)[0]["step_s"] is None
+    assert figures.ddp_rows(failed)[0]["step_s"] is None
 
 
 def test_tokens_are_not_told_of_a_model_that_sizes_its_batches_itself(run: DdpRun) -> None:
     assert run.facts is not None
     own = dataclasses.replace(run, facts=dataclasses.replace(run.facts, knows_tokens=False))
-    assert {row["tokens_per_s"] for row in ddp_rows(own)} == {None}
-    assert None not in {row["tokens_per_s"] for row in ddp_rows(run) if row["step_s"]}
+    assert {row["tokens_per_s"] for row in figures.ddp_rows(own)} == {None}
+    assert None not in {row["tokens_per_s"] for row in figures.ddp_rows(run) if row["step_s"]}
 
 
 def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -> None:
@@ -129,7 +128,7 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
 
 
 def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
-    rows = {str(row["contender"]): row for row in ddp_rows(run)}
+    rows = {str(row["contender"]): row for row in figures.ddp_rows(run)}
     assert rows["no communication"]["exposed_s"] is None
     best = min(float(row["exposed_s"]) for row in rows.values() if row["kind"] == "torch_ddp")  # type: ignore[arg-type]
     for row in rows.values():
@@ -195,7 +194,7 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
         return dataclasses.replace(cell, ranks=tuple(ranks))
 
     on_cpu = dataclasses.replace(run, cells=tuple(map(uncounted, run.cells)))
-    row = ddp_rows(on_cpu)[0]
+    row = figures.ddp_rows(on_cpu)[0]
     assert row["after_step_other_bytes"] is None
     assert row["peak_bytes"] is None
     chart = memory_bars(on_cpu)

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from steplab.report.ddp.figures import ddp_rows
 from tests.ddp_records import make_ddp_run
 from tests.rendering import run_text
 from tests.runs import make_run
@@ -10,7 +11,6 @@ from tests.runs import make_run
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, lead_s
-from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.verdict import ddp_verdict
 from steplab.report.run.cells import cells_of
 from steplab.report.run.narrative import facts

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 from steplab import units
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
 from steplab.report.attention.charts import memory_chart, rate_chart
-from steplab.report.attention.figures import PASS_WORDS, attention_rows, default_peer, median_s, notes_of, telling_pass
+from steplab.report.attention.figures import PASS_WORDS, attention_rows, default_peer, notes_of, telling_pass
 from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
 from steplab.report.attention.verdict import attention_verdict, speed_bars
 from steplab.report.kit.document import (
@@ -33,7 +33,7 @@ def _title(run: AttentionRun) -> str:
 
 def attention_cell_line(cell: AttentionCell) -> str:
     """The result of one cell, for a line of progress."""
-    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
+    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := cell.median_s(name)) is not None]
     failed = [why_failed(cell.failure)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 

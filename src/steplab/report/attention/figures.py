@@ -5,16 +5,14 @@ from statistics import median, quantiles
 
 from steplab import units
 from steplab.comparison.samples import compare_samples
-from steplab.records.attention import AttentionCell
+from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, AttentionCell
 from steplab.records.comparison import Ratio
+from steplab.records.figure import Figure, values
 from steplab.records.rows import Row
 from steplab.report.kit.document import row_of
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import quotient
 from steplab.specs.attention import PASSES, AttentionSpec
 
-TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
-"""The tensors whose errors are measured, and their names beside a figure."""
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 """The names of the passes in captions."""
 _BY_INTEREST = ("both", "forward", "backward")
@@ -30,18 +28,6 @@ def default_peer(cells: Sequence[AttentionCell]) -> str | None:
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
 
-def median_s(cell: AttentionCell, name: str) -> float | None:
-    """Median time of a pass; None where it was not timed."""
-    samples = cell.samples(name)
-    return median(samples) if samples else None
-
-
-def flops_per_s(cell: AttentionCell, name: str) -> float | None:
-    """FLOPs of a pass, by the convention of the record, over its median time."""
-    seconds, flops = median_s(cell, name), cell.flops.get(name)
-    return flops / seconds if seconds and flops else None
-
-
 def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[AttentionSpec, AttentionCell]:
     """The peer's cell for each shape."""
     return {cell.spec.shape: cell for cell in cells if cell.spec.column == peer}
@@ -50,7 +36,7 @@ def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[Attention
 def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], name: str) -> float | None:
     """Speed relative to the peer on the same shape: the peer's median time over the cell's."""
     peer = peers.get(cell.spec.shape)
-    own_s, peer_s = median_s(cell, name), median_s(peer, name) if peer else None
+    own_s, peer_s = cell.median_s(name), peer.median_s(name) if peer else None
     return peer_s / own_s if own_s and peer_s else None
 
 
@@ -64,40 +50,38 @@ def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
 
 def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:
     """One row per cell: its spec, medians, rates, memory and errors; with `peer`, speeds relative to it."""
-    peers = peers_of(cells, peer)
-    return [_row(cell, peer, peers) for cell in cells]
-
-
-def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, AttentionCell]) -> Row:
-    spec = cell.spec
-    row: Row = {
-        "shape": spec.sizes_label,
-        **row_of(spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
-        "causal": "yes" if spec.causal else "no",
-        **row_of(spec, "dtype", "implementation", "compile", "column"),
-        "status": cell.status,
-        "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
-    }
-    row |= {f"{name}_s": median_s(cell, name) for name in PASSES}
-    row |= {f"{name}_flops_per_s": flops_per_s(cell, name) for name in PASSES}
-    row |= {"against": peer} | {f"{name}_speed": speed(cell, peers, name) for name in PASSES}
-    row |= {
-        "first_call_s": cell.first_call_s,
-        **row_of(cell.memory, "saved_bytes", "forward_peak_bytes", "both_peak_bytes"),
-        "checked_heads": cell.checked_heads,
-    }
-    errors = {error.tensor: error for error in cell.errors}
-    for tensor in TENSORS:
-        error = errors.get(tensor)
-        row |= {
-            f"{tensor}_error": error.relative if error else None,
-            f"{tensor}_plain_error": error.plain_relative if error else None,
-            f"{tensor}_error_ratio": quotient(error.relative, error.plain_relative) if error else None,
-            f"{tensor}_max_abs": error.max_abs if error else None,
-            f"{tensor}_plain_max_abs": error.plain_max_abs if error else None,
+    figures = (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES, *MEMORY, *ERRORS)
+    return [
+        {
+            "shape": cell.spec.sizes_label,
+            **row_of(cell.spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
+            "causal": "yes" if cell.spec.causal else "no",
+            **row_of(cell.spec, "dtype", "implementation", "compile", "column"),
+            "status": cell.status,
+            "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
+            "against": peer,
+            **values(figures, cell),
+            "checked_heads": cell.checked_heads,
+            "failure": failure_words(cell),
         }
-    row["failure"] = failure_words(cell)
-    return row
+        for cell in cells
+    ]
+
+
+def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[AttentionCell], ...]:
+    """The speed of each pass relative to the peer's; tables show it only with a peer."""
+    peers = peers_of(cells, peer)
+
+    def of_pass(name: str) -> Figure[AttentionCell]:
+        return Figure(
+            key=f"{name}_speed",
+            header=f"{name} vs {peer}" if peer else None,
+            unit="times",
+            rank=1,
+            find=lambda cell: speed(cell, peers, name),
+        )
+
+    return tuple(map(of_pass, PASSES))
 
 
 def failure_words(cell: AttentionCell) -> str | None:

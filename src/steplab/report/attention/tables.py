@@ -1,24 +1,24 @@
 """Tables of a benchmark of attention: shapes by implementations, means over all shapes, and every cell."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from statistics import geometric_mean
 
 from steplab import units
-from steplab.records.attention import AttentionAccount, AttentionCell
+from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, TENSORS, AttentionAccount, AttentionCell
+from steplab.records.figure import Figure
 from steplab.records.rows import Row, Scalar
 from steplab.report.attention.figures import (
     PASS_WORDS,
     SCATTERED,
-    TENSORS,
     attention_rows,
-    median_s,
     peers_of,
     scatter,
     shape_label,
     speed,
+    speeds,
 )
 from steplab.report.kit.document import RESULT, Column, Section, Table
-from steplab.report.kit.quantities import ERROR, LABEL, NUMBER, TIME, TIMES, Quantity
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
 _SHAPE = (
@@ -76,7 +76,7 @@ def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> 
     peers = peers_of(cells, peer)
 
     def time(cell: AttentionCell) -> Scalar:
-        seconds = median_s(cell, name)
+        seconds = cell.median_s(name)
         scatters = seconds is not None and scatter(cell, name) > SCATTERED
         return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
 
@@ -127,76 +127,36 @@ def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | Non
 _HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
 
 
-def _cell_rows(cells: Sequence[AttentionCell], peer: str | None) -> list[Row]:
-    """The rows for programs, with one field more that distinguishes the shapes."""
-    rows = zip(attention_rows(cells, peer), cells, strict=True)
-    return [row | _shape_row(cell.spec.shape, cells) for row, cell in rows]
-
-
-def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> list[Section]:
+def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
     """Tables of time, memory and errors of every cell; a table without values is left out."""
-    rows = _cell_rows(cells, peer)
-    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    rows = [
+        row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
+        for row, cell in zip(attention_rows(cells, peer), cells, strict=True)
+    ]
+
+    def table(
+        name: str, figures: Sequence[Figure[AttentionCell]], shown: Sequence[Row], caption: str, *last: Column
+    ) -> Table:
+        return Table(name=name, columns=(*_HEAD, *Column.of(figures), *last), rows=tuple(shown), caption=caption)
+
+    caption = (
+        "Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
+        "times as many backward, whatever is executed."
+    )
+    yield Section.of(
+        "Time and rate", table("times", (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES), rows, caption, RESULT)
+    )
     measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
-    sections = [Section.of("Time and rate", _times(rows, peer))]
     if measured:
         known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
-        sections.append(Section.of("Memory beyond the inputs", _memory(known)))
-    return [*sections, Section.of("Error against float64", _errors(checked))] if checked else sections
-
-
-def _times(rows: Sequence[Row], peer: str | None) -> Table:
-    return Table(
-        name="times",
-        columns=(
-            *_HEAD,
-            *(Column(key=f"{name}_s", header=name) for name in PASSES),
-            *(
-                Column(key=f"{name}_speed", header=f"{name} vs {peer}", quantity=TIMES, rank=1)
-                for name in PASSES
-                if peer
-            ),
-            *(Column(key=f"{name}_flops_per_s", header=f"{name} rate", rank=2) for name in PASSES),
-            Column(key="first_call_s", header="first call", rank=3),
-            RESULT,
-        ),
-        rows=tuple(rows),
-        caption="Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
-        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
-        "times as many backward, whatever is executed.",
+        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
+    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    caption = (
+        "Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
+        "over the norm of the result; largest is the largest difference of one element."
     )
-
-
-def _memory(rows: Sequence[Row]) -> Table:
-    return Table(
-        name="memory",
-        columns=(
-            *_HEAD,
-            Column(key="saved_bytes", header="saved for backward", note="Saved for backward includes the output."),
-            Column(key="forward_peak_bytes", header="peak, forward", rank=1),
-            Column(key="both_peak_bytes", header="peak, both", note="The peaks include the output and the gradients."),
-            RESULT,
-        ),
-        rows=tuple(rows),
-        caption="Bytes beyond the inputs.",
-    )
-
-
-def _errors(rows: Sequence[Row]) -> Table:
-    return Table(
-        name="errors",
-        columns=(
-            *_HEAD,
-            *(Column(key=f"{key}_error_ratio", header=name, quantity=TIMES) for key, name in TENSORS.items()),
-            *(Column(key=f"{key}_error", header=f"{name} relative", quantity=ERROR, rank=1)
-              for key, name in TENSORS.items()),
-            *(Column(key=f"{key}_max_abs", header=f"{name} largest", quantity=ERROR, rank=2)
-              for key, name in TENSORS.items()),
-        ),
-        rows=tuple(rows),
-        caption="Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
-        "over the norm of the result; largest is the largest difference of one element.",
-    )  # fmt: skip
+    yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))
 
 
 def account_table(account: AttentionAccount) -> Table:

@@ -14,7 +14,6 @@ from steplab.records.comparison import Ratio
 from steplab.report.attention.figures import (
     PASS_WORDS,
     SCATTERED,
-    flops_per_s,
     peers_of,
     scatter,
     shape_label,
@@ -176,7 +175,7 @@ def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
     """The rates of implementations that have no peer: the least and the largest over shapes."""
     shapes = [cell.spec.shape for cell in cells]
     for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
-        rates = [(rate, cell) for cell in cells if cell.spec.column == column and (rate := flops_per_s(cell, name))]
+        rates = [(rate, cell) for cell in cells if cell.spec.column == column and (rate := cell.flops_per_s(name))]
         if not rates:
             continue
         fastest, best = max(rates, key=lambda pair: pair[0])

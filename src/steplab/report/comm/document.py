@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from steplab import units
-from steplab.records.comm import CommCell, CommFit, CommRun
-from steplab.records.rows import Scalar
+from steplab.records.comm import COMM_FIGURES, CommCell, CommFit, CommRun
+from steplab.records.figure import values
+from steplab.records.rows import Row, Scalar
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
-from steplab.report.comm.figures import bus_bandwidth, comm_rows
 from steplab.report.comm.verdict import comm_name, comm_verdict
-from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, later
+from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, later, row_of
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
 from steplab.report.kit.text import dotted, made, why_failed
@@ -47,7 +47,7 @@ def comm_cell_line(cell: CommCell) -> str:
     if cell.failure or cell.slowest is None:
         failed = why_failed(cell.failure) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
-    return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s"
+    return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(cell.bus_bandwidth)} GB/s"
 
 
 def _page_heading(run: CommRun) -> str:
@@ -68,7 +68,7 @@ def _counted_devices(devices: Iterable[str]) -> str:
 
 
 def _sections(run: CommRun) -> Iterator[Section]:
-    if any(bus_bandwidth(cell) for cell in run.cells):
+    if any(cell.bus_bandwidth for cell in run.cells):
         yield Section.of("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
     yield Section.of("Time over message size", later(time_over_size, run.cells, run.profile))
     yield Section.of("Time over ranks", later(time_over_ranks, run.cells))
@@ -99,7 +99,7 @@ def bandwidth_table(cells: Sequence[CommCell]) -> Table:
             "world_size": spec.world_size,
         }
         row = rows.setdefault(tuple(head.values()), head)
-        row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else bus_bandwidth(cell)
+        row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else cell.bus_bandwidth
     return Table(
         name="bus_bandwidth",
         columns=(
@@ -122,6 +122,21 @@ _TIMED_EACH = (
 )
 
 
+def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
+    """One row per cell: the spec, times of the slowest rank, bandwidths, the spread over ranks, the check."""
+    return [
+        {
+            **row_of(cell.spec, "collective", "backend", "device"),
+            "way": cell.spec.transport,
+            **row_of(cell.spec, "world_size", "dtype", "size_bytes"),
+            **row_of(cell, "message_bytes", "wire_bytes", "status"),
+            **values(COMM_FIGURES, cell),
+            "failure": cell.failure.message if cell.failure else None,
+        }
+        for cell in cells
+    ]
+
+
 def _cells(run: CommRun) -> Table:
     ranks = [times for cell in run.cells for times in cell.ranks]
     on_device = [times for times in ranks if times.device_s]
@@ -131,13 +146,7 @@ def _cells(run: CommRun) -> Table:
     columns = (
         *_HEAD,
         Column(key="size_bytes", header="size", quantity=MESSAGE, shared="{}"),
-        Column(key="busbw_bytes_per_s", header="busbw GB/s", quantity=GB_PER_S),
-        Column(key="algbw_bytes_per_s", header="algbw GB/s", quantity=GB_PER_S, rank=2),
-        Column(key="time_s", header="median"),
-        Column(key="min_s", header="min", rank=1),
-        Column(key="p95_s", header="p95", rank=1),
-        Column(key="alone_s", header="alone", rank=3),
-        Column(key="rank_spread", header="spread", quantity=PERCENT, rank=2),
+        *Column.of(COMM_FIGURES),
         RESULT,
     )
     return Table(

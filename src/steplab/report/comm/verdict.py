@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 
 from steplab import units
 from steplab.records.comm import CommCell, CommRun
-from steplab.report.comm.figures import bus_bandwidth, rank_spread
 from steplab.report.kit.document import Verdict
 from steplab.report.kit.quantities import GB_PER_S
 from steplab.report.kit.text import interruption
@@ -47,7 +46,7 @@ def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: 
     """The longest message's bandwidth with the interval of its time, and the shortest message's time."""
     longest, shortest = (pick(cells, key=lambda cell: cell.message_bytes) for pick in (max, min))
     told = f"{name} over {units.counted(ranks, 'rank')} ({way}) "
-    if (bandwidth := bus_bandwidth(longest)) and longest.wire_bytes and longest.slowest:
+    if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
         times = summarize(longest.slowest.best_s)
         low, high = (GB_PER_S.show(longest.wire_bytes / time_s) for time_s in (times.high, times.low))
         between = f" ({low} to {high})" if low != high else ""
@@ -74,7 +73,7 @@ def _scaling(name: str, cells: Sequence[CommCell]) -> Iterator[str]:
     """How the bandwidth of the longest message changes from the fewest ranks to the most."""
     sizes = [cell.spec.world_size for cell in cells]
     size_bytes = max(cell.spec.size_bytes for cell in cells)
-    found = {cell.spec.world_size: bus_bandwidth(cell) for cell in cells if cell.spec.size_bytes == size_bytes}
+    found = {cell.spec.world_size: cell.bus_bandwidth for cell in cells if cell.spec.size_bytes == size_bytes}
     few, many = found.get(min(sizes)), found.get(max(sizes))
     if few and many and min(sizes) < max(sizes):
         message = units.format_message(size_bytes)
@@ -90,7 +89,7 @@ def _slowest(measured: Sequence[CommCell], ranks: int) -> str | None:
     found = [
         (bandwidth, cell)
         for cell in measured
-        if cell.spec.size_bytes == size_bytes and cell.spec.world_size == ranks and (bandwidth := bus_bandwidth(cell))
+        if cell.spec.size_bytes == size_bytes and cell.spec.world_size == ranks and (bandwidth := cell.bus_bandwidth)
     ]
     if len(found) < 2:
         return None
@@ -106,7 +105,7 @@ def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
     failed = len(run.cells) - len(measured)
     if failed:
         yield f"{failed} of {units.counted(len(run.cells), 'cell')} failed; the table has the reasons."
-    apart = [cell for cell in measured if (rank_spread(cell) or 0.0) > _APART]
+    apart = [cell for cell in measured if (cell.rank_spread or 0.0) > _APART]
     if apart:
         yield (
             f"Warning: in {len(apart)} of {units.counted(len(measured), 'cell')} the slowest rank took more than "

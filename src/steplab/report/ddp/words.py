@@ -7,9 +7,6 @@ from steplab import units
 from steplab.records.ddp import DdpRun
 from steplab.report.kit.grouping import told_once
 
-MOMENT_WORDS = {"initialised": "initialised", "before_step": "before the update", "after_step": "after the update"}
-"""The moments at which the memory of a rank is recorded, in words."""
-
 
 def asked(run: DdpRun) -> str:
     """The step: model, context, batch per rank, micro-steps, precision, compile."""

@@ -8,25 +8,13 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from steplab.records.rows import Row
-from steplab.records.run_figures import RUN_FIGURES, RunFigure
+from steplab.records.run_figures import RUN_FIGURES
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
 from steplab.report.kit.quantities import LABEL, Quantity
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
 _DAY = Quantity(lambda value: str(value)[:10], numeric=False)
-
-
-def _figure_column(figure: RunFigure) -> Column | None:
-    if figure.header is None:
-        return None
-    return Column(
-        key=figure.key,
-        header=figure.header,
-        shared=figure.shared,
-        rank=figure.rank,
-        wraps_from=12 if figure.is_words else None,
-    )
 
 
 def _field_column(field: StepField) -> Column:
@@ -56,7 +44,7 @@ COLUMNS: tuple[Column, ...] = (
     # How a step was measured stands behind what it computes.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
     Column(key="device", shared="{}", rank=6, folds=True),
-    *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
+    *Column.of(RUN_FIGURES),
     Column(key="torch", shared="torch {}", rank=7, folds=True),
     Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
