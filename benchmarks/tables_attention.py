@@ -6,8 +6,7 @@ from dataclasses import replace
 from benchmarks.tables import RESULTS, read, table
 
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.report.attention.figures import PASS_WORDS
-from steplab.report.attention.tables import by_shape
+from steplab.report.attention.figures import PASS_WORDS, by_shape
 from steplab.report.kit.document import Table
 from steplab.report.kit.quantities import LABEL
 from steplab.specs.attention import PASSES, AttentionSpec

@@ -24,16 +24,20 @@ from steplab.records.attention import AttentionRun, attention_row
 from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
-from steplab.report.attention.document import account_document, report_against
-from steplab.report.attention.figures import attention_rows, default_peer, time_ratio
-from steplab.report.attention.tables import account_table, mean_speeds, speed_table
-from steplab.report.attention.verdict import attention_verdict
+from steplab.report.attention.document import account_document, attention_verdict, report_against
+from steplab.report.attention.figures import (
+    account_table,
+    attention_rows,
+    default_peer,
+    mean_speeds,
+    speed_table,
+    time_ratio,
+)
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
-from steplab.report.run.attention_steps import attention_step_rows, attention_steps
-from steplab.report.run.listing import list_document
+from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
 from steplab.specs.resolve import Grid
 from steplab.store.database import Store
 

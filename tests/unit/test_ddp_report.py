@@ -10,12 +10,10 @@ from steplab.lab.ddp import overhead_model
 from steplab.records.ddp import DdpCell, DdpRun, ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
-from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.document import REPORT as DDP_REPORT
-from steplab.report.ddp.document import ddp_cell_line
+from steplab.report.ddp.document import ddp_cell_line, exposed_bars, facts, memory_bars
 from steplab.report.ddp.timelines import timelines
-from steplab.report.ddp.words import facts
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
 

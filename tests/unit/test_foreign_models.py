@@ -17,8 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steplab.cli.app import main
 from steplab.errors import Unsupported
 from steplab.fake_step.step import operators_of_fake
-from steplab.lab.plan_checking import predicted
-from steplab.lab.planning import plan_memory, plan_steps, plan_time
+from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.step.flop_count import _attention_flops, count_flops
 from steplab.measurement.step.session import _facts

@@ -3,7 +3,6 @@
 import dataclasses
 
 import pytest
-from steplab.report.ddp.figures import ddp_rows
 from tests.ddp_records import make_ddp_run
 from tests.rendering import run_text
 from tests.runs import make_run
@@ -11,10 +10,11 @@ from tests.runs import make_run
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing, lead_s
-from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.ddp.document import ddp_verdict
+from steplab.report.ddp.figures import ddp_rows
 from steplab.report.run.cells import cells_of
-from steplab.report.run.narrative import facts
 from steplab.report.run.one_run import waiting_words
+from steplab.report.run.verdict import facts
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:

@@ -28,9 +28,8 @@ from steplab.report.kit.text import ABSENT
 from steplab.report.page import render_page
 from steplab.report.run import charts, curves
 from steplab.report.run.cells import arrange, cells_of, varying
-from steplab.report.run.figures import phase_names, steady_words, warmup_study
-from steplab.report.run.narrative import facts
-from steplab.report.run.verdict import runs_verdict
+from steplab.report.run.one_run import phase_names, steady_words, warmup_study
+from steplab.report.run.verdict import facts, runs_verdict
 
 HOSTILE = r"<script>alert(1)</script> | \input{x} $&%_~^ {{ 7*7 }} \x1b[31m" + "\x1b[31m"
 STUDY = grid({"model": ["small", "medium"], "context": [128, 256], "precision": ["fp32", "bf16"]})

@@ -29,13 +29,15 @@ from steplab.records.run import Run
 from steplab.report.kit.document import Chart, Section
 from steplab.report.kit.html import drawn
 from steplab.report.kit.rendering import render
-from steplab.report.memory.comparison import checkpointing_sentences, comparison_sentences, precision_sentences
+from steplab.report.memory.comparison import (
+    checkpointing_sentences,
+    comparison_sentences,
+    forecast_sentence,
+    precision_sentences,
+)
 from steplab.report.memory.document import memory_chapter, memory_document, watched_in_full
-from steplab.report.memory.facts import memory_facts
-from steplab.report.memory.figures import error_text, parts, whole
-from steplab.report.memory.forecast import forecast_sentence
-from steplab.report.memory.tables import allocation_table, category_rows, saved_table
-from steplab.report.memory.tensors import derivation, saved_by, what_it_is
+from steplab.report.memory.figures import error_text, memory_facts, parts, whole
+from steplab.report.memory.tables import allocation_table, category_rows, derivation, saved_by, saved_table, what_it_is
 from steplab.report.memory.words import (
     largest_sentences,
     residual_sentence,

@@ -35,7 +35,7 @@ from steplab.records.environment import Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
 from steplab.report.run.cells import cells_of
-from steplab.report.run.gaps import gaps
+from steplab.report.run.one_run import gaps
 from steplab.report.run.verdict import run_cautions, runs_verdict
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step

@@ -1,16 +1,17 @@
-"""Figures of a benchmark of attention, and its cells as rows."""
+"""Figures and tables of a benchmark of attention: medians, rates, speeds relative to a peer, memory and errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median, quantiles
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import geometric_mean, median, quantiles
 
 from steplab import units
 from steplab.comparison.samples import compare_samples
-from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, AttentionCell
+from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, TENSORS, AttentionAccount, AttentionCell
 from steplab.records.comparison import Ratio
 from steplab.records.figure import Figure, values
-from steplab.records.rows import Row
-from steplab.report.kit.document import row_of
+from steplab.records.rows import Row, Scalar
+from steplab.report.kit.document import RESULT, Column, Section, Table, row_of
 from steplab.report.kit.grouping import told_once
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
@@ -122,3 +123,171 @@ def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
     return [
         f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
     ]
+
+
+_SHAPE = (
+    Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
+    Column(key="mask", shared="{}"),
+    Column(key="dtype", header="type", shared="{}"),
+)
+Value = Callable[[AttentionCell], Scalar]
+
+
+def by_shape(
+    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
+) -> Table:
+    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any.
+
+    A failed cell shows its failure instead of a value.
+    """
+    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        shape = cell.spec.shape
+        row = rows.setdefault(shape, _shape_row(shape, cells))
+        known = value(cell)
+        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
+        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
+    by_implementation = [
+        column
+        for name in columns
+        for column in (
+            Column(key=name, header=name, quantity=quantity),
+            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
+
+
+def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
+    """The sizes that distinguish a shape from the others, and the mask and dtype."""
+    shapes = [cell.spec.shape for cell in cells]
+    return {
+        "shape": shape_label(shape, shapes),
+        "mask": ("causal" if shape.causal else "not causal") if len({s.causal for s in shapes}) == 1 else None,
+        "dtype": shape.dtype if len({s.dtype for s in shapes}) == 1 else None,
+    }
+
+
+def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
+    """Median time of a pass and speed relative to the peer, shapes by implementations; None for one implementation.
+
+    Medians of samples that scatter are marked.
+    """
+    columns = {cell.spec.column for cell in cells}
+    if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
+        return None
+    peers = peers_of(cells, peer)
+
+    def time(cell: AttentionCell) -> Scalar:
+        seconds = cell.median_s(name)
+        scatters = seconds is not None and scatter(cell, name) > SCATTERED
+        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
+
+    def ratio(cell: AttentionCell) -> Scalar:
+        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
+
+    caption = f"Median time of {PASS_WORDS[name]}."
+    if peer in columns:
+        caption += f" × is the speed relative to {peer}."
+    if any(scatter(cell, name) > SCATTERED for cell in cells):
+        caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
+    return by_shape(cells, time, TIME, caption, ratio=ratio)
+
+
+def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
+    """Speed of each implementation relative to the peer, over the shapes that both ran; None without a comparison."""
+    peers = peers_of(cells, peer)
+    rows: list[Row] = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
+        own = [cell for cell in cells if cell.spec.column == column]
+        found = {name: [s for cell in own if (s := speed(cell, peers, name)) is not None] for name in PASSES}
+        if any(found.values()):
+            row: Row = {"implementation": column, "shapes": max(map(len, found.values()))}
+            for name, speeds in found.items():
+                row |= {name: geometric_mean(speeds), f"{name}_min": min(speeds)} if speeds else {}
+            rows.append(row)
+    if not peer or not rows:
+        return None
+    return Table(
+        name="mean_speeds",
+        columns=(
+            Column(key="implementation"),
+            Column(key="shapes", quantity=LABEL, rank=2),
+            *(
+                column
+                for name in PASSES
+                for column in (
+                    Column(key=name, header=name, quantity=TIMES),
+                    Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
+                )
+            ),
+        ),
+        rows=tuple(rows),
+        caption=f"Speed relative to {peer}: geometric mean and minimum over the shapes that both ran.",
+    )
+
+
+_HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
+
+
+def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
+    """Tables of time, memory and errors of every cell; a table without values is left out."""
+    rows = [
+        row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
+        for row, cell in zip(attention_rows(cells, peer), cells, strict=True)
+    ]
+
+    def table(
+        name: str, figures: Sequence[Figure[AttentionCell]], shown: Sequence[Row], caption: str, *last: Column
+    ) -> Table:
+        return Table(name=name, columns=(*_HEAD, *Column.of(figures), *last), rows=tuple(shown), caption=caption)
+
+    caption = (
+        "Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
+        "times as many backward, whatever is executed."
+    )
+    yield Section.of(
+        "Time and rate", table("times", (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES), rows, caption, RESULT)
+    )
+    measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
+    if measured:
+        known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
+        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
+    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    caption = (
+        "Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
+        "over the norm of the result; largest is the largest difference of one element."
+    )
+    yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))
+
+
+def account_table(account: AttentionAccount) -> Table:
+    """One row per tensor that plain attention holds at its peak, and their sum."""
+    rows: list[Row] = [
+        {
+            "tensor": term.what,
+            "formula": term.formula,
+            "shape": "×".join(map(str, term.shape)),
+            "element_bytes": term.element_bytes,
+            "num_bytes": term.num_bytes,
+            "size_bytes": term.num_bytes,
+            "saved": "yes" if term.kept else None,
+        }
+        for term in account.terms
+    ]
+    rows.append({"tensor": "sum", "num_bytes": account.total_bytes, "size_bytes": account.total_bytes})
+    return Table(
+        name="tensors",
+        columns=(
+            Column(key="tensor"),
+            Column(key="formula", header="bytes in symbols"),
+            Column(key="shape", rank=1),
+            Column(key="element_bytes", header="e", quantity=LABEL, rank=2),
+            Column(key="num_bytes", header="bytes", quantity=NUMBER, rank=3),
+            Column(key="size_bytes", header="size"),
+            Column(key="saved", header="saved for backward", rank=1),
+        ),
+        rows=tuple(rows),
+    )

@@ -10,7 +10,7 @@ from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word
-from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
+from steplab.report.memory.tables import derivation, is_compiled, saved_by, what_it_is
 from steplab.specs.step import AUTOCAST
 
 _SOURCES = {

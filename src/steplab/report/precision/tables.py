@@ -10,7 +10,6 @@ from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity, quotient
-from steplab.report.precision import sums
 from steplab.report.precision.figures import (
     KINDS,
     THE_MODEL,
@@ -18,10 +17,13 @@ from steplab.report.precision.figures import (
     ModuleGroup,
     all_elements,
     elements_of,
+    explanation,
+    line,
     matmul_groups,
     module_groups,
     not_finite,
     num_lost,
+    printed,
     short,
     shorts,
 )
@@ -165,17 +167,17 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
         name="accumulation",
         columns=(
             Column(key="sum"),
-            Column(key="result", quantity=Quantity(sums.printed)),
+            Column(key="result", quantity=Quantity(printed)),
             Column(key="num_rounded", header="additions rounded", quantity=NUMBER, rank=1),
             Column(key="why", wraps_from=_TEXT),
         ),
         rows=tuple(
             {
-                "sum": sums.line(a),
+                "sum": line(a),
                 **row_of(a, "accumulator", "addend"),
                 "cast": "cast first" if a.cast else "as it is",
                 **row_of(a, "number", "addend_value", "num_additions", "num_rounded", "result"),
-                "why": sums.explanation(a),
+                "why": explanation(a),
             }
             for a in accumulations
         ),

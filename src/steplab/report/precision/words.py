@@ -12,11 +12,12 @@ from steplab.report.precision.figures import (
     elements_of,
     matmul_groups,
     not_finite,
+    printed,
     short,
     shorts,
+    title_of_sums,
 )
-from steplab.report.precision.sums import printed, title_of_sums
-from steplab.report.run.words import precision_words
+from steplab.report.run.one_run import precision_words
 from steplab.specs.step import AUTOCAST, describe
 from steplab.specs.step_choices import WITH_MASTERS
 from steplab.units import format_share
