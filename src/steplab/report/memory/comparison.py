@@ -1,10 +1,8 @@
 """Explains, by category, how a cell's peak differs from that of the same cell in fp32 or without checkpointing."""
 
-import dataclasses
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.errors import Unsupported
 from steplab.records.memory_profile import MemoryProfile, SavedTensors
 from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
@@ -14,7 +12,6 @@ from steplab.report.memory.figures import among, counterpart
 from steplab.report.memory.tables import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.run.cells import RunCell
 from steplab.report.run.one_run import precision_words
-from steplab.specs.attention_kernels import refuse_unserved_attention
 from steplab.specs.step import AUTOCAST
 from steplab.specs.step_choices import WITH_MASTERS
 
@@ -66,43 +63,6 @@ def moved_words(after: int, before: int) -> str | None:
     return f"{percent:.1f} % {direction}" if percent >= 0.1 else f"{percent:.1g} % {direction}"
 
 
-def balance(run: Run, profile: MemoryProfile, low_bytes: int, copies: int) -> str:
-    """Bounds of autocast's effect on the peak, from this record alone.
-
-    `low_bytes` are saved for backward in low precision; `copies` are bytes of cast weights alive at the peak. Their
-    difference is not the effect, because the step in fp32 may peak at another moment. At any moment the step in fp32
-    holds at most `low_bytes` more of activations, which bounds what autocast can save.
-    """
-    more = units.format_bytes(low_bytes)
-    told = f"In float32 the low-precision activations would take {more} more" if low_bytes else ""
-    if profile.saved_left_out:
-        bound = f"{told}, of those that this record lists" if told else "This record does not list all saved tensors"
-        bound += "; it does not say by how much autocast can lower this peak."
-    elif told:
-        bound = f"{told}, so autocast lowers this peak by at most that, excluding temporaries."
-    else:
-        bound = "Nothing is saved in low precision, so autocast does not lower this peak, excluding temporaries."
-    if copies:
-        size = units.format_bytes(copies)
-        may = f"It may also raise the peak: {size} of weight copies, alive at the peak, would not exist in fp32."
-    elif profile.peak_phase == "optimizer":
-        may = "It does not raise the peak, which is in the optimizer, after the activations were freed."
-    else:
-        may = "It may also raise the peak."
-    return f"{bound} {may}{_would_tell(run)}"
-
-
-def _would_tell(run: Run) -> str:
-    """Advice to measure the cell in fp32, if it can run in fp32."""
-    if run.spec is None:
-        return ""
-    try:
-        refuse_unserved_attention(dataclasses.replace(run.spec, precision="fp32"))
-    except Unsupported:
-        return f" The same cell cannot be measured in fp32: attention {run.spec.attention} does not run in it."
-    return " Measure the same cell in fp32 to see the difference."
-
-
 _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
 _SINGULAR = ("optimizer_state", "rounding")
@@ -142,7 +102,7 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
     elif forecast:
         yield forecast_sentence(name, profile, forecast)
     if run.spec.precision in AUTOCAST:
-        yield from _saved(run, profile, alone=alone, forecast=forecast)
+        yield from _saved(run, profile, alone=alone)
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
@@ -230,7 +190,7 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
         )
 
 
-def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
+def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
     """How much of what is saved for backward autocast has in low precision, and what it leaves in float32."""
     every = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
     every.sort(key=lambda tensors: -tensors.stored_bytes)
@@ -249,13 +209,15 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
         )
     low = [tensors for tensors in saved if tensors.dtype in figures.LOW_PRECISION]
     full = [tensors for tensors in saved if tensors.dtype == "float32"]
-    total, low_bytes = figures.saved_bytes(saved), figures.saved_bytes(low)
+    total = figures.saved_bytes(saved)
     if total:
-        share = f"{units.format_percent(low_bytes / total)} is {_dtypes(low)}" if low else "nothing is in low precision"
+        share = (
+            f"{units.format_percent(figures.saved_bytes(low) / total)} is {_dtypes(low)}"
+            if low
+            else "nothing is in low precision"
+        )
         yield f"Of the {units.format_bytes(total)} of activations saved for backward, {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
-    gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
-    copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
     of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
     if alone and run.spec is not None and run.spec.precision in WITH_MASTERS:
         yield (
@@ -264,8 +226,6 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
         )
     elif alone:
         yield f"Autocast does not change parameters, gradients and optimizer state: {of_states}"
-        if (low_bytes or copies) and not forecast:
-            yield balance(run, profile, low_bytes, copies)
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:

@@ -144,7 +144,7 @@ def memory_chapter(
 
     def record(cell: RunCell) -> Section:
         profile, title = profile_of(cell), label(cell, fields) if len(cells) > 1 else ""
-        told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
+        told = Verdict(sentences=(words.peak_sentence(profile),))
         sections = _sections(cell, cells, predictions.get(cell.id), references)
         return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
@@ -191,7 +191,7 @@ def _sections(
     if saved := profile.saved:
         told = Sentences.of(words.saved_sentences(run, profile))
         yield Section.of("Saved for backward", told, saved_table(saved, profile.saved_left_out))
-    checks = [*words.check_sentences(profile, run.memory), *words.around_sentences(profile)]
+    checks = [*words.check_sentences(profile), *words.around_sentences(profile)]
     yield Section.notes([*checks, *profile.notes], "Notes on this memory")
     yield Section.notes(prediction.notes if prediction else (), "Notes on the prediction")
 
@@ -200,7 +200,7 @@ def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
     """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
-    told = Sentences.of([words.residual_sentence(run, profile), *words.largest_sentences(run, profile)])
+    told = words.residual_sentence(run, profile)
     table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
     yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
     others_table = allocation_table(run, others, folded=True)

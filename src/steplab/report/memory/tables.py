@@ -187,32 +187,6 @@ def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
     return None if spec.tokens in shape else True
 
 
-def _shape_words(tensors: SavedTensors, spec: StepSpec | None) -> str | None:
-    """Name of saved tensors by their shape alone; None if several kinds of tensors have it, or none has."""
-    sizes = spec.model.shape if spec else None
-    if spec is None or sizes is None:
-        return None
-    kind = _kind(tensors.shape, spec, sizes)
-    if kind != "scores" and is_weight_shape(tensors.shape, spec):
-        return "weights"
-    return (_SIZES | _WIDTHS)[kind] if kind else None
-
-
-def saved_by(tensors: SavedTensors, spec: StepSpec | None) -> str:
-    """Saved tensors in a few words: 'Mul in blocks.*.feed_forward', 'Embedding outside of modules'."""
-    node = node_name(tensors.op) or ("checkpointing" if is_checkpointed(spec) else "a tensor")
-    if is_compiled(tensors):
-        words = _shape_words(tensors, spec)
-        size = " × ".join(map(str, tensors.shape)) or "scalar"
-        return f"{size} {tensors.dtype}{f' ({words})' if words else ''}"
-    where = f"in {tensors.module}" if tensors.module else "outside of modules"
-    where += f" ({tensors.category.replace('_', ' ')})" if tensors.category != "activations" else ""
-    shape = spec.model.shape if spec else None
-    if spec and shape and node == "Softmax" and is_scores(tensors.shape, spec, shape):
-        return f"attention weights {where}"
-    return f"{node} {where}"
-
-
 _Item = TypeVar("_Item")
 _MOST_ROWS = 40
 _FIRST_ALLOCATIONS, _FIRST_SAVED = 10, 8

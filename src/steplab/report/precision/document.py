@@ -137,7 +137,6 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    yield Section.of("Whether norms need fp32", Sentences.of(words.norm_answers(numerics)))
     yield Section.of("What was seen", Sentences.of(words.told(numerics, audit), "finding"))
     yield Section.of("Types by module", type_table(audit))
     yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))

@@ -154,6 +154,8 @@ def scaling_table(scaling: LossScaling) -> Table:
             {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
             for scale, elements in _by_scale(scaling)
         ),
+        caption=f"torch.amp.GradScaler(init_scale={scaling.suggested_scale:g}) brings the largest gradient, "
+        f"{scaling.largest_gradient:.3g}, to at most an eighth of fp16's largest number.",
     )
 
 
@@ -269,7 +271,7 @@ def _operation_rows(numerics: Numerics) -> list[Row]:
             "inputs": _types(operation.inputs),
             "outputs": _types(operation.outputs),
             "calls": operation.calls,
-            "why": why(operation, numerics.spec.precision if numerics.spec else ""),
+            "why": why(operation),
         }
         for operation in (numerics.audit.operations if numerics.audit else ())
     ]

@@ -10,7 +10,7 @@ from steplab.records.ranks import RankSamples
 from steplab.records.record import Record
 from steplab.records.rows import Row
 from steplab.records.run import NOT_FINITE, Run, Utilization
-from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, Timing, curve, find_phase, lead_s, waits_for_host
+from steplab.records.timing import Timing, curve, find_phase, lead_s
 from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
 from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE, TIME
 from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
@@ -334,15 +334,13 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
         rows=tuple(rows),
         caption="Medians.",
     )
-    told = [waiting_words(timing.back_to_back)]
     parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
     ratio = sum(map(median, parts_s)) / whole if whole else 1.0
     if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
-        told.append(
+        told = (
             f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
-            "median of the step."
         )
-    yield Sentences.of(told)
+        yield Sentences.of([f"{told}median of the step."])
 
 
 def _median(samples: Sequence[float] | None) -> float | None:
@@ -403,21 +401,3 @@ def memory_blocks(run: Run) -> Iterator[Block]:
     if run.memory.host_peak_bytes is not None:
         pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
     yield Pairs(pairs=tuple(pairs))
-
-
-def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
-    """A sentence for a step that is nearly launch-bound; None for any other."""
-    if not waits_for_host(phases):
-        return None
-    step = find_phase(phases, "step")
-    assert step is not None
-    parts = [samples.phase for samples in phases if samples.phase != "step"]
-    leads = {name: found for name in parts if (found := lead_s(phases, name)) is not None}
-    late = [name for name, found in leads.items() if found < HARDLY_AHEAD * median(step.best_s)]
-    where = f" of {' and '.join(late)}" if late else ""
-    least = units.format_time(lead_s(phases) or 0.0)
-    return (
-        f"Nearly launch-bound: the host lead at the end{where} is {least}, under 1 % of the step, so the device waits "
-        "for the host at times. If launching kernels is slow, larger batches, compiling or CUDA graphs give the device "
-        "more work per launch; if the host waits for a result, that can be deferred. `steplab profile` shows which."
-    )

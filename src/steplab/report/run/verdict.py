@@ -7,7 +7,7 @@ from statistics import fmean, median, stdev
 from steplab import stats, units
 from steplab.comparison.judging import judged
 from steplab.comparison.samples import compare_samples
-from steplab.records.disturbances import disturbances
+from steplab.records.disturbances import WAITS, disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
 from steplab.records.timing import HARDLY_AHEAD, waits_for_host
@@ -90,7 +90,10 @@ def run_cautions(run: Run) -> Iterator[str]:
         yield f"Warning: {disturbance.text}"
     for doubt in headline_doubts(run):
         yield f"Warning: {doubt}."
-    if found and run.spec:
+    if found and run.spec and all(disturbance.word == WAITS for disturbance in found):
+        if not run.profile:
+            yield f"To see what it waits for: steplab profile {options(run.spec)}"
+    elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
         yield f"To repeat it when the machine is quiet: steplab {verb} {options(run.spec)}"
 
