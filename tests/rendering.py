@@ -11,7 +11,7 @@ from steplab.report.kit.rendering import render
 from steplab.report.kit.table import Sheet, sheet
 from steplab.report.report import Context
 from steplab.report.run.columns import rows_document, rows_table
-from steplab.report.run.document import REPORT
+from steplab.report.runs import REPORT
 
 
 def rows_text(rows: Sequence[Row], format: str = "table", *, width: int | None = None, color: bool = False) -> str:

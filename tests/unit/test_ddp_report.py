@@ -125,23 +125,6 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     assert bounds[0] < 0 < 0.004 < bounds[1]
 
 
-def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
-    rows = {str(row["contender"]): row for row in figures.ddp_rows(run)}
-    assert rows["no communication"]["exposed_s"] is None
-    best = min(float(row["exposed_s"]) for row in rows.values() if row["kind"] == "torch_ddp")  # type: ignore[arg-type]
-    for row in rows.values():
-        if row["exposed_s"] is not None:
-            assert row["of_best_ddp"] == pytest.approx(row["exposed_s"] / best)  # type: ignore[operator]
-            if row["hidden"] is not None:
-                whole_s = float(row["alone_s"])  # type: ignore[arg-type]
-                assert row["hidden"] == pytest.approx(1 - max(float(row["exposed_s"]), 0) / whole_s)
-    assert rows["sharded 25 MB"]["after_step_optimizer_bytes"] == BYTES
-    assert rows["sharded 25 MB"]["after_step_formula_bytes"] == 3 * BYTES
-    assert rows["FSDP2"]["after_step_formula_bytes"] == 2 * BYTES
-    assert rows["flat"]["after_step_other_bytes"] == 10**8
-    assert rows["flat"]["peak_bytes"] == 6 * BYTES
-
-
 # --- shown ------------------------------------------------------------------------------------------------
 
 

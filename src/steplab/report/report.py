@@ -19,7 +19,7 @@ from steplab.report.kit.document import Block, Document, Section, Verdict
 from steplab.report.run.cells import RunCell
 
 MODULES = {
-    "run": "run.document",
+    "run": "runs",
     "advice": "advice.document",
     "numerics": "precision.document",
     "attention": "attention.document",

@@ -81,7 +81,7 @@ def show_memory(
     """Write the memory profile of a run, or, for a run without one, its ordinary report."""
     from steplab.cli.output import emit_document
     from steplab.report.memory.document import memory_document
-    from steplab.report.run.document import REPORT
+    from steplab.report.runs import REPORT
 
     if record.memory_profile is None:
         document = REPORT.documents([record])[0]

@@ -57,7 +57,7 @@ def show_profile(record: "Run", format: str, out: OutputOptions) -> None:
     from steplab.cli.output import emit_document
     from steplab.lab.explaining import findings_of
     from steplab.report.profile.document import profile_document
-    from steplab.report.run.document import REPORT
+    from steplab.report.runs import REPORT
 
     if record.profile:
         document = profile_document(record, findings_of([record], out.store)[record.id])

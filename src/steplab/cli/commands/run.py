@@ -19,7 +19,7 @@ def run(
     from steplab.cli.progress import measuring_step, say_failed
     from steplab.lab.machine import is_first_rank, is_told_here
     from steplab.lab.measuring import measure
-    from steplab.report.run.document import REPORT
+    from steplab.report.runs import REPORT
 
     spec = measured.spec()
     chosen = chosen_format(out.format, out)

@@ -1,38 +1,21 @@
-"""The report of measured steps: chapters that are the same for one run and for several, on a terminal and on a page."""
+"""The chapters about measured steps, each a function of the cells: the same for one run and for several, on a terminal
+and on a page.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 from steplab import stats, units
 from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.records.timing import Timing, curve
-from steplab.report.environments import environment_section
-from steplab.report.kit.document import (
-    MOST_ROWS,
-    Block,
-    Column,
-    Document,
-    Facts,
-    Section,
-    Sentences,
-    Table,
-    Verdict,
-    later,
-)
+from steplab.report.kit.document import MOST_ROWS, Block, Column, Section, Sentences, Table, later
 from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
-from steplab.report.memory import document as memory
-from steplab.report.memory.document import memory_verdict
-from steplab.report.memory.figures import memory_facts
-from steplab.report.profile.document import profile_chapter, profile_verdict
-from steplab.report.profile.verdict import saving_facts
-from steplab.report.report import NOTHING, Chapter, Context
 from steplab.report.run import charts
-from steplab.report.run.cells import RunCell, cells_of, label, varying
-from steplab.report.run.columns import attention_steps, rows_table
+from steplab.report.run.cells import RunCell, label, varying
+from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
 from steplab.report.run.effects import effects_sections, passes_table
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
@@ -45,8 +28,6 @@ from steplab.report.run.one_run import (
     gaps,
     phase_blocks,
     rank_blocks,
-    run_subtitle,
-    run_title,
     steady_sentence,
     steady_words,
     step_time_pairs,
@@ -55,8 +36,6 @@ from steplab.report.run.one_run import (
     warmup_study,
 )
 from steplab.report.run.phases import phases
-from steplab.report.run.verdict import facts, runs_verdict
-from steplab.units import counted
 
 TERMS = (
     (
@@ -292,104 +271,3 @@ def _told_once(cells: Sequence[RunCell], told: Callable[[Run], list[str]]) -> li
         blocks.append(Sentences.of([text], "finding"))
         blocks.append(Section.of(units.counted(len(names), "run"), about, folded=True) if folded else about)
     return blocks
-
-
-def _of_cells(
-    make: Callable[[Sequence[RunCell]], Section],
-) -> Callable[[Sequence[Any], Context], Section]:
-    return lambda cells, context: make(cells)
-
-
-def _summary(cells: Sequence[RunCell], context: Context) -> Section:
-    """The most important figures of several runs, including those of findings and memory profiles."""
-    several = cells if len(cells) > 1 else ()
-    fields = varying(several)
-    found = (*facts(several), *saving_facts(several, context.findings, fields), *memory_facts(several, fields))
-    return Section.of("", Facts(facts=found))
-
-
-def _planning(cells: Sequence[RunCell], context: Context) -> Section:
-    """What the different steps of several runs were predicted to need, beside what they needed."""
-    if not context.plans:
-        return Section(title="")
-    from steplab.report.plan.steps import planning_chapter
-
-    planned = [cell for cell in cells if cell.id in context.plans] if len(cells) > 1 else []
-    return planning_chapter([context.plans[cell.id] for cell in planned], [run_row(cell.run) for cell in planned])
-
-
-def _attention_of_steps(cells: Sequence[RunCell], context: Context) -> Section:
-    steps = attention_steps([cell.run for cell in cells])
-    return Section.of("Training steps by attention implementation", steps, anchor="attention-of-steps")
-
-
-def _runs_document(runs: Sequence[Run], context: Context) -> Document:
-    """The chapters of a page about these runs, without what only a page can show; of a single one also where it ran."""
-    context = replace(context, cells=cells_of(runs))
-    sections = [part.make(context.cells, context) for part in _CHAPTERS]
-    alone = runs[0] if len(runs) == 1 else None
-    return Document(
-        title=run_title(alone) if alone else counted(len(runs), "run"),
-        subtitle=run_subtitle(alone) if alone else "",
-        verdict=_runs_verdict(context.cells, context),
-        sections=(*sections, environment_section(alone.environment if alone else None)),
-        data=list(map(run_row, runs)),
-    )
-
-
-def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
-    """The answer of what the runs were made for: a profile, a memory profile, or the step time."""
-    if len(cells) != 1:
-        return runs_verdict(cells)
-    (record,) = (cell.run for cell in cells)
-    if record.profile:
-        return profile_verdict(record, record.profile, context.findings.get(record.id))
-    answer = runs_verdict(cells)
-    if record.memory_profile:
-        of_memory = memory_verdict(record, context.predictions.get(record.id), context.references)
-        return Verdict(sentences=(*of_memory.sentences, *answer.sentences[:1]), cautions=answer.cautions)
-    return answer
-
-
-_CHAPTERS = (
-    Chapter(name="the summary", make=_summary),
-    Chapter(name="the failure", make=_of_cells(failure_chapter)),
-    Chapter(name="step time", make=_of_cells(step_time_chapter), terms=TERMS),
-    Chapter(name="phases of a step", make=_of_cells(phases_chapter)),
-    Chapter(name="choices by size", make=_of_cells(effects_chapter)),
-    Chapter(
-        name="where the time goes",
-        make=lambda cells, context: profile_chapter(cells, context.findings),
-    ),
-    Chapter(name="warm-up", make=_of_cells(warmup_chapter)),
-    Chapter(
-        name="memory",
-        make=lambda cells, context: memory.memory_chapter(cells, context.predictions, context.references),
-        terms=memory.TERMS,
-    ),
-    Chapter(name="planning", make=_planning),
-    Chapter(name="attention of steps", make=_attention_of_steps),
-    Chapter(name="utilization", make=_of_cells(utilization_chapter)),
-    Chapter(name="ranks", make=_of_cells(ranks_chapter)),
-    Chapter(name="the table of runs", make=_of_cells(runs_chapter), terms=TERMS),
-    Chapter(name="what was not measured", make=_of_cells(missing_chapter)),
-)
-
-
-class _RunReport:
-    """Runs are reported together, in one table; the answer of one is what it was made for."""
-
-    is_joint = True
-
-    @property
-    def chapters(self) -> tuple[Chapter, ...]:
-        return _CHAPTERS
-
-    def verdict(self, records: Sequence[RunCell], context: Context = NOTHING) -> Verdict:
-        return _runs_verdict(records, context)
-
-    def documents(self, records: Sequence[Run], context: Context = NOTHING) -> list[Document]:
-        return [_runs_document(records, context)]
-
-
-REPORT = _RunReport()
