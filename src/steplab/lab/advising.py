@@ -211,7 +211,6 @@ class Walk:
         return side
 
     def _attempt(self, change: Change, promise: Any, *, by_itself: bool = False) -> Attempt:
-        """Build the fastest step with a change."""
         spec = self.best.spec
         attempt = Attempt(change=change, base=self.best, promise=promise)
         try:
@@ -362,7 +361,6 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
 
 
 def _doubts(walk: Walk) -> Iterator[str]:
-    """What disturbed the measurements of the first step and the fastest, whose times the answer states."""
     sides = {walk.best: "the fastest step", walk.again if walk.met else walk.start: "the step as given"}
     for side, words in sides.items():
         if run := walk.leave(side):
@@ -410,14 +408,12 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
 
 
 def _added_lines(attempt: Attempt) -> tuple[str, ...]:
-    """The lines that are in the loop of the step with the change alone."""
     after = attempt.side.spec if attempt.side else attempt.change.made(attempt.base.spec)
     before = {*own_model(attempt.base.spec), *own_loop(attempt.base.spec)}
     return tuple(line for line in (*own_model(after), *own_loop(after)) if line not in before)
 
 
 def _value(attempt: Attempt) -> str:
-    """The value of the change; where that leaves a choice, what was chosen."""
     if attempt.change.value != AUTO or attempt.change.field != "checkpointing" or attempt.side is None:
         return attempt.change.value
     chosen: str = attempt.side.spec.checkpointing
@@ -425,7 +421,6 @@ def _value(attempt: Attempt) -> str:
 
 
 def _peak_bytes(run: Run | None) -> int | None:
-    """Peak memory of the device, or where that is not counted of the process."""
     if run is None or run.memory is None:
         return None
     peak = run.memory.peak("step")

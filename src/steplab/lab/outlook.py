@@ -279,7 +279,6 @@ class Outlook:
             yield rest
 
     def _differs(self, spec: StepSpec, change: Change) -> bool:
-        """Whether a step with a change is another one."""
         return self._meaning(spec, change)[1] != self._meant(spec, *now(spec, change))
 
     def _meaning(self, spec: StepSpec, change: Change) -> tuple[str, str]:

@@ -157,7 +157,6 @@ def _device_name(device: "torch.device | str") -> str:
 
 
 def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None, precision: str | None) -> "Run":
-    """Store the record, with its MFU, and the profile of the trace if there is one."""
     if flops is not None and precision is not None:
         run = with_given_flops(run, flops, precision, recording.num_ranks, store)
     else:

@@ -101,7 +101,6 @@ def _measured(
 def _audit(
     spec: StepSpec, *, name: str, store: Path | str | None, place: Place, timeout_s: float, on_progress: OnProgress
 ) -> Numerics:
-    """Audit one step in its precision."""
     with open_store(store, write=True) as opened:
         record = numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
         return keep(opened, dataclasses.replace(record, name=name), place)

@@ -320,14 +320,12 @@ _Key = tuple[tuple[str, str], ...]
 
 
 def _key(finding: Finding) -> _Key:
-    """What two findings that propose the same change have in common."""
     return tuple(sorted(finding.fields.items()))
 
 
 def _tried(
     taking: StoredSession, unchanged: Any, spec: StepSpec, fields: Mapping[str, str], on_trial: Callable[[str], None]
 ) -> Run | str:
-    """The record of the step with a change, or why there is none."""
     words = ", ".join(f"{name} {value}" for name, value in fields.items())
     on_trial(words)
     try:

@@ -153,7 +153,6 @@ def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
 
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
-    """A note why a checkpointed model of transformers has no HFU."""
     spec = run.spec
     if (
         not used

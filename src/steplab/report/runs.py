@@ -29,7 +29,6 @@ def _of_cells(
 
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
-    """The most important figures of several runs, including those of findings and memory profiles."""
     several = cells if len(cells) > 1 else ()
     fields = varying(several)
     found = (*facts(several), *saving_facts(several, context.findings, fields), *memory_facts(several, fields))
@@ -37,7 +36,6 @@ def _summary(cells: Sequence[RunCell], context: Context) -> Section:
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section:
-    """What the different steps of several runs were predicted to need, beside what they needed."""
     if not context.plans:
         return Section(title="")
     from steplab.report.plan.steps import planning_chapter
@@ -66,7 +64,6 @@ def _runs_document(runs: Sequence[Run], context: Context) -> Document:
 
 
 def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
-    """The answer of what the runs were made for: a profile, a memory profile, or the step time."""
     if len(cells) != 1:
         return runs_verdict(cells)
     (record,) = (cell.run for cell in cells)

@@ -194,7 +194,6 @@ def _with_range(one: _Comparison) -> str:
 
 
 def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
-    """The rates of implementations that have no peer: the least and the largest over shapes."""
     shapes = [cell.spec.shape for cell in cells]
     for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
         rates = [(rate, cell) for cell in cells if cell.spec.column == column and (rate := cell.flops_per_s(name))]
@@ -234,7 +233,6 @@ def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
 
 
 def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
-    """Which packages were not installed, how many other cells failed, and which implementations ran out of memory."""
     absent = Counter(package for cell in cells if (package := _absent_package(cell)))
     for package, number in absent.items():
         yield f"{package} is not installed: {units.counted(number, 'cell')} {'was' if number == 1 else 'were'} not run."
@@ -250,7 +248,6 @@ def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
 
 
 def _absent_package(cell: AttentionCell) -> str | None:
-    """The package whose absence is why the cell failed."""
     found = _ABSENT.search(cell.failure.message) if cell.failure else None
     return found[1] if found else None
 
@@ -282,7 +279,6 @@ _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D d
 
 
 def _title(run: AttentionRun) -> str:
-    """What was benchmarked, in words that begin with attention."""
     told = run.study.description or run.study.name
     return f"{told[:1].upper()}{told[1:]}" if told.lower().startswith("attention") else f"Attention: {told}"
 

@@ -160,7 +160,6 @@ def by_shape(
 
 
 def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
-    """The sizes that distinguish a shape from the others, and the mask and dtype."""
     shapes = [cell.spec.shape for cell in cells]
     return {
         "shape": shape_label(shape, shapes),

@@ -76,7 +76,6 @@ def _time(cell: CommCell) -> str:
 
 
 def _scaling(name: str, cells: Sequence[CommCell]) -> Iterator[str]:
-    """How the bandwidth of the longest message changes from the fewest ranks to the most."""
     sizes = [cell.spec.world_size for cell in cells]
     size_bytes = max(cell.spec.size_bytes for cell in cells)
     found = {cell.spec.world_size: cell.bus_bandwidth for cell in cells if cell.spec.size_bytes == size_bytes}
@@ -297,7 +296,6 @@ def _where(run: CommRun) -> list[tuple[str, str]]:
 
 
 def _parts(runs: Sequence[CommRun], context: Context, section: Callable[[CommRun], Section]) -> Iterator[Block | None]:
-    """The benchmarks in their order; last, where backends were measured in different ones, all together."""
     yield from map(section, runs)
     together = backends_side_by_side([cell for run in runs for cell in run.cells])
     if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):

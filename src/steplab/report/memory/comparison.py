@@ -144,7 +144,6 @@ def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
 
 
 def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """The categories that differ, the largest change first."""
     names = in_order((*before.at_peak, *after.at_peak))
     pairs = [(name, after.at_peak.get(name, 0), before.at_peak.get(name, 0)) for name in names]
     moved = [pair for pair in pairs if not _is_same(pair[1], pair[2])]
@@ -182,7 +181,6 @@ def _is_same(now: int, then: int) -> bool:
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """A sentence where the two peaks are in different phases, so that their categories belong to different moments."""
     if after.peak_phase and before.peak_phase and after.peak_phase != before.peak_phase:
         yield (
             f"The two peaks are at different moments: with {other} in {before.peak_phase}, with {name} in "

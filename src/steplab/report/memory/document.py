@@ -62,7 +62,6 @@ def _peak(profile: MemoryProfile) -> str:
 
 
 def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None) -> Iterator[str]:
-    """How much of the device the step took, and the smallest GPU of the catalogue that it fits."""
     total = run.memory.total_bytes if run.memory else None
     if profile.reserved_bytes is None or profile.outside_bytes is None:
         return
@@ -163,7 +162,6 @@ def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
-    """What several runs show together."""
     yield Section.of("What the peaks are made of", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
@@ -197,7 +195,6 @@ def _sections(
 
 
 def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
-    """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
     told = words.residual_sentence(run, profile)

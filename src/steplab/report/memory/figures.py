@@ -173,7 +173,6 @@ def alike_but_for(cells: Sequence[RunCell], field: str) -> list[list[RunCell]]:
 
 
 def _but_for(cell: RunCell, field: str) -> tuple[Scalar, ...]:
-    """What the cell computes, apart from one field and those that do not change the memory of a step."""
     return tuple(cell.values[name] for name in FIELDS if name not in (field, *HOW))
 
 
@@ -227,7 +226,6 @@ def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequen
 
 
 def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:
-    """The relative change of the peak, and the cell it is of."""
     for cell in known:
         other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None
         before = profile_of(other).peak_bytes if other else 0

@@ -150,7 +150,6 @@ def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _copies_saved(run: Run, profile: MemoryProfile) -> str:
-    """That blocks save low-precision copies of weights as well, and how much each where all blocks are alike."""
     copies = [
         tensors
         for tensors in profile.saved

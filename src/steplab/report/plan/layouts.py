@@ -39,7 +39,6 @@ def layouts_document(plan: LayoutPlan) -> Document:
 
 
 def _subtitle(plan: LayoutPlan) -> str:
-    """The step without its batch, which follows from the layout."""
     step = describe(plan.spec).replace(f" batch {plan.spec.batch} ·", "")
     return f"{step} · global batch of {units.counted(plan.global_batch, 'sequence')}"
 
@@ -80,7 +79,6 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
 
 
 def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
-    """The sentence that says how many layouts fit, and how many are too tight to promise."""
     fit = sum(each.verdict == "fits" for each in fitting)
     tight = len(fitting) - fit
     layouts = units.counted(number, "layout")
@@ -118,7 +116,6 @@ def network_words(plan: LayoutPlan) -> str:
 
 
 def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
-    """How long a training takes, and how many hours of all GPUs together."""
     days, low, high = (training_days(plan, tokens, each) for each in (time.seconds, time.low_s, time.high_s))
     show = units.three_digits
     hours = units.format_count(24 * days * plan.gpus)

@@ -54,7 +54,6 @@ def mfu_words(utilizations: Sequence[Utilization]) -> str:
 
 
 def _lack_of_memory(prediction: StepTimePrediction) -> Iterator[str]:
-    """That the step is too large for the GPU, or nearly so."""
     fit, least = prediction.fit, prediction.least_device_bytes
     if fit is None or least is None or fit.verdict in ("fits", "not known"):
         return

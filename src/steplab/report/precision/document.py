@@ -55,14 +55,12 @@ def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
 
 
 def _done(numerics: Numerics, audit: Audit) -> str:
-    """What autocast does of that by itself."""
     by_autocast = numerics.spec is not None and numerics.spec.precision in AUTOCAST
     ruled = _summing(audit, lambda use: use.rule == "fp32") if by_autocast else []
     return f". Autocast does so for {listed(ruled)}" if ruled else ""
 
 
 def _scale(audit: Audit, low: str) -> Iterator[str]:
-    """Whether the gradients need a factor on the loss."""
     total = sum(count for _, count in audit.gradient_exponents)
     below = sum(count for exponent, count in audit.gradient_exponents if exponent < SMALLEST_EXPONENT[low])
     if audit.loss_scaling and total:
@@ -167,7 +165,6 @@ class _PrecisionReport:
 
 
 def _chapter(numerics: Sequence[Numerics], context: Context) -> Section:
-    """The timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in context.runs if run.study in studies]
     return Section.of(

@@ -247,7 +247,6 @@ def _head(numerics: Numerics) -> Row:
 
 
 def _module_rows(numerics: Numerics) -> list[Row]:
-    """One row per module with the counts of its elements by kind of tensor; a failed audit is one row."""
     if numerics.audit is None:
         return [_head(numerics) | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]
     return [_head(numerics) | _module_row(module) for module in numerics.audit.modules]
@@ -294,7 +293,6 @@ def _matmul_rows(numerics: Numerics) -> list[Row]:
 
 
 def _scaling_rows(numerics: Numerics) -> list[Row]:
-    """Two rows: the gradients without the factor on the loss, and with it; none without a suggestion."""
     scaling = numerics.audit.loss_scaling if numerics.audit else None
     pairs = _by_scale(scaling) if scaling else ()
     return [_head(numerics) | {"loss_scale": scale} | row_of(found, *_ELEMENTS) for scale, found in pairs]

@@ -61,7 +61,6 @@ def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
 
 
 def _is_worth(finding: Finding, step_s: float | None) -> bool:
-    """Whether a finding belongs in a headline."""
     return finding.gain_s is None or finding.gain_s >= _LEAST * (step_s or 0.0)
 
 
@@ -178,7 +177,6 @@ def findings_document(run: Run, findings: Findings) -> Document:
 
 
 def _row(finding: Finding) -> Row:
-    """One row per finding, for programs that read tables; the record itself has more."""
     return {
         **row_of(finding, "kind", "title", "saves_s", "at_most", "change"),
         **row_of(finding.trial, "before_s", "after_s", "tokens_ratio"),
@@ -286,7 +284,6 @@ def _trial_row(finding: Finding) -> Row:
 
 
 def _changed_step(findings: Findings) -> Iterator[str]:
-    """A warning where the unchanged step, measured again, differs from the one that the predictions are made from."""
     before = next((f.trial.before_s for f in findings.findings if f.trial), None)
     step_s = findings.step_s
     if before is not None and step_s and abs(before / step_s - 1) > _SAME_STEP:

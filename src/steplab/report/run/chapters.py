@@ -254,7 +254,6 @@ def missing_chapter(cells: Sequence[RunCell]) -> Section:
 
 
 def _missing(run: Run) -> list[str]:
-    """What was not measured and why, the reason of a failure included."""
     return gaps(run) + ([why_failed(run.failure)] if run.failure else [])
 
 

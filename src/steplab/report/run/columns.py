@@ -85,7 +85,6 @@ def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, 
 
 
 def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """COLUMNS, ranked for memory where most of the runs have a memory profile."""
     watched = sum(row.get("memory_source") is not None for row in rows)
     if 2 * watched <= len(rows):
         return COLUMNS
@@ -93,7 +92,6 @@ def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Name the FLOP convention of MFU and HFU, in the heading where all rows share it."""
     conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
     headings = {"hfu": "HFU (as executed)"}
     if len(conventions) == 1:
@@ -158,7 +156,6 @@ def _differs(key: str, rows: Sequence[Row]) -> bool:
 
 
 def _said(column: Column, rows: Sequence[Row]) -> str:
-    """The value that all records with the field share, in words; empty if there is none, or it is not worth saying."""
     value = next((row[column.key] for row in rows if row.get(column.key) not in _NONE), None)
     return "" if value is None or column.quantity.show(value) == column.quiet else column.said(value)
 
@@ -184,7 +181,6 @@ def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
 
 
 def _rows(group: Sequence[Run]) -> list[Row]:
-    """Rows of steps that differ only in attention and compilation."""
     found = [run_row(run) for run in group]
     plain = {(row["attention"], row["compile"]): row["step_time_s"] for row in found}
     return [

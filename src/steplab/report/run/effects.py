@@ -217,7 +217,6 @@ def _effect_table(effect: Effect, order: dict[str, int]) -> Table:
 
 
 def _single(effects: Sequence[Effect]) -> Table:
-    """One row per choice."""
     fields = varying([effect.pairs[0].before for effect in effects])
     rows = [
         {"choice": effect.choice, "run": label(effect.pairs[0].before, fields), **_pair_row(effect.pairs[0])}

@@ -133,7 +133,6 @@ def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
-    """The step times of a few runs, and of many the least and the most; empty without any."""
     timed = sorted((cell for cell in cells if cell.run.median_s), key=lambda cell: cell.run.median_s or 0)
     times = [(label(cell, fields), units.format_time(cell.run.median_s or 0)) for cell in timed]
     if not times:
@@ -256,7 +255,6 @@ def facts(cells: Sequence[RunCell]) -> list[Fact]:
 
 
 def _gains(cells: Sequence[RunCell]) -> list[Fact]:
-    """The effect of each choice that the answer does not tell; those with a negligible effect share one sentence."""
     told = {effect.choice for effect in main_effects(cells)}
     effects = [effect for effect in effects_of(cells) if effect.choice not in told]
     gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
@@ -297,7 +295,6 @@ def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]
 
 
 def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
-    """The nearly launch-bound cells, in which faster kernels would gain less."""
     late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
     if not late:
         return []

@@ -81,7 +81,6 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
 
 
 def _but(ratio: Ratio) -> str:
-    """Why the decision says less than the interval."""
     return f"; {ratio.why}" if ratio.why else ""
 
 
