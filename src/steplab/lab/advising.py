@@ -57,7 +57,7 @@ class Walk:
     again: Any = None
     """The side of the first step in those turns."""
     interrupted: KeyboardInterrupt | None = None
-    """What ended the walk before its end; None: nothing."""
+    """Reason why the walk ended early; None: it did not."""
     _built_s: list[float] = field(default_factory=list)
     """Seconds that building each step took, without compilation: in each process of it."""
     _turns: list[float] = field(default_factory=list)
@@ -133,7 +133,7 @@ class Walk:
         return median(self._built_s) + (median(self._turns) * known_s if self._turns else 0.0)
 
     def _has_time(self, takes_s: float) -> bool:
-        """Whether there is time for something; it may then take no longer than what is left."""
+        """True if there is time for something; it may then take no longer than what is left."""
         left_s = self.left_s
         if self.budget_s is not None:
             self.taking.session.timeout_s = max(left_s, 1.0)
@@ -179,7 +179,7 @@ class Walk:
         self._settle(attempt)
 
     def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
-        """Whether the end of the budget cut a turn of these sides short; the turns before it stay. A change `of` which
+        """True if the end of the budget cut a turn of these sides short; the turns before it stay. A change `of` which
         that is so counts as not tried."""
         late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
         if not late or self.left_s > 0:
@@ -250,7 +250,7 @@ class Walk:
 
 
 def _lacks_memory(side: Any) -> bool:
-    """Whether a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
+    """True if a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
     failure = side.failure
     return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
 

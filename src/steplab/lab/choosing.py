@@ -22,7 +22,7 @@ from steplab.store.selection import BACK, LAST
 _MOST_TOGETHER = 60
 """Largest number of records of one kind without a study in one report; older ones are left out."""
 _TRIED_FIRST = 10
-"""How many of the newest records of each kind are tried, before all are listed because none of these can be read."""
+"""Number of newest records of each kind that are tried before all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Found:
     """The records that a text stands for."""
 
     side: Side
-    """What they are called in the comparison."""
+    """Their name in the comparison."""
     records: tuple[Record, ...]
     """The records, at least one, oldest first."""
 

@@ -92,7 +92,7 @@ def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> Vi
 
 
 def is_first_rank() -> bool:
-    """Whether this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
+    """True if this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
 
     Raises UserError if torchrun's variables contradict each other.
     """
@@ -138,7 +138,7 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def is_told_here(failure: Failure) -> bool:
-    """Whether this command line reports the failure: it is the first, or that of the rank that failed."""
+    """True if this command line reports the failure: it is the first, or that of the rank that failed."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 

@@ -58,7 +58,7 @@ def kept(spec: StepSpec, what: str, trace: Open) -> Open:
 
 
 def kept_facts(spec: StepSpec, what: str, kind: type[T], find: Callable[[], T]) -> T:
-    """What `find` returns, a dataclass, or what it returned before of the same step."""
+    """The dataclass that `find` returns, or that it returned before for the same step."""
     if spec.model.kind != "hf":
         return find()
     path = _folder() / f"{_key(spec, what)}.trace"
@@ -295,6 +295,6 @@ def _trace_two_blocks(spec: StepSpec, listen: Listener, *, compiled: bool) -> No
 
 
 def is_traced(spec: StepSpec) -> bool:
-    """Whether the operators of the model are known by running it on tensors without content, which needs torch."""
+    """True if the operators of the model are known by running it on tensors without content, which needs torch."""
     needed = {"hf": ("torch", "transformers"), "factory": ("torch",)}.get(spec.model.kind, ())
     return bool(needed) and all(importlib.util.find_spec(name) is not None for name in needed)

@@ -47,7 +47,7 @@ class StudyJob:
     key: str
     """Its key in the store."""
     what: str
-    """What tells it from the other measurements of the study, in words."""
+    """Words that distinguish it from other measurements of the study."""
     measure: Measure
     """Measures it and stores the record. Raises SteplabError where that cannot be done at all."""
     num_steps: int = 0
@@ -112,7 +112,7 @@ _STEPS: dict[str, tuple[str, Measure]] = {
     "memory": ("memory", partial(_measured, Run, memory)),
     "precision": ("audit", partial(_measured, Numerics, _audit)),
 }
-"""What each part of steps is called, and what measures it."""
+"""Name of each part of steps, and its function."""
 
 
 def _doctor(given: Mapping[str, Any]) -> Measure:
@@ -158,7 +158,7 @@ class SweepProgress:
     skipped: int
     """Number of measurements that a resumed study found finished."""
     what: str
-    """What tells that measurement from the others of the study, in words."""
+    """Words that distinguish it from other measurements of the study."""
     num_steps: int
     """Its warm-up and measured steps; 0: not known."""
     within: Progress | None = None

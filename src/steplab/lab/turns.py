@@ -53,7 +53,7 @@ class StoredSession:
         """The session itself, which measures the sides."""
         self._store, self._name = store, name
         self._chosen: dict[Side, tuple[str, ...]] = {}
-        """What was chosen for each side."""
+        """The choices for each side."""
         self.left: dict[Side, Run] = {}
         """The record of each side that has left, in the order in which they did."""
 
@@ -129,7 +129,7 @@ class Compared:
     starts: tuple[tuple[Run, ...], ...]
     """The records of each start: of the sides in the order in which they were given."""
     each: tuple[tuple[Ratio | None, ...], ...]
-    """Of each start, step time of each further side over that of the first; None where one of the two has none."""
+    """Step time of each further side over the first's, by start; None if either is missing."""
 
     @property
     def ratios(self) -> tuple[Ratio | None, ...]:
@@ -249,7 +249,7 @@ def _import_path(root: Path, tree: Path) -> str:
 
 
 def _is_installed(path: Path) -> bool:
-    """Whether it belongs to Python or to a virtual environment, which a repository may contain."""
+    """True if it belongs to Python or to a virtual environment, which a repository may contain."""
     return any(path.is_relative_to(Path(prefix).resolve()) for prefix in {sys.prefix, sys.base_prefix})
 
 

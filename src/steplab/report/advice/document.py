@@ -29,7 +29,7 @@ def advice_title(advice: Advice) -> str:
 
 
 def advice_verdict(advice: Advice) -> Verdict:
-    """What the step takes now, what it takes with the changes that paid, and what they cost besides."""
+    """The step time before and after the changes that paid, and their other costs."""
     return Verdict(sentences=tuple(_answer(advice)), cautions=tuple(_cautions(advice)))
 
 
@@ -69,7 +69,7 @@ def _for_the_first(advice: Advice) -> str:
 
 
 def tried_words(tried: Tried) -> str:
-    """What came of a change, in one line: what it saves or costs, and whether it was kept."""
+    """The result of a change, in one line: its saving or cost, and the decision."""
     result, ratio = _result(tried), tried.ratio
     if ratio and ratio.decision in ("lower", "higher"):
         share = abs(1 - ratio.ratio)

@@ -1,4 +1,4 @@
-"""What a report says of attention by itself: a benchmark, and the memory that plain attention would need."""
+"""The report of a benchmark of attention, and of the memory that plain attention would need."""
 
 import math
 import re
@@ -59,12 +59,12 @@ class _Comparison:
 
     column: str
     ratios: tuple[Ratio, ...]
-    """Of its times to the peer's, shape by shape."""
+    """Its times over the peer's, by shape."""
     speeds: tuple[float, ...]
     slowest_at: str
     """The shape with the least speed."""
     chose_peer: bool
-    """Whether it is `auto`, and chose the peer on every shape."""
+    """True if it is `auto`, and chose the peer on every shape."""
 
     @property
     def mean(self) -> float:
@@ -89,17 +89,17 @@ class _Comparison:
 
     @property
     def one_sided(self) -> bool:
-        """Whether it is faster on no shape or slower on none, so that a mean has a meaning."""
+        """True if it is faster on no shape or slower on none, so that a mean has a meaning."""
         return not (self.num_faster and self.num_slower)
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval of the mean does not include 1."""
+        """True if the interval of the mean does not include 1."""
         return self.bounds is not None and not self.bounds[0] <= 1 <= self.bounds[1]
 
 
 def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
-    """How fast the implementations are relative to `peer`, and what ran out of memory."""
+    """Speeds relative to `peer`, and the implementations that ran out of memory."""
     name = telling_pass(run.cells)
     told: list[str] = []
     if name is not None:
@@ -135,7 +135,7 @@ def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) ->
 
 
 def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
-    """Whether `auto` chose the peer, by the note that the measurement leaves."""
+    """True if `auto` chose the peer, by the note that the measurement leaves."""
     chosen = f"auto is {peer.spec.implementation}: "
     return cell.spec.compile == peer.spec.compile and any(note.startswith(chosen) for note in cell.notes)
 
@@ -171,7 +171,7 @@ def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> It
 
 
 def _over(comparisons: Sequence[_Comparison]) -> str:
-    """What the ratios are: geometric means of 6 shapes, or at 1 shape."""
+    """'geometric mean of 6 shapes', or 'at 1 shape'."""
     counts = {len(one.speeds) for one in comparisons}
     if max(counts) == 1:
         return "at 1 shape, 95 % interval"

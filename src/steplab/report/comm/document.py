@@ -1,4 +1,4 @@
-"""What a report says of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
+"""The report of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,7 +21,7 @@ _APART = 0.1
 
 
 def comm_name(run: CommRun) -> str:
-    """What tells the benchmark from others: its name, or the number of its ranks."""
+    """The benchmark's name, or the number of its ranks."""
     return run.name or f"collectives over {units.counted(run.study.num_processes, 'rank')}"
 
 

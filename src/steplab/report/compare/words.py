@@ -24,7 +24,7 @@ _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "su
 
 
 def verdict(comparison: Comparison) -> Verdict:
-    """Whether B is worse, in one sentence; then the largest causes."""
+    """The decision on B in one sentence; then the largest causes."""
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()

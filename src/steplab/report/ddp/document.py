@@ -1,4 +1,4 @@
-"""What a report says of a data-parallel study: time with and without communication, bucket sizes, memory."""
+"""The report of a data-parallel study: time with and without communication, bucket sizes, memory."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -58,7 +58,7 @@ def facts(run: DdpRun) -> Iterator[str]:
 
 
 def model_words(run: DdpRun) -> Iterator[str]:
-    """How the overhead is modelled, and the best bucket size by that model."""
+    """The model of the overhead, and its best bucket size."""
     model = run.model
     if model is None:
         return
@@ -195,7 +195,7 @@ def _sentences(run: DdpRun) -> Iterator[str]:
 
 
 def _saves(cell: DdpCell) -> bool:
-    """Whether a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
+    """True if a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
     ratio = figures.step_ratio(cell)
     return ratio is not None and ratio.decision == "lower"
 

@@ -44,7 +44,7 @@ def host_lead_s(cell: DdpCell) -> float | None:
 
 
 def waits_for_host(cell: DdpCell) -> bool:
-    """Whether the host lead was near zero on some rank, whose messages the other ranks wait for."""
+    """True if the host lead was near zero on some rank, whose messages the other ranks wait for."""
     return any(timing.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
@@ -118,7 +118,7 @@ def alone_s(cell: DdpCell) -> float | None:
 
 
 def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
-    """How much longer the slowest rank's median step is than the fastest's, as a share; None where it was not timed."""
+    """Median step of the slowest rank over that of the fastest, less 1; None if not timed."""
     medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=baseline))]
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 

@@ -106,7 +106,7 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
-    """What checkpointing saves in memory and costs in time; `baseline` is the same cell without it."""
+    """Memory that checkpointing saves and time that it costs; `baseline` is the same cell without it."""
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.checkpointing == "none" or not run.spec.checkpoints_apply:
         return
@@ -189,7 +189,7 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
 
 
 def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
-    """How much of what is saved for backward autocast has in low precision, and what it leaves in float32."""
+    """Shares of the saved activations in low precision and in float32."""
     every = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
     every.sort(key=lambda tensors: -tensors.stored_bytes)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
@@ -227,7 +227,7 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
-    """Whether these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
+    """True if these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
     casts of an eager step are known: they are autocast copies."""
     if tensors.dtype not in figures.LOW_PRECISION or not is_compiled(tensors):
         return False
@@ -241,7 +241,7 @@ def _dtypes(saved: Sequence[SavedTensors]) -> str:
 
 
 def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
-    """How much stays in float32, and which operators saved most of it."""
+    """Bytes that stay in float32, and the operators that saved most of them."""
     if not full:
         return ""
     by_node: dict[str, int] = {}

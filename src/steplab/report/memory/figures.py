@@ -75,7 +75,7 @@ def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def _is_covered(profile: MemoryProfile, category: str) -> bool:
-    """Whether a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
+    """True if a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
     neither the workspaces of CUDA's libraries nor the rounding of its allocator."""
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
@@ -86,7 +86,7 @@ def at_peak(profile: MemoryProfile, *categories: str) -> int:
 
 
 def has_owners(profile: MemoryProfile) -> bool:
-    """Whether the record has categories by owner, which an imported snapshot lacks."""
+    """True if the record has categories by owner, which an imported snapshot lacks."""
     return not set(profile.at_peak) & {"before", "during"}
 
 

@@ -57,7 +57,7 @@ def what_it_is(made: Allocation, spec: StepSpec | None) -> str | None:
 
 
 def _kind(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> str | None:
-    """What has such a shape: 'scores', 'logits', or activations of the model's 'width' or 'inner width'.
+    """Kind of tensor by its shape: 'scores', 'logits', or activations of the model's 'width' or 'inner width'.
 
     None for other sizes, and where two of the model's sizes are equal.
     """
@@ -77,7 +77,7 @@ def _last(op: str | None) -> str:
 
 
 def is_scores(shape: Sequence[int], spec: StepSpec, sizes: TransformerShape) -> bool:
-    """Whether a tensor has the shape of the attention scores: batch × heads × context × context in 3 or 4 dimensions.
+    """True if a tensor has the shape of the attention scores: batch × heads × context × context in 3 or 4 dimensions.
 
     False where queries, keys and values, or their halves in the rotary embedding, have the same shape.
     """
@@ -94,7 +94,7 @@ _WEIGHTS = {
     "optimizer_state": "optimizer state of {}",
     "autocast_copies": "low-precision copy of {}",
 }
-"""How an allocation of a category is named by the weights whose shape it has."""
+"""Names of allocations by category, for the weights whose shape they have."""
 
 
 def _weight(made: Allocation, sizes: TransformerShape) -> str | None:
@@ -149,12 +149,12 @@ def node_name(op: str) -> str:
 
 
 def is_checkpointed(spec: StepSpec | None) -> bool:
-    """Whether a step recomputes activations; tensors that no node saved are then inputs of the recomputation."""
+    """True if a step recomputes activations; tensors that no node saved are then inputs of the recomputation."""
     return spec is not None and spec.checkpointing != "none" and spec.checkpoints_apply
 
 
 def is_compiled(tensors: SavedTensors) -> bool:
-    """Whether a compiled graph saved the tensors; its modules and operators are not known."""
+    """True if a compiled graph saved the tensors; its modules and operators are not known."""
     return node_name(tensors.op) == "CompiledFunction"
 
 
@@ -173,7 +173,7 @@ def _inner_widths(sizes: TransformerShape) -> set[int]:
 
 
 def is_weight_shape(shape: Sequence[int], spec: StepSpec | None) -> bool | None:
-    """Whether a tensor has the shape of one of the model's weights or of its transpose.
+    """True if a tensor has the shape of one of the model's weights or of its transpose.
 
     None where an activation has the same shape, and for a model of unknown sizes.
     """
@@ -287,7 +287,7 @@ def allocation_table(
 
 
 def _allocation_look(made: Allocation, run: Run) -> Row:
-    """What is shown of one; the line, its function and its folder each for itself: 'a/model.py:81 in forward'."""
+    """Fields of an allocation; 'a/model.py:81 in forward' gives line, function and folder."""
     place, _, function = (made.source or "").partition(" in ")
     folder, _, line = place.rpartition("/")
     return {

@@ -23,7 +23,7 @@ def exactly(num_bytes: int) -> str:
 
 
 def heading(run: Run, profile: MemoryProfile) -> str:
-    """What was watched, where, and how."""
+    """The step or history, its device and its source."""
     one = profile.num_events == 1
     events = "one allocation or release" if one else f"{profile.num_events:,} allocations and releases"
     if profile.source == "snapshot":
@@ -79,7 +79,7 @@ def _against(size: int, other: int) -> str:
 
 
 def around_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """What the allocator held beyond the peak, and what the device had in use beyond the allocator."""
+    """Memory that the allocator held beyond the peak, and that the device used outside the allocator."""
     if profile.reserved_bytes is not None:
         beyond = profile.reserved_bytes - profile.peak_bytes
         more = f", {units.format_bytes(beyond)} more than the peak, as cache or in gaps" if beyond > 0 else ""
@@ -111,14 +111,14 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
 
 
 def smaller_sentence(profile: MemoryProfile) -> str | None:
-    """What was alive at the peak beyond the allocations of the record; None: nothing."""
+    """Bytes alive at the peak outside the record's allocations; None: none."""
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
 def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What autograd saved in all, and what a block saves."""
+    """Memory that autograd saved in all, and that a block saves."""
     total = figures.all_saved_bytes(profile)
     if total and profile.saved:
         compiled = all(map(is_compiled, profile.saved))
@@ -128,7 +128,7 @@ def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What each of the first blocks saves and the gradients it leaves, and what other kinds of block save."""
+    """Memory that each of the first blocks saves, with its gradients, and that other kinds save."""
     copies = _copies_saved(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes

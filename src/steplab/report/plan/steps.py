@@ -128,13 +128,13 @@ def _expected(step: PlannedStep, gpu: str) -> str:
 
 
 def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
-    """Whether the step fits a GPU; None where its memory was not predicted for that."""
+    """True if the step fits a GPU; None where its memory was not predicted for that."""
     cards = step.memory.cards if step.memory else ()
     return next((card.verdict for card in cards if card.gpu == gpu), None)
 
 
 def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
-    """How many steps there are, and how many of them will not fit or are not predicted."""
+    """Number of steps, and of those that will not fit or are not predicted."""
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
     unknown = sum(_time(step) is None for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"

@@ -1,4 +1,4 @@
-"""What a report says of a predicted step time: the interval, by phase, and what the time goes to."""
+"""The report of a predicted step time: its interval, phases and components."""
 
 from collections.abc import Iterator, Sequence
 

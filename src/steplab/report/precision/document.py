@@ -32,7 +32,7 @@ _SIGNIFICANT = {
 
 
 def precision_verdict(numerics: Numerics) -> Verdict:
-    """What to keep in fp32 in this step, whether the loss needs a scale, and how far the loss is from that of fp32."""
+    """Operations to keep in fp32, the scale of the loss, and its error against fp32."""
     low = COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
     audit = numerics.audit
     if audit is None:

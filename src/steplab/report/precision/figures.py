@@ -123,12 +123,12 @@ def printed(result: float) -> str:
 
 
 def title_of_sums(accumulations: Sequence[Accumulation]) -> str:
-    """What was added up."""
+    """Title of the sums: the number and how often it is added."""
     return next((f"{a.number:g} added {a.num_additions} times" for a in accumulations), "Sums")
 
 
 def line(accumulation: Accumulation) -> str:
-    """What was computed: 'fp32 += fp16', or with its cast 'fp32 += fp16 cast to fp32'."""
+    """'fp32 += fp16', or with its cast 'fp32 += fp16 cast to fp32'."""
     total, addend = short(accumulation.accumulator), short(accumulation.addend)
     return f"{total} += {addend}" + (f" cast to {total}" if accumulation.cast else "")
 

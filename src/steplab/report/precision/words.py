@@ -26,7 +26,7 @@ RULES = {
     "cast": "the model's own cast",
     "off": "autocast off",
 }
-"""What autocast does with an operation, in words."""
+"""Autocast's rules, in words."""
 _WHY = {
     "fp32": "on autocast's list for fp32: it sums many terms, or leaves fp16's range",
     "low_precision": "a product of matrices, its sums in fp32 inside",
@@ -47,7 +47,7 @@ NORMS = {
 
 
 def heading(numerics: Numerics) -> str:
-    """What was audited, and where."""
+    """The audited step, its device and its record."""
     spec, environment = numerics.spec, numerics.environment
     said = describe(spec) if spec else "sums only"
     where = [environment.device.name, f"torch {environment.torch}"] if environment else []
@@ -104,7 +104,7 @@ def _in_fp32(precision: str, audit: Audit, numerics: Numerics) -> Iterator[str]:
 
 
 def _range(precision: str, audit: Audit) -> Iterator[str]:
-    """What share of the exact gradients a type cannot hold."""
+    """Share of the exact gradients that a type cannot hold."""
     low = COMPUTED_IN.get(precision)
     total = sum(count for _, count in audit.gradient_exponents)
     if low is None or not total:

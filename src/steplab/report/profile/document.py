@@ -50,7 +50,7 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
-    """What would save time, the step time, and why to doubt it."""
+    """The findings, the step time and its doubts."""
     timed = []
     if run.samples_s:
         summary = summarize(run.samples_s)

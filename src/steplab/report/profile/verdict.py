@@ -37,7 +37,7 @@ _LEAST = 0.01
 
 
 def finding_sentences(run: Run, findings: Findings | None) -> Iterator[str]:
-    """What would save most and what comes next; without findings, where the time goes."""
+    """The two largest savings; without findings, where the time goes."""
     if findings is None or not findings.findings:
         if run.failure:
             yield "The run failed, so there is no step to explain."
@@ -65,7 +65,7 @@ def _is_worth(finding: Finding, step_s: float | None) -> bool:
 
 
 def saving_sentence(finding: Finding, step_s: float | None) -> str:
-    """What was found, and what a change saves."""
+    """The finding, and the saving of its change."""
     return f"{finding.title}: {_saving(finding, step_s)}."
 
 

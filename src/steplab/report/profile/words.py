@@ -25,7 +25,7 @@ def device_word(profile: Profile) -> str:
 
 
 def has_host(profile: Profile) -> bool:
-    """Whether the device is not the host itself, so that it can wait for the host."""
+    """True if the device is not the host itself, so that it can wait for the host."""
     return profile.device != "cpu"
 
 
@@ -35,7 +35,7 @@ def kernels_word(profile: Profile) -> str:
 
 
 def heading(run: Run, profile: Profile) -> str:
-    """What was profiled, on which device, and with which profiler."""
+    """The profiled steps, their device and the profiler."""
     steps = units.counted(profile.num_steps, "step")
     where = run.device_name or f"a {device_word(profile)} of unknown name"
     file = f", from {profile.file}" if profile.file else ""

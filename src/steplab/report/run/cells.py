@@ -58,7 +58,7 @@ class RunCell:
     unsaid: frozenset[str] = frozenset()
     """Fields that a label leaves out, because others distinguish the cell."""
     called: str = ""
-    """What a label says in place of the number among equal runs."""
+    """Words of a label in place of the number among equal runs."""
 
     @property
     def id(self) -> str:
@@ -183,7 +183,7 @@ class Panel:
     """One set of axes."""
 
     title: str
-    """What the cells of the panel share; empty for a single panel."""
+    """Values that the cells of the panel share; empty for a single panel."""
     marks: tuple[tuple[int, int, RunCell], ...]
     """Position on the x axis, series, cell."""
 

@@ -166,7 +166,7 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    """What each process of a run of several measured."""
+    """Figures of each process of a run."""
     several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
     if len(cells) == 1 and several:
         return Section.of("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
@@ -249,7 +249,7 @@ def _spread(run: Run) -> Row:
 
 
 def missing_chapter(cells: Sequence[RunCell]) -> Section:
-    """What was not measured and why."""
+    """Missing measurements and their reasons."""
     return Section.of("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
 
 

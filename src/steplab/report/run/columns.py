@@ -146,7 +146,7 @@ def _column(key: str, rows: Sequence[Row]) -> Column:
 
 
 def _differs(key: str, rows: Sequence[Row]) -> bool:
-    """Whether a field tells records apart: by its value, or because most have none, or some of one kind."""
+    """True if a field tells records apart: by its value, or because most have none, or some of one kind."""
     values = {row.get(key) for row in rows} - _NONE
     if len(values) != 1:
         return len(values) > 1

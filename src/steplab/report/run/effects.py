@@ -36,11 +36,11 @@ class Pair:
     after_s: float
     """Median step time of `after`, in seconds."""
     decision: Decision
-    """Whether the step time with the value is lower or higher (comparison.judging)."""
+    """Decision on the step time with the value: lower or higher (comparison.judging)."""
 
     @property
     def never_settles(self) -> bool:
-        """Whether the step time of either did not settle."""
+        """True if the step time of either did not settle."""
         return never_settles(self.before.run) or never_settles(self.after.run)
 
 
@@ -67,7 +67,7 @@ class Effect:
 
     @property
     def is_negligible(self) -> bool:
-        """Whether no pair differs by more than processes of the same step do."""
+        """True if no pair differs by more than processes of the same step do."""
         return all(pair.decision == "same" for pair in self.pairs)
 
 

@@ -1,4 +1,4 @@
-"""What the first steps of a run spend their time on, from their phases, the allocator and the clocks."""
+"""Causes of long first steps, from their phases, the allocator and the clocks."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median

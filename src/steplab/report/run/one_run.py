@@ -1,4 +1,4 @@
-"""What is said of one run: its step time, phases, utilization, memory and failure."""
+"""The report of one run: its step time, phases, utilization, memory and failure."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ def achieved_flops_per_s(used: Utilization) -> float | None:
 
 
 def run_title(run: Run) -> str:
-    """What was measured, in one line."""
+    """The measured step, in one line."""
     if run.spec:
         return describe(run.spec)
     if run.profile and run.profile.file:
@@ -103,7 +103,7 @@ def run_title(run: Run) -> str:
 
 
 def interval_words(summary: Summary) -> str:
-    """How far the median may be off: '95 % interval 12.1 ms to 12.9 ms, n = 10'; of too few samples, their range."""
+    """'95 % interval 12.1 ms to 12.9 ms, n = 10'; for too few samples, their range."""
     show = units.format_time
     if summary.count == 1:
         return "a single sample"
@@ -116,7 +116,7 @@ def interval_words(summary: Summary) -> str:
 
 
 def annotations(record: Record) -> list[str]:
-    """What the user added to a record, in sentences."""
+    """Tags and comment of a record, in sentences."""
     tags = [f"Tags: {', '.join(record.tags)}."] if record.tags else []
     return tags + ([f"Note: {record.comment}"] if record.comment else [])
 
@@ -143,7 +143,7 @@ def precision_words(precision: str) -> str:
 
 
 def gaps(run: Run) -> list[str]:
-    """What was not measured and why: the run's notes, its environment's gaps, and what its utilizations lack."""
+    """Missing measurements and their reasons: notes, gaps of the environment and of utilizations."""
     told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
     told += run.environment.gaps if run.environment else ()
     return told + _utilization_gaps(run, told)
@@ -237,7 +237,7 @@ def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
 
 
 def spread_words(ranks: Sequence[RankSamples]) -> str | None:
-    """How far apart the ranks' step times are; None where they did not time the same steps."""
+    """Spread of the ranks' step times; None if they did not time the same steps."""
     columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
     if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
         return None

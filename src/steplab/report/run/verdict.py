@@ -182,7 +182,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
-    """How much a series says: its length, and whether its steps are whole ones."""
+    """Rank of a series: its length, then whole steps before parts."""
     return len(series), series[0].values["pass"] == "train"
 
 
