@@ -106,7 +106,7 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
     """The first sentence of each answer behind its record's name, the newest first; of a single one all of it."""
     if len(told) == 1:
         return told[0][1]
-    shown = told[-_MOST_ANSWERS:][::-1]
+    shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
     doubtful = ", ".join(heading for heading, answer in shown if answer.cautions)
     return Verdict(
         sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in shown if answer.sentences),

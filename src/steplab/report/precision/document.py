@@ -90,8 +90,8 @@ def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
         yield "Warning: the loss is not finite."
 
 
-_MOST_ANSWERS = 3
-"""Audits whose answers open a report of several."""
+def _verdict(records: Sequence[Numerics]) -> Verdict:
+    return several_answers([(title(record), precision_verdict(record)) for record in records])
 
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
@@ -102,10 +102,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     data = data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
-        told = ((words.title(numerics), precision_verdict(numerics)) for numerics in audits)
-        first = tuple(f"{name}: {answer.sentences[0]}" for name, answer in told if answer.sentences)
-        answer = Verdict(sentences=first[:_MOST_ANSWERS])
-        return Document(title="Precision", verdict=answer, sections=(*parts, *further), data=data)
+        return Document(title="Precision", verdict=_verdict(audits), sections=(*parts, *further), data=data)
     (numerics,) = audits
     return Document(
         title=f"Precision: {words.title(numerics)}",
@@ -158,7 +155,7 @@ class _PrecisionReport:
         return (Chapter(name="precision", make=_chapter),)
 
     def verdict(self, records: Sequence[Numerics], context: Context = NOTHING) -> Verdict:
-        return several_answers([(words.title(record), precision_verdict(record)) for record in records])
+        return _verdict(records)
 
     def documents(self, records: Sequence[Numerics], context: Context = NOTHING) -> list[Document]:
         return [precision_document(records)]

@@ -32,8 +32,7 @@ from steplab.report.run.one_run import (
     steady_words,
     step_time_pairs,
     utilization_blocks,
-    warmup_effects,
-    warmup_study,
+    warmup_means,
 )
 from steplab.report.run.phases import phases
 
@@ -128,7 +127,7 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
         told = [f"The step time is steady {steady}."] if steady else []
         yield Sentences.of(told + [f"The step time did not settle in {runs}." for runs in restless])
     yield later(warmup_curves, cells)
-    yield warmup_effects(timings[0]) if alone else Section.of("Fewer warm-up steps", warmup_table(cells))
+    yield Section.of("Fewer warm-up steps", warmup_table(cells))
     if table := first_steps_table(worth_a_curve(cells)):
         yield Section.of("The first steps", table, Sentences.of(first_steps_reasons(cells), "finding"))
 
@@ -141,8 +140,8 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         timing = cell.run.timing
         assert timing is not None  # chosen for its curve
         row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
-        for effect in warmup_study(timing):
-            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": quotient(effect.mean_s, cell.run.median_s)}
+        for count, mean_s in warmup_means(timing).items():
+            row |= {f"{count}_s": mean_s, f"{count}": quotient(mean_s, cell.run.median_s)}
         rows.append(row)
     columns = [
         column
@@ -152,16 +151,15 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
             Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
         )
     ]
+    if len(cells) > 1:
+        steady = Column(key="steady", header="steady state", wraps_from=16)
+        columns = [Column(key="run", wraps_from=20), *columns, steady]
     return Table(
         name="warmup",
-        columns=(
-            Column(key="run", wraps_from=20),
-            *columns,
-            Column(key="steady", header="steady state", wraps_from=16),
-        ),
+        columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean of as many steps as were measured, after leaving out the first 0, 1, 2 or 5 steps of the same "
-        "curve. × is the multiple of the run's own median. Compile time is not among these steps.",
+        caption="Mean of as many steps as were measured, after the first 0, 1, 2 or 5 steps of the curve. × is "
+        "relative to the run's median. Compile time is not included.",
     )
 
 

@@ -1,7 +1,6 @@
 """The report of one run: its step time, phases, utilization, memory and failure."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from statistics import fmean, median
 
 from steplab import stats, units
@@ -12,7 +11,7 @@ from steplab.records.rows import Row
 from steplab.records.run import NOT_FINITE, Run, Utilization
 from steplab.records.timing import Timing, curve, find_phase, lead_s
 from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
-from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE, TIME
+from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE
 from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
 from steplab.specs.step import describe
 from steplab.stats import Summary
@@ -24,38 +23,16 @@ PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
 """Parts of a built-in step, in the order they run."""
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class WarmupEffect:
-    """The figures as they would be with only `count` warm-up steps."""
-
-    count: int
-    """Warm-up steps left out."""
-    mean_s: float | None
-    """Mean of as many steps as were measured, after the first `count`; None where the curve is too short."""
-    median_s: float | None
-    """Their median."""
-
-
-def warmup_study(timing: Timing) -> list[WarmupEffect]:
-    """Mean and median of as many steps as were measured, from the curve's step k on, for each k of WARMUP_COUNTS.
+def warmup_means(timing: Timing) -> dict[int, float | None]:
+    """Mean of as many steps as were measured, in seconds, by the number of warm-up steps; None: the curve is too short.
 
     One recorded curve serves for every number of warm-up steps, because the first steps of a process are the same
     however many of them are counted.
     """
     samples, step = curve(timing), timing.phase("step")
     steps = len(step.best_s) if step else 0
-    effects = []
-    for count in WARMUP_COUNTS:
-        window = samples[count : count + steps]
-        complete = steps > 0 and len(window) == steps
-        effects.append(
-            WarmupEffect(
-                count=count,
-                mean_s=fmean(window) if complete else None,
-                median_s=median(window) if complete else None,
-            )
-        )
-    return effects
+    windows = {count: samples[count : count + steps] for count in WARMUP_COUNTS}
+    return {count: fmean(window) if steps and len(window) == steps else None for count, window in windows.items()}
 
 
 def steady_words(samples: Sequence[float]) -> str:
@@ -345,17 +322,6 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
 
 def _median(samples: Sequence[float] | None) -> float | None:
     return median(samples) if samples else None
-
-
-def warmup_effects(timing: Timing) -> Table:
-    """The figures as they would be after fewer warm-up steps."""
-    effects = warmup_study(timing)
-    mean: Row = {"figure": "mean of the next steps"} | {str(effect.count): effect.mean_s for effect in effects}
-    middle: Row = {"figure": "median of the next steps"} | {str(effect.count): effect.median_s for effect in effects}
-    counts = tuple(Column(key=str(effect.count), header=str(effect.count), quantity=TIME) for effect in effects)
-    return Table(
-        name="warmup", columns=(Column(key="figure", header="warm-up steps left out"), *counts), rows=(mean, middle)
-    )
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
