@@ -10,7 +10,7 @@ from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
 from steplab.specs.resolve import command
-from steplab.units import format_bytes, format_count, format_percent, format_time
+from steplab.units import format_bytes, format_count, format_percent, format_time, listed
 
 CONSIDERABLE = 0.05
 """Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
@@ -55,13 +55,13 @@ def scores_materialised(case: Case) -> Finding | None:
     saves_s, prediction = _gain(case, profile, seen, now_s)
     moved = sum(op.moved_bytes or 0.0 for op in seen.ops) / profile.num_steps
     flops = sum(op.flops or 0.0 for op in seen.ops if op.category == "matmul") / profile.num_steps
+    did = [f"take {format_time(now_s)} per step"]
+    did += [f"move at least {format_bytes(moved)}"] * bool(moved)
+    did += [f"compute {format_count(flops).rstrip()}FLOP in matmuls"] * bool(flops)
     return Finding(
         kind="scores_materialised",
         title=f"Attention scores go through memory: {format_percent(now_s / busy_s)} of the device's work",
-        saw=(
-            f"Scores, softmax and value product ({seen.where}) take {format_time(now_s)} per step, move at least "
-            f"{format_bytes(moved)} and compute {format_count(flops).rstrip()}FLOP in matmuls."
-        ),
+        saw=(f"Scores, softmax and value product ({seen.where}) {listed(did)}."),
         why=(
             "The scores have context x context entries per head, far more than queries, keys and values together, and "
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
@@ -72,8 +72,8 @@ def scores_materialised(case: Case) -> Finding | None:
         evidence=(
             Evidence(what="scores, softmax and values", value=now_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),
-            Evidence(what="bytes they move at least", value=moved, unit="B"),
-            Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP"),
+            *([Evidence(what="bytes they move at least", value=moved, unit="B")] if moved else []),
+            *([Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP")] if flops else []),
         ),
         saves_s=saves_s,
         prediction=prediction,
@@ -85,11 +85,13 @@ def _by_range(profile: Profile) -> _Seen | None:
     def inside(name: str) -> bool:
         return name.rpartition(".")[2] in ATTENTION_PARTS
 
-    total_s = sum(kernel.total_s for kernel in profile.kernels if inside(kernel.range))
-    if not total_s:
+    kernels = [kernel for kernel in profile.kernels if inside(kernel.range)]
+    if not (total_s := sum(kernel.total_s for kernel in kernels)):
         return None
     ops = tuple(op for op in profile.ops if inside(op.range))
-    return _Seen(ops=ops, total_s=total_s, where="by their ranges, backward included")
+    known = any(kernel.phase == "backward" for kernel in kernels)
+    where = f"by their ranges, {'backward included' if known else 'of the forward pass alone'}"
+    return _Seen(ops=ops, total_s=total_s, where=where)
 
 
 def _by_shape(profile: Profile) -> _Seen | None:
