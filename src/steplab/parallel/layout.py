@@ -214,17 +214,18 @@ class Pipeline:
         last_output: Tensor,
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
-        """Args:
-        stages: laid out, on their device, in the order of `stage_numbers`.
-        mesh: from `layout.open_mesh`.
-        device: this rank's.
-        schedule: a key of SCHEDULES.
-        microbatches: number of parts of a batch, along its first dimension.
-        between: a tensor on torch's meta device, of the shape and dtype of one microbatch between stages on this
-            rank.
-        first_input: the same for the first stage's input.
-        last_output: the same for the last stage's output.
-        loss: (output of the last stage, target) -> the mean over a microbatch.
+        """Shapes are of one microbatch on this rank.
+
+        Args:
+            stages: laid out, on their device, in the order of `stage_numbers`.
+            mesh: from `layout.open_mesh`.
+            device: this rank's.
+            schedule: a key of SCHEDULES.
+            microbatches: number of parts of a batch, along its first dimension.
+            between: a tensor on torch's meta device, of the shape and dtype between stages.
+            first_input: the same for the first stage's input.
+            last_output: the same for the last stage's output.
+            loss: (output of the last stage, target) -> the mean over a microbatch.
         """
         numbers = stage_numbers(mesh, len(stages))
         count = mesh["pp"].size() * len(stages)
