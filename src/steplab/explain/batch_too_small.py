@@ -15,10 +15,10 @@ CONSIDERABLE = 0.20
 """Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
-"""Proposed batch sizes as multiples of the present one; the largest that fits is taken."""
+"""Proposed multiples of the present batch size; the largest that fits is proposed."""
 FITS = 0.9
-"""Share of the device's memory that a batch may need, if all memory grew with it: weights and states do not, so the
-real peak is lower."""
+"""Share of the device's memory that a batch may need if all memory grew with it; weights and states do not, so the real
+peak is lower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class _Fixed:
     narrow_s: float
     """Matrix products that last as long as reading their weights, whatever the number of rows."""
     waiting_s: float
-    """Waits for the host, which launches as many kernels for a small batch as for a large one."""
+    """Waits for Python, which launches as many kernels for a small batch as for a large one."""
 
     @property
     def total_s(self) -> float:
@@ -38,7 +38,7 @@ class _Fixed:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """Fires where a considerable share of the step does not grow with the batch and a larger batch fits."""
+    """Fires if a considerable share of the step does not grow with the batch and a larger batch fits."""
     spec, step_s = case.spec, case.step_s
     if spec is None or step_s is None or spec.model.kind == "factory":
         return None
@@ -90,8 +90,7 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Seconds per step of memory-bound products: their intensity is below the ratio of the peak to the bandwidth that
-    products reach."""
+    """Seconds per step of memory-bound products: their intensity is below their peak over their bandwidth."""
     gpu, found_s = case.gpu, 0.0
     for op in profile.ops:
         is_linear = op.category == "matmul" and "bmm" not in op.name

@@ -74,13 +74,15 @@ class Watcher(TorchDispatchMode):
         fused_optimizer: bool,
         updates_in_backward: bool,
     ) -> None:
-        """Args:
-        doing: the action that an unknown operator makes impossible.
-        workspace: bytes of a cuBLAS handle.
-        tf32: fp32 products are computed in it.
-        fused_optimizer: step numbers are on the device.
-        updates_in_backward: an update's memory belongs to the backward pass; its operators are still the
-            optimizer's.
+        """It reports nothing until it is entered.
+
+        Args:
+            doing: the action that an unknown operator makes impossible.
+            workspace: bytes of a cuBLAS handle.
+            tf32: fp32 products are computed in it.
+            fused_optimizer: step numbers are on the device.
+            updates_in_backward: an update's memory belongs to the backward pass; its operators are still the
+                optimizer's.
         """
         super().__init__()  # type: ignore[no-untyped-call]
         self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32

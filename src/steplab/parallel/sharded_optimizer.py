@@ -154,7 +154,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owners: Mapping[Tensor, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Args:
+        """Shard the parameters; a collective call.
+
+        Args:
             params, kwargs: as for `optimizer_cls`.
             group: None: all processes.
             bucket_size_mb: exchange in buckets of about that size (1e6 bytes), in the order of `params`, so that the

@@ -75,10 +75,12 @@ class Machine:
         *,
         tells_operators: bool = True,
     ) -> None:
-        """Args:
-        workspace: bytes of a cuBLAS handle; each thread that multiplies matrices has one.
-        gathering: how FSDP2 gives the weights; None: they are kept whole.
-        tells_operators: report operators too; describing them takes a third of a dry run's time.
+        """The device before a step.
+
+        Args:
+            workspace: bytes of a cuBLAS handle; each thread that multiplies matrices has one.
+            gathering: how FSDP2 gives the weights; None: they are kept whole.
+            tells_operators: report operators too; describing them takes a third of a dry run's time.
         """
         self.gathering = gathering
         self.sizes = sizes

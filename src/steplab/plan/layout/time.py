@@ -58,9 +58,11 @@ class LayoutClock:
     """Times of layouts on one GPU and one machine."""
 
     def __init__(self, gpu: Gpu, machine: Cluster, *, head_start: bool = False, dtensor: bool = True) -> None:
-        """Args:
-        head_start: Python is ahead of the device before each step, as in a data-parallel study.
-        dtensor: torch's DTensor splits tensors, as in steplab, which costs Python time.
+        """The overheads that Python adds.
+
+        Args:
+            head_start: Python is ahead of the device before each step, as in a data-parallel study.
+            dtensor: torch's DTensor splits tensors, as in steplab, which costs Python time.
         """
         self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor
         self._times = PartTimes(gpu)
