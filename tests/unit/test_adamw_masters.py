@@ -148,7 +148,7 @@ def test_a_checkpoint_goes_to_float32_weights_and_back() -> None:
 
 
 def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None:
-    """The next step would write the master over them, as where a model is loaded after its optimizer was made."""
+    """The next step would overwrite them by the master, as if a model is loaded after its optimizer was made."""
     weights, made = optimizer_of(masters_of())
     take_steps(weights, made, range(1, 2))
     with torch.no_grad():
@@ -157,9 +157,7 @@ def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None
         weights[0].add_(1)
     given = weights[0].detach().clone()
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"shape \(700,\) was given values that are not its master's, .*: load weights"
-        ):
+        with pytest.raises(UserError, match=r"shape \(700,\) differs from its master, .*: load weights"):
             take_steps(weights, made, range(3, 4))
     float32 = [value.clone().requires_grad_() for value in masters_of()]
     theirs = torch.optim.AdamW(float32, **OPTIONS)

@@ -143,7 +143,7 @@ def _gaps(case: Case) -> list[str]:
         )
     gaps[:0] = profile.doubts if profile else ()
     if run.timing is None:
-        gaps.append("the step was not timed without a profiler: waits for the host include what the profiler adds")
+        gaps.append("the step was not timed without a profiler: waits for Python include the profiler's overhead")
     if case.gpu is None:
         device = run.device_name or "a device the record does not name"
         known = run.device_name is not None

@@ -52,13 +52,13 @@ def batch_too_small(case: Case) -> Finding | None:
     if case.profile is not None:
         parts.append(Evidence(what="casts of weights", value=fixed.casts_s, unit="s"))
         parts.append(Evidence(what="products bound by their weights' bytes", value=fixed.narrow_s, unit="s"))
-        parts.append(Evidence(what="waiting for the host", value=fixed.waiting_s, unit="s"))
+        parts.append(Evidence(what="waiting for Python", value=fixed.waiting_s, unit="s"))
     listed = ", ".join(f"{part.what} {format_time(part.value)}" for part in parts if part.value)
     return Finding(
         kind="batch_too_small",
         title=f"{format_percent(fixed.total_s / step_s)} of the step would be the same for a larger batch",
         saw=(
-            f"Of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens, {format_time(fixed.total_s)} do "
+            f"{format_time(fixed.total_s)} of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens do "
             f"not depend on the batch: {listed}."
         ),
         why=(

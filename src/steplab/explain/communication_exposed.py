@@ -53,7 +53,7 @@ def communication_exposed(case: Case) -> Finding | None:
         title=f"Exposed communication takes {format_percent(exposed_s / length_s)} of the step",
         saw=(
             f"Collectives run for {format_time(total_s)} per step, {format_time(exposed_s)} of it "
-            f"({format_percent(seen.exposed_s / seen.total_s)}) with no computation beside them."
+            f"({format_percent(seen.exposed_s / seen.total_s)}) with no concurrent computation."
         ),
         why=(
             "Processes that train together exchange gradients or weights over links far slower than their memory. "

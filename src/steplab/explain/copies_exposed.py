@@ -28,7 +28,7 @@ def copies_exposed(case: Case) -> Finding | None:
             "with nothing else running."
         ),
         why=(
-            "PCIe moves a hundredth of what the GPU's memory does. Kernels wait for the copies before them on their "
+            "PCIe has a hundredth of the bandwidth of the GPU's memory. Kernels wait for earlier copies on their "
             "stream, and not for copies on another."
         ),
         change="keep on the GPU what each step needs, or copy it ahead on another stream: with torch.cuda.stream(side)",

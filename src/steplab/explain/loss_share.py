@@ -91,8 +91,8 @@ def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None
     fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)
     return max(0.0, loss_s - fused_s), (
         f"The products do not change. A fused loss reads the logits and writes their gradient once: "
-        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. One that computes the logits anew costs a "
-        "further matmul."
+        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. Recomputing the "
+        "logits costs a further matmul."
     )
 
 
