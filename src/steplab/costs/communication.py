@@ -37,7 +37,6 @@ def wire_bytes(spec: CommSpec) -> float:
 class Point:
     wire_bytes: float
     world_size: int
-    """Number of ranks."""
     time_s: float
     """Median time of a call; above zero."""
 
@@ -53,7 +52,6 @@ class Line:
     gamma_s_per_rank: float | None = None
     """Seconds per rank; None: the model has no such term."""
     num_points: int
-    """Number of fitted times."""
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""
     worst_relative: float

@@ -65,11 +65,9 @@ class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     eager_s: float
     """Python's seconds per kernel of an eager step, on the quickest CPU."""
     eager_slow_s: float
-    """The same, on the slowest."""
     compiled_s: float
     """Python's seconds per kernel of a compiled step, on the quickest CPU."""
     compiled_slow_s: float
-    """The same, on the slowest."""
     compile_blocks_s: float
     """Seconds to compile identical blocks, with an empty Inductor cache."""
     compile_layer_s: float
@@ -115,7 +113,6 @@ class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """A GPU without a fit on which steps were measured, predicted by borrowed shares."""
 
     steps: int
-    """Number of steps in which Python was ahead."""
     spread: float
     """Largest error of 19 of 20 of them, as a share of the measured time."""
     until_utc: str
@@ -126,11 +123,8 @@ class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Everything that was fitted on one GPU."""
 
     name: str
-    """As in hardware.toml."""
     source: str
-    """The records that it was fitted to."""
     until_utc: str
-    """Date of the newest one."""
     held_out: dict[str, list[str]] = {}
     """Records left out of the fit: by field of a step, the values."""
     products: dict[str, ProductRates]
@@ -159,15 +153,12 @@ class Gpu:
     multiprocessors: int | None
     """Number of streaming multiprocessors; None: not known, and tiles are assumed to fill all waves."""
     rates: GpuRates
-    """Shares of these figures that kernels reach."""
     is_fitted: bool
     """True if the rates were fitted on this GPU."""
     sources: tuple[str, ...]
-    """Sources of the figures."""
     is_stated: bool = True
     """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
     peak_sources: dict[str, str] = field(default_factory=dict)
-    """Source of each peak."""
     device_names: tuple[str, ...] = ()
     """torch's names of it."""
     platform: str = "cuda"

@@ -59,7 +59,6 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
 """The diagnoses that need no profile."""
 _LEFT = 1e-3
-"""Share of the step below which nothing is left to save."""
 _NOTABLE = 1.005
 """Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
@@ -98,7 +97,6 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:
-    """Add a remark if the times differ from those in `steplab profile`."""
     slowdown = case.slowdown(case.profile) if case.profile is not None else 1.0
     if slowdown < _NOTABLE:
         return finding

@@ -23,8 +23,6 @@ peak is lower."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fixed:
-    """Seconds per step that do not grow with the batch, by cause."""
-
     optimizer_s: float
     casts_s: float
     narrow_s: float

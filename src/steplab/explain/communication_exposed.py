@@ -95,7 +95,6 @@ def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
 
 
 def _search_of_layouts(spec: StepSpec, gpu: Gpu | None) -> str:
-    """The command that ranks the layouts of the step on as many GPUs."""
     job = StepSpec(model=spec.model)
     kept = ("context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer")
     job = dataclasses.replace(job, **{name: getattr(spec, name) for name in kept})

@@ -44,7 +44,6 @@ def copies_exposed(case: Case) -> Finding | None:
 
 
 def _alone_s(timeline: Timeline) -> float:
-    """Seconds of the step in which only copies between CPU and GPU run."""
     is_copy = [ACROSS.search(name) is not None for name in timeline.names]
     borders = []
     for kernel, start_ns, duration_ns in zip(timeline.kernel, timeline.start_ns, timeline.duration_ns, strict=True):

@@ -91,7 +91,6 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
 
 
 def _most(case: Case, profile: Profile) -> str:
-    """The ranges with most of that time, with their phases."""
     found = defaultdict[str, float](float)
     for op in profile.ops:
         if op.range and op.category in FUSABLE and is_compiled(op.phase):

@@ -65,7 +65,6 @@ def head_dimension(case: Case) -> Finding | None:
 
 
 def _good(width: int) -> tuple[int, ...]:
-    """64 and 128, nearest first."""
     return tuple(sorted((64, 128), key=lambda good: abs(good - width)))
 
 

@@ -87,7 +87,6 @@ def _most(profile: Profile, calls: list[HostCallStats]) -> str:
 
 
 def _places(profile: Profile) -> str:
-    """Places where the dry run saw the model read values."""
     if profile.compiled is None:
         return ""
     reads, made = profile.compiled.reads_at, profile.compiled.made_at

@@ -83,7 +83,6 @@ def _change(case: Case) -> tuple[str, str, dict[str, str]]:
 
 
 def _graph_fields(spec: StepSpec) -> dict[str, str]:
-    """CUDA graphs of the whole step over compiled blocks, if possible; else those of torch.compile."""
     try:
         refuse_unrecorded_step(replace(spec, cuda_graph="step"))
     except Unsupported:

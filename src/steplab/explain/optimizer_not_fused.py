@@ -13,7 +13,6 @@ from steplab.units import format_bytes, format_time
 FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused", "adamw_foreach"))
 """Bytes AdamW moves for a parameter in fp32, in one kernel and operator by operator."""
 _FUSED_KERNEL = "_fused_adamw_"
-"""The name in the rates."""
 MANY_KERNELS = 50
 """Number of kernels from which the optimizer of a third-party trace counts as not fused. Fused AdamW needs one kernel
 for thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""

@@ -23,14 +23,9 @@ _SMALLEST_CONTEXT = 16
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """The operators of attention, with totals over all profiled steps."""
-
     ops: tuple[OpStats, ...]
-    """All operators on the scores."""
     total_s: float
-    """Device time."""
     where: str
-    """How the operators were recognised."""
 
 
 def scores_materialised(case: Case) -> Finding | None:

@@ -20,11 +20,9 @@ class VocabularyPart:
     """The work on the vocabulary, with totals over all profiled steps."""
 
     size: int
-    """Entries of the vocabulary."""
     matmuls: tuple[OpStats, ...]
     """Products with the output head's weight, forward and backward."""
     matmul_s: float
-    """Device time of these products."""
     loss_s: float
     """Device time of everything else: cast, softmax, loss, and their gradients."""
 

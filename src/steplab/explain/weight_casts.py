@@ -16,7 +16,6 @@ CONSIDERABLE = 0.03
 _WITH_COPIES = ("bf16", "fp16")
 """Precisions that compute on low-precision copies of fp32 weights."""
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
-"""Memory-bound categories of work."""
 
 
 def weight_casts(case: Case) -> Finding | None:
@@ -58,8 +57,6 @@ def weight_casts(case: Case) -> Finding | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Remedy:
-    """A change without those casts, and its saving."""
-
     fields: dict[str, str]
     note: str
     saves_s: float
@@ -68,7 +65,6 @@ class _Remedy:
 
 
 def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
-    """Weights in bf16 with AdamW's fp32 masters; None if the step cannot have them."""
     spec = case.spec
     if spec is None or spec.precision != "bf16" or profile.device != "cuda":
         return None

@@ -131,11 +131,9 @@ class _Made:
     """Part of the model; None: the current part."""
     is_product: bool
     within: tuple[Count, ...]
-    """Temporary memory of the kernel."""
     cast_of: fx.Node | None
     """The input that it is a copy of in another format."""
     dies: list[fx.Node] = field(default_factory=list)
-    """Memory that nothing reads afterwards."""
 
 
 class _Graph:

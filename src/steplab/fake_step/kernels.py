@@ -87,9 +87,7 @@ class Fused:
     """A call of fused attention."""
 
     name: str
-    """The name in the rates."""
     scores: Product
-    """Queries times keys."""
     flops: float
     """With only the scores that a causal mask leaves."""
 

@@ -53,7 +53,6 @@ def with_blocks(
 
 
 def _cut(step: ModelStep, number: int) -> None:
-    """Remove all except the first blocks."""
     blocks = repeated_blocks(step.module)
     for module in step.module.modules():
         for name, child in module.named_children():

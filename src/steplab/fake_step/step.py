@@ -161,7 +161,6 @@ def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
 
 
 _ALONE: dict[str, Any] = {"layout": SINGLE, "pass_name": "forward_backward", "data_parallel": "bucketed"}
-"""Fields of a single-process step without an optimizer."""
 
 
 def _built(

@@ -44,7 +44,6 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), "fill"),
     **dict.fromkeys(("zero_", "fill_", "scalar_tensor"), "fill"),
 }
-"""Operators -> the dry run's names."""
 _NO_KERNEL = frozenset(
     {
         *("empty", "empty_like", "empty_strided", "empty_permuted"),
@@ -94,14 +93,12 @@ class Watcher(TorchDispatchMode):
         """First sequence numbers of autograd's nodes, by part of the model."""
         self._is_paused = self._cudnn = False
         self._calls = 0
-        """Operators called since the last reported one."""
         self._handles: set[str] = set()
         self._asked: set[int] = set()
         """Gradients whose device the engine queried since the last operator, as it does before adding them."""
         self.on_value: Callable[[], str] = lambda: ""
         """Called before the model reads a value off a tensor; returns the source line, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
-        """Memory -> name of its parameter."""
 
     def begin(self, phase: str) -> None:
         self._phase = phase
@@ -195,12 +192,10 @@ class Watcher(TorchDispatchMode):
 
     @property
     def _recomputing(self) -> bool:
-        """True if checkpointing reruns a forward pass."""
         return torch.is_grad_enabled() and self._phase == "backward" and torch._C._current_autograd_node() is not None
 
     @property
     def _is_engines(self) -> bool:
-        """True if autograd calls operators."""
         return self._phase == "backward" and not torch.is_grad_enabled()
 
     def made_in(self, sequence_number: int) -> str:
@@ -249,7 +244,6 @@ class Watcher(TorchDispatchMode):
         return made
 
     def _follow(self, name: str, reads: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs with their own memory."""
         fresh = []
         on_host = self._phase == "optimizer" and not self._fused_optimizer
         for each in outputs:
@@ -418,7 +412,6 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
 
 
 def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
-    """True for the derivative of a square, which copies."""
     return name == "pow" and len(args) > 1 and args[1] == 1
 
 

@@ -269,8 +269,6 @@ class _Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tables:
-    """The kernels' tables of the tensors, on their device."""
-
     where: list[list[int]]
     """Addresses, as in `addresses`."""
     sizes: list[int]
@@ -286,7 +284,6 @@ class _Tables:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    """True if work on this tensor now becomes part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 

@@ -45,7 +45,6 @@ def plain_linear_cross_entropy(
 
 
 _REFUSED = "a chunked loss", "choose plain for it"
-"""Arguments of refuse_second_derivative."""
 _NOTHING = (None,) * 7
 """Gradients of targets and of the losses' options."""
 

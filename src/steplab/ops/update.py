@@ -43,9 +43,7 @@ class UpdateByParts:
         self._before: list[dict[str, float | None]] = []
         """The numbers in each group, and in the attributes, before the update."""
         self._counted: list[dict[str, float | None]] = []
-        """Numbers that the update has changed."""
         self._left: list[dict[str, float | None]] = []
-        """All numbers after the last part."""
 
     def of(self, parameters: Sequence[Tensor]) -> None:
         """Update those of these parameters that have gradients; parameters of other optimizers are ignored. Raises
@@ -109,7 +107,6 @@ def _numbers(place: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _versions(group: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """The tensors among a group's options, with their numbers of changes."""
     return [(name, id(value), value._version) for name, value in group.items() if isinstance(value, Tensor)]
 
 
@@ -196,7 +193,6 @@ class UpdateInBackward:
         """Streams on which a part's gradients were made: a model may have several."""
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
-        """The hook of a parameter after its gradient has been accumulated."""
         with self._lock:
             missing = self._missing[place]
             if parameter.is_cuda:

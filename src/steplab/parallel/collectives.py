@@ -127,8 +127,6 @@ def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives
 
 
 class _Work:
-    """A torch collective, and the work that its result still needs."""
-
     def __init__(self, work: Any, tensor: Tensor, divisor: int = 1, into: Tensor | None = None) -> None:
         self._work, self._tensor, self._divisor, self._into = work, tensor, divisor, into
 

@@ -252,7 +252,6 @@ def _forms(module: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
-    """Broadcast each tensor by one collective; a non-contiguous one is sent as a contiguous copy."""
     tensors = [*module.parameters(), *module.buffers()]
     sent = [tensor.detach().contiguous() for tensor in tensors]
     for pending in [collectives.broadcast(tensor, source=0) for tensor in sent]:

@@ -82,7 +82,6 @@ class PeerCopies:
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
         self.num_launched = 0
-        """Number of chunks so far, and of the last one."""
         self._num_awaited = 0
         self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
@@ -156,7 +155,6 @@ class PeerCopies:
             memory.signal(MEANS, self._tell_of_means, self.num_launched)
 
     def _send_home(self, chunk: "Chunk", number: int) -> None:
-        """Copy this rank's means of the chunk of that number to all peers, and signal all ranks."""
         self.copy(chunk.home)
         self.memory.signal(COPIES, self._tell_of_means, number)
 
@@ -227,12 +225,10 @@ class Chunk:
         begin = borders[rank] if division.owners is None else 0
         parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self.mine = parts[rank]
-        """The address of this rank's means."""
         size = borders[rank + 1] - borders[rank]
         self.home: list[Copies] = [
             ([parts[peer]], [self.mine], [size]) if self._kept else ([], [], []) for peer in copies.peers
         ]
-        """Copies of this rank's means to each peer."""
 
     def outward(self, addresses: Sequence[int], room: int) -> list[Copies]:
         """Copies of gradients to each peer, of its own part."""
@@ -269,10 +265,8 @@ class PeerBucket:
         self.number = 0
         """The number of its last chunk in the last launch, from 1; 0 before."""
         self.landing = (0, 0)
-        """Its place in the rings."""
 
     def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
-        """Memory of the averages that this rank keeps."""
         numbers = kept.view(self._parameters[0].dtype)
         if division.owners is None:
             return list(views_of(numbers, self._parameters))
@@ -340,7 +334,6 @@ PIECES = 8
 UNIT_BYTES = 16
 """Pieces begin at multiples of this and are given in these units, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3
-"""A number that does not fit into 32 bits."""
 
 
 class Means:

@@ -114,7 +114,6 @@ class StepAgreement:
         self._names = names
         self._launches = launches
         self.module = launches.join()
-        """The module's number in its group."""
         self.difference: str | None = None
 
     def note_launch(self) -> None:
@@ -277,7 +276,6 @@ class GradientReducer:
             self._begin()
 
     def _arrived(self, places: Sequence[int], present: Sequence[bool]) -> list[nn.Parameter]:
-        """Wait for the averages of some buckets and give them to their parameters."""
         found: list[nn.Parameter] = []
         self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves all
         for place in places:

@@ -30,8 +30,6 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Replaces, in a description of state, a tensor that is sent separately."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
@@ -90,7 +88,6 @@ def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
-    """The state by position, followed by entries of no parameter."""
     return dict(sorted(state.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
 
 
@@ -296,7 +293,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._flats += added
 
     def _owners_of(self, params: Sequence[nn.Parameter], loads: list[int]) -> list[int]:
-        """The given owners and, for other parameters, balanced ones."""
         found = {param: self._given_owners[param] for param in params if param in self._given_owners}
         for param, owner in found.items():
             loads[owner] += param.numel()
@@ -400,7 +396,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 flat.wait()
 
     def _take_from_local(self) -> None:
-        """Copy the options that the local optimizer filled in or changed, and its state."""
         assert self._local is not None
         for mine, local in zip(self.param_groups, self._local.param_groups, strict=True):
             mine.update(options(local))

@@ -31,7 +31,6 @@ _OF_A_TORUS = "over both links of an axis of its torus"
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
     name: str
-    """Short name in hardware.toml."""
     memory_bytes: float
     """Stated capacity, with GB = 1e9."""
     flops_per_s: float
@@ -41,7 +40,6 @@ class Device:
     own_links: bool
     """True if each axis of the mesh has its own links, so that communication along two axes overlaps."""
     link: str
-    """Name of the link along that axis."""
     gpus_per_node: int | None = None
     """Devices that these links connect; None: all of a mesh."""
 
@@ -135,8 +133,6 @@ def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
 
 
 class _Facts:
-    """The book's symbols and the derivations from them."""
-
     def __init__(self, shape: TransformerShape, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
         self.shape, self.mesh, self.device, self.counted = shape, mesh, device, counted
         self.num_parts = 2 if shape.num_heads else 1
@@ -176,7 +172,6 @@ class _Facts:
 
     @property
     def _spans_nodes(self) -> bool:
-        """True if the mesh has more devices than the link of the assumed bandwidth connects."""
         node = self.device.gpus_per_node
         return node is not None and self.mesh.fsdp * self.mesh.tp > node
 

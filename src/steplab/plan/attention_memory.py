@@ -19,7 +19,6 @@ from steplab.specs.attention import AttentionSpec
 OF_CUDA_ALONE = "gradient times softmax, within the kernel"
 """The tensor that other devices do not allocate."""
 _LONGEST = 2**24
-"""Longest sequence that is tried, in positions."""
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
@@ -89,7 +88,6 @@ def smallest_that_does_not_fit(
 
 
 def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> AttentionSpec | None:
-    """The longest of the others that differ from it only in length; None: there is none."""
     alike = [o for o in others if dataclasses.replace(o, queries=spec.queries, keys=spec.keys) == spec]
     return max(alike, key=lambda other: other.queries, default=None)
 

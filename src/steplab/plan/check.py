@@ -35,7 +35,6 @@ def check_runs(
 
 
 def _that_waited(runs: Sequence[Run]) -> set[str]:
-    """Ids of the runs of steplab's own model in which the GPU waited for Python during a phase."""
     by_gpu: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if run.device_name and find_hardware(run.device_name) and run.spec and run.spec.model.kind == "transformer":

@@ -42,9 +42,7 @@ Spans = frozenset[tuple[int, int]]
 @dataclass(frozen=True, slots=True)
 class Kernel:
     operator: Operator
-    """Its operator, or the first of the fused ones."""
     moved_bytes: int
-    """Bytes read and written."""
     fused: bool = False
     """True if it is made of operators between products; False for an unchanged operator."""
     reduces: bool = False
@@ -72,8 +70,6 @@ def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Operators that become one kernel."""
-
     pass_name: str
     unit: str
     """The unit of compilation: a block, or the part of the model between two values that Python reads."""
@@ -81,7 +77,6 @@ class _Group:
     """Number of products on the longest path to it."""
     operators: list[Operator] = field(default_factory=list)
     reads: dict[Version, Spans] = field(default_factory=dict)
-    """Inputs from outside."""
     made: dict[Version, int] = field(default_factory=dict)
     """Bytes of each result."""
     unnamed_bytes: int = 0
@@ -96,7 +91,6 @@ class _Made:
     """The fused kernel that makes it; None: a lone operator."""
     level: int
     reads: list[tuple[Version, Spans]] = field(default_factory=list)
-    """Its inputs."""
     casts: list[Version] = field(default_factory=list)
     """The same numbers in another format."""
 
@@ -108,13 +102,10 @@ class _Fuser:
         self._written: dict[int, int] = {}
         self._made: dict[Version, _Made] = {}
         self._needed: set[Version] = set()
-        """Versions that unfused operators read."""
         self._num_values = 0
-        """Number of values that Python has read."""
         self._readers: dict[Version, list[_Group]] = {}
         self._casts: dict[tuple[Version, int, str, str], Version] = {}
         self._same: dict[Version, Version] = {}
-        """A repeated cast -> the first."""
 
     def take(self, op: Operator) -> None:
         """Add the step's next operator."""
@@ -255,7 +246,6 @@ class _Fuser:
         return found
 
     def _is_written(self, version: Version, group: _Group) -> bool:
-        """True if the same pass reads it outside of the kernel, or if it is a gradient that backward returns."""
         readers = self._readers.get(version, ())
         if version in self._needed or any(r is not group and r.pass_name == group.pass_name for r in readers):
             return True
@@ -264,7 +254,6 @@ class _Fuser:
 
 
 def _padded(op: Operator) -> Operator:
-    """The operator, with the product padded as by Inductor."""
     if op.kind != "matmul" or op.product is None or op.dtype not in _HALF:
         return op
     return msgspec.structs.replace(op, product=op.product.padded(_ALIGNED))
@@ -275,7 +264,6 @@ def _merged(a: dict[Version, Spans], b: dict[Version, Spans]) -> dict[Version, S
 
 
 def _covered_bytes(spans: Spans) -> int:
-    """Bytes of all spans, overlaps counted once."""
     covered = end = 0
     for start, length in sorted(spans):
         covered += max(0, start + length - max(start, end))

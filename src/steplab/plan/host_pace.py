@@ -27,13 +27,9 @@ class PhaseCell:
     run: Run
     phase: str
     measured_s: float
-    """Median time of the phase."""
     parts: tuple[TimePart, ...]
-    """Predicted kernels of the phase."""
     step: tuple[TimePart, ...]
-    """Predicted kernels of the whole step."""
     replayed: bool
-    """True if a CUDA graph launches the kernels."""
 
     @property
     def kernels(self) -> int:

@@ -123,7 +123,6 @@ def workspace_of(device: str | None) -> Count:
 
 
 def _own_shape(spec: StepSpec, what: str) -> TransformerShape:
-    """The sizes of steplab's own model. Raises Unsupported for another."""
     if spec.model.shape is None:
         needed = "torch and transformers" if spec.model.kind == "hf" else "torch"
         fix = f"install {needed}, or measure it with `steplab memory`"
@@ -140,7 +139,6 @@ def _kind(spec: StepSpec) -> PredictionKind:
 
 
 def _rows_estimate(spec: StepSpec) -> str | None:
-    """Why the memory of the loss is an estimate; None if it is exact."""
     row = loss_implementation(spec.loss)
     if not row.in_chunks or row.in_kernel:
         return None

@@ -221,7 +221,6 @@ def worlds_of(num_processes: int) -> list[int]:
 
 
 def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
-    """Devices of the tensors that a backend sends."""
     return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
 
 

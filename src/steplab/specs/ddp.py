@@ -47,7 +47,6 @@ UPDATES = (AFTER, OVERLAPPED)
 _CHOICES = {"transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES), "update": (WITH_UPDATE, UPDATES, AFTER)}
 """Choices of some kinds of variant: the kinds, the values, and the default."""
 _SIZED = ("bucketed", "torch_ddp")
-"""Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)

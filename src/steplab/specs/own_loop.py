@@ -82,7 +82,6 @@ masters = bf16_with_masters(model{stay})"""
 
 
 def _blocks(spec: StepSpec) -> Iterator[str]:
-    """Recomputation and compilation."""
     if spec.checkpointing != "none" and spec.checkpoints_apply:
         first, period = num_first(spec.checkpointing), period_of(spec.checkpointing)
         some = f"[:{first}]" if first else f"[::{period}]" if period > 1 else ""
@@ -150,7 +149,6 @@ update = UpdateInBackward(optimizer, model.blocks)"""
 
 
 def _step(spec: StepSpec) -> Iterator[str]:
-    """The function of one step."""
     count, waits = spec.micro_steps, ""
     if spec.updates_in_backward:
         waits = "update.paused()"
@@ -189,7 +187,6 @@ def _step(spec: StepSpec) -> Iterator[str]:
 
 
 def _update(spec: StepSpec) -> Iterator[str]:
-    """The lines after the backward pass."""
     if spec.pass_name == "forward":
         return
     trains = spec.pass_name == "train"

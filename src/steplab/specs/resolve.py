@@ -91,7 +91,6 @@ def options(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -
 
 
 def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
-    """The fields without an effect on the step they describe, each with the reason."""
     return {name: why for name in fields if (why := FIELDS[name].unused(spec))}
 
 

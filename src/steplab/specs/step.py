@@ -27,7 +27,6 @@ AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank of pp, by the name of the schedule."""
 _LARGEST_SHOWN = 1024
-"""Largest size that an error lists."""
 _OFF = "or --cuda-graph off"
 _AFTER = "or --update after"
 _PLAIN = "or --block-ops plain"

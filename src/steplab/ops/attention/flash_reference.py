@@ -117,12 +117,10 @@ def _tiles(num_positions: int) -> Iterator[slice]:
 
 
 def _seen(rows: slice, num_keys: int, *, causal: bool) -> Iterator[slice]:
-    """Tiles of keys that some query of a tile sees."""
     return (columns for columns in _tiles(num_keys) if not causal or columns.start < rows.stop)
 
 
 def _seeing(columns: slice, num_queries: int, *, causal: bool) -> Iterator[slice]:
-    """Tiles of queries that see some key of a tile."""
     return (rows for rows in _tiles(num_queries) if not causal or columns.start < rows.stop)
 
 

@@ -15,8 +15,6 @@ Gradients = tuple[Tensor, Tensor, Tensor, None, None]
 
 
 class _FlashAttention(torch.autograd.Function):
-    """The shared way to call both."""
-
     operators: Operators
 
     @classmethod

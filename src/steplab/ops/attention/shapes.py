@@ -63,7 +63,6 @@ def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The first reason for the refusal."""
     shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() < 2 or q.dim() != k.dim():
         return (

@@ -113,7 +113,6 @@ def triton_backward(
 
 
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) -> tuple[Made, ...]:
-    """The gradients, and the kernels' working memory."""
     gradients = laid_out_as(q_BHSD), laid_out_as(k_BNKD), laid_out_as(v_BNKD)
     parts = _layout_for(q_BHSD, k_BNKD).parts
     return *gradients, in_a_row([sum(parts)], torch.float32)
@@ -209,7 +208,6 @@ def _start_of_prepare(
 
 
 def _columns_of(tiles: Tiles, of_head: Columns) -> Columns:
-    """The kernel's columns; its tiles may be wider."""
     return columns(tiles.box) if of_head.box < tiles.box else of_head
 
 
@@ -327,8 +325,6 @@ def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape,
 
 
 class _Numbers(NamedTuple):
-    """Arguments of all sweeps, in this order."""
-
     num_heads: int
     sharing: int
     num_queries: int

@@ -59,7 +59,6 @@ def triton_forward(
 
 
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]:
-    """Output and log-sum-exp."""
     return laid_out_as(q_BHSD), in_a_row(q_BHSD.shape[:3], torch.float32)
 
 

@@ -52,7 +52,6 @@ ONE = gl.constexpr(1)
 
 @gluon.jit
 def _tile(i, num_tiles, upwards):
-    """A head's i-th visited tile of queries."""
     return gl.where(upwards, i, num_tiles - 1 - i)
 
 

@@ -108,7 +108,6 @@ def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_
 
 @gluon.jit
 def _by_threads(x_RC):
-    """[R, C] as [R, C / 8, Q, 2]."""
     return x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 8, 4, 2])
 
 
@@ -194,7 +193,6 @@ def _nothing_yet(layout: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr
 
 @gluon.jit
 def _of_rows(largest_RQ, sums_RQ, layout: gl.constexpr):
-    """Both for whole rows, [R]."""
     return gl.convert_layout(gl.max(largest_RQ, 1), layout), gl.convert_layout(gl.sum(sums_RQ, 1), layout)
 
 

@@ -43,7 +43,6 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `first` to `end`, a tile at a time."""
     for first_key in tl.range(first, end, N):
         k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
@@ -225,7 +224,6 @@ def _sum_over_keys(
     scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `first` to `end`, a tile at a time."""
     for first_key in tl.range(first, end, N):
         k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)

@@ -26,7 +26,6 @@ def amax_kernel(x_ptr, amax_ptr, num_elements, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr):
-    """The scale, whose inverse the first program stores."""
     amax = tl.load(amax_ptr)
     scale = tl.div_rn(TOP, tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax))
     if tl.program_id(0) + tl.program_id(1) == 0:

@@ -66,7 +66,6 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
 
 
 def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two views; backward concatenates their gradients."""
     first, second = x.parts(half(x.count), half(x.count))
     like, named = (x.count, x.dtype), x.what
 
@@ -106,7 +105,6 @@ def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
 
 
 def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) -> Tensor:
-    """Two halves in one tensor; backward views its gradient as two."""
     part = first.count
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -146,7 +144,6 @@ def triangle(m: Machine, ones: Tensor) -> Tensor:
 
 
 def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """x @ y under autocast."""
     return batched_product(m, m.cast(x, m.autocast), m.cast(y, m.autocast), out, what)
 
 

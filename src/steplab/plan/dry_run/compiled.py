@@ -159,7 +159,6 @@ class CompiledTransformer:
         return kept
 
     def _of_inner(self, number: int, operand: Dtype) -> list[_Kind]:
-        """The last product's operands, and the tensors they were computed from."""
         inner, compute = self._machine.sizes.inner, self._machine.product_dtype
         if operand is compute:
             return [_Kind(inner, compute, self._inner_words, number + 1)]
@@ -187,7 +186,6 @@ class CompiledTransformer:
         return [_Kind(sizes.stream, m.weight_dtype, what), _Kind(sizes.stream, m.product_dtype, "attention's branch")]
 
     def _attended(self, keys: Count, what: str, num_others: int) -> list[_Kind]:
-        """Keys and values, and tensors as wide as the residual stream."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if keys is sizes.residual:
             return [_Kind(keys, compute, what, 2 + num_others)]
@@ -207,7 +205,6 @@ class CompiledTransformer:
         return "gate, up and their product" if swiglu else "up and gelu of it"
 
     def _is_cast(self, parameter: Parameter) -> bool:
-        """True if autocast copies a weight."""
         return parameter.tensor.dtype is not self._machine.autocast
 
     def _cast_projections(self, dtype: Dtype) -> list[_Kind]:

@@ -26,7 +26,6 @@ class Began(msgspec.Struct, frozen=True, gc=False):
     """The start of a phase."""
 
     phase: str
-    """build, forward, backward or optimizer."""
 
 
 class Allocated(msgspec.Struct, frozen=True, gc=False):
@@ -60,9 +59,7 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     flops: float
     """A multiply-add counts as two; fused attention counts only scores that a causal mask leaves."""
     read_bytes: int
-    """Each input once."""
     written_bytes: int
-    """Each output once."""
     reads: tuple[Operand, ...]
     """Inputs. An embedding reads part of its table, which only `read_bytes` counts."""
     writes: tuple[Operand, ...]
@@ -72,13 +69,11 @@ class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     """Sizes of a matmul, or of queries times keys in fused attention, which does several such products; None: no
     product."""
     phase: str
-    """forward, backward or optimizer."""
     where: str
     """Part of the model: 'block 3'."""
     what: str
     """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
     recomputed: bool
-    """True if activation checkpointing runs it a second time."""
     rate: str = ""
     """Name of the kernel's rate, unless it is the operator's name: a traced kernel's access pattern."""
     calls: int = 1

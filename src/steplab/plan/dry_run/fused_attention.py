@@ -98,7 +98,6 @@ def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, .
 
 
 def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
-    """Gradients of keys and values for every head of queries, to be summed; empty if every head has its own keys."""
     if m.sizes.shape.num_kv_heads is None:
         return []
     return [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in _GRADIENTS_OF_KEYS]

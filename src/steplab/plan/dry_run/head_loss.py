@@ -36,7 +36,6 @@ def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, 
 
 
 def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled: bool) -> tuple[Tensor, ...]:
-    """The saved gradients, multiplied in place."""
     gradients, rest = kept[:2], kept[2:]
     factor = m.run("mul", (gradient, *rest), m.sizes.one, FP32, "factor of the gradients") if rest else gradient
     if scaled:
@@ -66,7 +65,6 @@ def _mean(m: Machine, losses: Tensor) -> Tensor:
 
 
 def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """The tokens' losses and, with gradients, the gradients of x and of the weight."""
     sizes, dtype, w = m.sizes, m.product_dtype, weight.tensor
     losses = m.new(sizes.tokens, FP32, "losses of the tokens")
     gradients: tuple[Tensor, ...] = ()
@@ -90,7 +88,6 @@ def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) ->
 
 
 def _cut(m: Machine, w: Tensor) -> list[tuple[int, Tensor]]:
-    """Vocabulary entries of each product, with their part of the weight."""
     width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
     whole = whole_entries(entries)
     found = [(whole, _part(w, whole * width))] if whole else []

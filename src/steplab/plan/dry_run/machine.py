@@ -25,7 +25,6 @@ class Parameter:
     def __init__(self, machine: "Machine", name: str, count: Count, num_uses: int = 1) -> None:
         """num_uses: operators of a forward pass that read it."""
         self.name = name
-        """For example query.weight."""
         self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
         self.tensor.slot = Slot(FP32, is_leaf=True, num_uses=num_uses)
@@ -85,9 +84,7 @@ class Machine:
         self.gathering = gathering
         self.sizes = sizes
         self.phase = ""
-        """Current part of the step; see `begin`."""
         self.where = ""
-        """Current part of the model."""
         self._listen, self._tells_operators = listen, tells_operators
         self._alive: dict[int, Piece] = {}
         self._num_pieces = 0
@@ -95,11 +92,8 @@ class Machine:
         self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
         """Format that matmuls cast to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
-        """Format of matmul results."""
         self.tape: Tape | None = None
-        """None without gradients."""
         self.takes_fp8 = precision == "fp8"
-        """True if the linear layers of blocks multiply in fp8."""
         self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
         self._workspace = workspace

@@ -10,19 +10,14 @@ from steplab.plan.dry_run.tensors import Piece
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
     num_bytes: int
-    """Allocated bytes, rounding included."""
     phase: str
-    """forward, backward or optimizer."""
     piece: Piece
-    """The allocation that reached the peak."""
     pieces: tuple[Piece, ...]
-    """All allocations alive then."""
 
 
 class Ledger:
     def __init__(self) -> None:
         self.phase_peaks: dict[str, int] = {}
-        """Most bytes allocated within each phase since `watch`."""
         self._allocator = CachingAllocator()
         self._phase = ""
         self._alive: dict[int, tuple[Piece, Block]] = {}

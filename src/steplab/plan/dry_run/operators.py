@@ -7,7 +7,6 @@ from steplab.plan.dry_run.sizes import BF16, FP8, FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor
 
 _BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
-"""Operators whose backward pass has another name."""
 
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
@@ -25,7 +24,6 @@ def learned_positions(m: Machine, weight: Parameter) -> Tensor:
 def _rows(
     m: Machine, weight: Parameter, out: Count, what: str, numbers: tuple[Tensor, ...], numbers_bytes: int
 ) -> Tensor:
-    """Rows of a table by their numbers, which are kept if this pass made them."""
     dtype = weight.tensor.dtype
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:

@@ -70,7 +70,6 @@ class Optimizer:
         self._moments.append((first, second))
 
     def _launch(self, has_masters: bool) -> None:
-        """The kernel of the parameters with masters, or without."""
         indices = [index for index, p in enumerate(self._parameters) if (p.master is not None) is has_masters]
         parameters = [self._parameters[index] for index in indices]
         if not parameters:
@@ -101,7 +100,6 @@ class Optimizer:
         self._machine.ran(name, (*updated, *gradients, *state), (*updated, *state, *also_written))
 
     def _foreach(self) -> None:
-        """One operator after the other over all parameters, with all square roots of second moments at once."""
         m, parameters = self._machine, self._parameters
         roots = [m.new(p.tensor.count, p.tensor.dtype, f"root of the second moments of {p.name}") for p in parameters]
         first, second = (tuple(moments) for moments in zip(*self._moments, strict=True))

@@ -45,9 +45,7 @@ class Held:
     what: str
     """Owner, in words."""
     formula: str
-    """Bytes of one, in symbols."""
     num_bytes: int
-    """Bytes of one."""
     rounding_bytes: int
     """Bytes that the allocator adds to one."""
 
@@ -57,7 +55,6 @@ class Bundle:
     """Tensors that are alive together."""
 
     holdings: Mapping[Held, int]
-    """Number of each."""
     num_bytes: int
     """Bytes of all, rounding included."""
 
@@ -72,7 +69,6 @@ class Moment:
     """The highest moment of one part in one pass."""
 
     phase: str
-    """forward or backward."""
     part: PartName
     where: str
     """The allocation that reached the peak, in words."""
@@ -85,14 +81,12 @@ class Parts:
     """A micro-step of one rank, in parts."""
 
     moments: tuple[Moment, ...]
-    """The highest moment of each part in each pass."""
     kept_by_block: Bundle
     """Tensors that a block keeps from its forward to its backward pass."""
     held_by_block: Bundle
     """Tensors of a block while later parts run forward: autocast frees its copies of weights after the forward pass."""
     kept_by_embedding: Bundle
     kept_by_head: Bundle
-    """Tensors that head and loss keep."""
     operators: Mapping[tuple[str, PartName], tuple[Operator, ...]]
     """Operators by phase and part, of one block, without the optimizer's."""
 

@@ -40,7 +40,6 @@ class RepeatedBlocks(Sequence[Operator]):
                 yield op
 
     def _of_all(self, few: Operator, more: Operator) -> Operator:
-        """An update, whose kernels grow with the weights in fused optimizers."""
         if few.name != more.name:
             return more
         grown = {

@@ -74,7 +74,6 @@ class Sizes:
         tp = split.ranks
         self.shape, self.batch, self.context = shape, batch, context
         self.heads, self.kv_heads = h // tp, shape.kv_heads // tp
-        """Heads of one rank."""
 
         def part(value: int, symbols: str) -> Count:
             return Count(value // tp, symbols if tp == 1 else f"{symbols} / n")

@@ -142,7 +142,6 @@ class _Step:
             parameter.slot.gradient = None
 
     def _micro_step(self, *, gradients: bool) -> None:
-        """Both passes; gradients accumulate over micro-steps."""
         m = self._machine
         m.begin("forward")
         with m.forward_pass(gradients=gradients):

@@ -17,7 +17,6 @@ class Engine(Protocol):
     """The part of a machine that a backward pass needs."""
 
     where: str
-    """Current part of the model."""
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
         """A copy in fresh memory; added_to: the sum with another tensor."""
@@ -39,7 +38,6 @@ class Node:
         self.inputs, self.kept, self.backward, self.where = inputs, kept, backward, where
         self.outputs: list[Slot] = []
         self.recomputed: Callable[[], tuple[Tensor, ...]] | None = None
-        """Under checkpointing, recomputes the saved tensors."""
 
     def gives(self, *outputs: Tensor) -> None:
         for output in outputs:

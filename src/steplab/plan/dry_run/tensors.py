@@ -15,9 +15,7 @@ class Piece:
     what: str
     """Owner, in words."""
     formula: str
-    """Bytes in symbols."""
     num_bytes: int
-    """Bytes requested."""
     category: str
     """As in MEMORY_CATEGORIES; temporaries, until the tensor outlives the pass that made it."""
     where: str
@@ -47,7 +45,6 @@ class Tensor:
         self.count, self.dtype, self.storage, self.start = count, dtype, storage, start
         self.num_bytes = count.value * dtype.num_bytes
         self.slot: Slot | None = None
-        """Slot of its gradient; None: it has no gradient."""
         self.is_view = False
         """For a gradient: True if torch sees it as a view of another tensor, and so does not add to it in place."""
         self.heads_together = False

@@ -47,7 +47,6 @@ class Parameters:
         self.tables = [self.embedding, *([self.positions] if self.positions else [])]
         blocks = [parameter for block in self.of_blocks for parameter in block.values()]
         self.all = [*self.tables, *blocks, *self.norm.values(), *([] if tied else [self.head])]
-        """In the model's order."""
         of_linear = [p for block in self.of_blocks for name, p in block.items() if "norm" not in name]
         self.linear = [*of_linear, *([] if tied else [self.head])]
         """Weights and biases that only linear layers have."""

@@ -27,15 +27,12 @@ _DDP_FIRST_BUCKET_BYTES = 2**20
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
     sizes_bytes: tuple[int, ...]
-    """Size of each message, in the order of launch."""
     buffered_bytes: int
     """Size of the permanent buffers."""
     waiting_bytes: int
     """Most bytes of gradients that wait for the others of their bucket."""
     during_backward: bool
-    """True if buckets travel during the backward pass."""
     copied_bytes: int
-    """Size of the gradients that are copied into a buffer."""
     shared_bytes: int = 0
     """Size of buffers and landing places of peer copies, outside torch's allocator."""
 

@@ -31,7 +31,6 @@ class Cluster:
 
     gpus_per_node: int
     node: str
-    """Name of the link within a node."""
     node_bytes_per_s: Mapping[str, float]
     """Bus bandwidth that NCCL reaches within a node, by collective."""
     network: str

@@ -115,7 +115,6 @@ class _Rank:
         self._batch = spec.batch // self._microbatches
         self._gradients = spec.pass_name != "forward"
         self._adds_up, self._less = False, 0
-        """The current scene; see `_scenes`."""
         self._embedding = model.weights("embedding", tp) if group.stages[0].first else ()
         self._head = model.weights("head", tp) if group.stages[-1].last else ()
         self._block = model.weights("block", tp)
@@ -123,7 +122,6 @@ class _Rank:
         self._has_masters = spec.precision in WITH_MASTERS
         self._num_bytes: int | None = None
         self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
-        """The parts, if checkpointing treats all blocks the same."""
         self._always = [*self._state(), (self._others(workspace_bytes), 1)]
 
     def peak(self) -> RankPeak:
@@ -173,7 +171,6 @@ class _Rank:
     # --- moments ------------------------------------------------------------------------------------------
 
     def _moments(self) -> Iterator[tuple[str, str, Holdings]]:
-        """Phase, place in words, and all tensors of each moment that may be the peak."""
         for adds_up, less in self._scenes():
             yield from self._passes(adds_up, less)
         if self._spec.pass_name == "train":
@@ -230,7 +227,6 @@ class _Rank:
         return counted_parts(self._spec, self._sharing, blocks)
 
     def _kept_by(self, blocks: range, *, embedding: bool, head: bool = False, forward: bool = False) -> Holdings:
-        """Tensors that these parts keep of one microbatch for the backward pass; forward: tensors alive before it."""
         held: Holdings = [
             (parts.held_by_block if forward else parts.kept_by_block, count) for parts, count in self._counted(blocks)
         ]
@@ -300,7 +296,6 @@ class _Rank:
         return moments + (_FP32_BYTES * number if in_one_kernel else 0) + self._table_bytes()
 
     def _table_bytes(self) -> int:
-        """Tables of ops/adamw, which serves one process: with masters and without."""
         if self._spec.optimizer != "adamw_triton":
             return 0
         sizes: dict[bool, list[int]] = {}
@@ -310,7 +305,6 @@ class _Rank:
         return sum(table.size.value * table.dtype.num_bytes for table in tables)
 
     def _state(self) -> Holdings:
-        """Weights and optimizer state, with the allocator's rounding of them and of gradients."""
         return [
             *self._share(
                 "parameters", self._parameter_bytes() if self._in_allocator() else 0, formula=self._formula(1)
@@ -320,7 +314,6 @@ class _Rank:
         ]
 
     def _in_allocator(self) -> bool:
-        """True if parameters are in torch's allocator."""
         return not (self._sharing.owned and self._sharing.owned.by_peer_copies)
 
     def _share(self, category: str, num_bytes: int, what: str = "", formula: str = "") -> Holdings:
@@ -348,7 +341,6 @@ class _Rank:
         return _rounding(*parts, self._num_blocks)
 
     def _others(self, workspace_bytes: int) -> Bundle:
-        """Inputs, the rotary table, cuBLAS workspaces, and a pipeline's messages."""
         spec, model = self._spec, self._sharing.model
         held = {
             Held("inputs", "tokens and targets", "a batch", model.input_bytes(spec), 0): _BATCHES,
@@ -377,7 +369,6 @@ class _Rank:
     # --- gradients and messages ---------------------------------------------------------------------------
 
     def _gradients_there(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
-        """Gradients that the running part does not make."""
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
@@ -414,7 +405,6 @@ class _Rank:
         ]
 
     def _after(self, stage: Stage, part: PartName, block: int, measure: Callable[[Sequence[Weight]], int]) -> int:
-        """A measure of the weights that have gradients when the backward pass reaches a part."""
         if part == "head":
             return 0
         after = measure(self._head)
@@ -422,7 +412,6 @@ class _Rank:
         return after + measure(self._block) * len(blocks)
 
     def _gathered(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
-        """Weights that FSDP2 gathered, and its messages in transit; see the module's docstring."""
         sharing = self._sharing
         if not sharing.gathers:
             return []

@@ -80,7 +80,6 @@ class Spread:
     batch_bytes: int
     """Bytes of a batch of the traced step."""
     batch: int
-    """Sequences in that batch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)

@@ -21,13 +21,11 @@ class Owned:
     weights_bytes: int
     """Bytes of the weights that rank 0 updates."""
     num_weights: int
-    """Number of the weights that rank 0 updates."""
     parameters_bytes: int
     """Bytes of the buffers that contain all parameters."""
     by_peer_copies: bool
     """True if parameters and averaged gradients are outside of torch's allocator."""
     buckets: Buckets
-    """Buckets of gradients."""
 
 
 @functools.lru_cache(maxsize=256)

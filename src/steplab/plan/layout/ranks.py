@@ -15,9 +15,7 @@ class Stage:
 
     blocks: range
     first: bool
-    """True if it has the embedding."""
     last: bool
-    """True if it has the head."""
     in_flight: int
     """Most microbatches in flight: their forward pass has begun, and their backward pass has not ended."""
 
@@ -31,7 +29,6 @@ class RankGroup:
     place: int
     """Along pp, from 0."""
     stages: tuple[Stage, ...]
-    """In the order of the model."""
 
     @property
     def label(self) -> str:

@@ -83,7 +83,6 @@ def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
 
 
 def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
-    """The plan of these layouts; `said` are notes on all of them."""
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
@@ -129,7 +128,6 @@ def _utilizations(fitting: Sequence[LayoutCandidate], gpu: Gpu) -> tuple[Utiliza
 
 
 def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
-    """Number of surely fitting layouts that are as fast as the fastest, within the predictions' error."""
     times = [each.time for each in fitting if each.time and each.verdict == fitting[0].verdict]
     return sum(not is_slower(time, times[0]) for time in times)
 
@@ -260,7 +258,6 @@ def _micro_batches(per_rank: int) -> list[int]:
 
 
 def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
-    """True if one way to run a layout is better: it fits, or is faster; if neither fits, it needs less memory."""
     if (one.time is None) != (other.time is None):
         return one.time is not None
     if one.time is not None and other.time is not None:

@@ -19,7 +19,6 @@ class Sharing:
     kind: str
     """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
     fsdp: int
-    """Ranks over which FSDP2 shards."""
     replicas: int
     """Groups of such ranks, which average the gradients of their shards."""
     reshard: bool
@@ -32,9 +31,7 @@ class Sharing:
     """True if tensor parallelism splits the tokens between the products (sequence parallelism), as in steplab."""
     model: SpreadModel
     gathering: Gathering | None
-    """How FSDP2 gives the weights; None: it does not."""
     buckets: Buckets | None
-    """Buckets of gradients; None without buckets."""
     owned: Owned | None
     """Rank 0's share of the weights; None: they have no owners."""
 

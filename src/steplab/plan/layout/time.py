@@ -139,7 +139,6 @@ class LayoutClock:
         return found[0], found[1]
 
     def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
-        """The work of all micro-steps or microbatches, by phase."""
         calls = spec.num_microbatches * spec.micro_steps
         compiled = spec.compile != "off"
         found = {}
@@ -155,7 +154,6 @@ class LayoutClock:
         return found
 
     def _host_s(self, spec: StepSpec, group: RankGroup, sharing: Sharing, work: Work, slow: bool) -> float:
-        """Python's time to launch it."""
         if self._head_start:
             return 0.0
         paces = self.gpu.rates.host.paces(compiled=spec.compile != "off")
@@ -242,7 +240,6 @@ class LayoutClock:
 
 
 def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
-    """Everything that determines the time of a group's step."""
     if differs_by_block(spec.checkpointing):
         return (group.place,)
     return tuple((len(stage.blocks), stage.first, stage.last) for stage in group.stages)
@@ -259,8 +256,6 @@ def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Turn:
-    """One rank's work in a step."""
-
     group: RankGroup
     compute_s: float
     waiting_s: float
@@ -285,4 +280,3 @@ class _Turn:
 
 
 _Share = tuple[_Turn, int]
-"""A group's turn, and the number of groups with it."""

@@ -22,11 +22,8 @@ class Traffic:
     """Equal messages along one axis."""
 
     axis: str
-    """dp, fsdp, tp or pp."""
     collective: str
-    """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str
-    """Content, in words."""
     phase: str
     """forward, backward, after backward, or optimizer."""
     message_bytes: int
