@@ -29,7 +29,6 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 
 def wire_bytes(spec: CommSpec) -> float:
-    """Least bytes that each rank sends."""
     return spec.message_bytes * bus_factor(spec.collective, spec.world_size)
 
 
@@ -43,8 +42,6 @@ class Point:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A fitted model of the time of a call."""
-
     alpha_s: float
     """Seconds of an empty call."""
     beta_s_per_byte: float
@@ -61,7 +58,6 @@ class Line:
 def predicted_s(
     alpha_s: float, beta_s_per_byte: float, wire_bytes: float, *, gamma_s_per_rank: float | None = None, ranks: int = 0
 ) -> float:
-    """The model's time of a call."""
     return alpha_s + beta_s_per_byte * wire_bytes + (gamma_s_per_rank or 0.0) * ranks
 
 

@@ -62,7 +62,6 @@ class Link:
         return self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def alone_s(self, num_bytes: float, num_buckets: float) -> float:
-        """Time of all buckets alone, one after the other."""
         return num_buckets * self.bucket_s(num_bytes, num_buckets)
 
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:

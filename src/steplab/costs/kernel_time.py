@@ -48,13 +48,11 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
         return self.m if self.transposed else self.k, self.n
 
     def padded(self, multiple: int) -> "Product":
-        """The product with every size rounded up to a multiple."""
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return msgspec.structs.replace(self, m=m, n=n, k=k)
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts as two."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
@@ -66,7 +64,6 @@ def streaming_share(name: str, gpu: Gpu) -> float:
 
 
 def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
-    """Seconds of a bandwidth-bound kernel."""
     rates = gpu.rates.streaming
     gain = 1 + rates.cached_gain * math.exp(-moved_bytes / rates.cached_bytes)
     return rates.fixed_s + moved_bytes / (gpu.bandwidth_bytes_per_s * streaming_share(name, gpu) * gain)

@@ -52,7 +52,6 @@ class Tensor:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the tensor if it were dense."""
         return self.numel * self.item_bytes
 
 

@@ -120,8 +120,6 @@ class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that was fitted on one GPU."""
-
     name: str
     source: str
     until_utc: str
@@ -144,8 +142,6 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU that a step is predicted for."""
-
     name: str
     peaks: dict[str, float]
     """Dense FLOP/s by number format."""
@@ -206,7 +202,6 @@ def gpu_of(hardware: HardwareSpec) -> Gpu:
 
 
 def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
-    """A GPU with these rates, its own or another's."""
     own = rates.name == hardware.name
     borrowed = f"no record of {hardware.name} was fitted: it is assumed to reach the same shares of its figures as "
     borrowed += f"{rates.name}"
@@ -251,5 +246,4 @@ def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_
 
 
 def with_rates(gpu: Gpu, **changes: object) -> Gpu:
-    """The GPU with some of its rates replaced."""
     return dataclasses.replace(gpu, rates=msgspec.structs.replace(gpu.rates, **changes))

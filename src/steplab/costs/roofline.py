@@ -12,8 +12,6 @@ from steplab.specs.hardware import HardwareSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """The stated limits of one device."""
-
     hardware: HardwareSpec | None
     """Its hardware entry; None: not listed."""
 

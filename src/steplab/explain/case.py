@@ -28,8 +28,6 @@ _NEVER_WAITED = 0.01
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run, and the rates on its device."""
-
     run: Run
     gpu: Gpu | None
     """Rates on the device, from its figures, stated or measured by `steplab doctor`; None: neither is known."""
@@ -51,7 +49,6 @@ class Case:
         return self.run.median_s
 
     def phase_s(self, name: str) -> float | None:
-        """Median of one phase, unprofiled."""
         return self.run.phase_s(name)
 
     def slowdown(self, profile: Profile) -> float:
@@ -73,7 +70,6 @@ class Case:
         return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
 
     def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
-        """Device time per step of some operators."""
         return self.per_step(profile, sum(op.device_s for op in ops))
 
     @property
@@ -130,7 +126,6 @@ def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
 
 
 def case_of(run: Run, ceilings: Ceilings | None) -> Case:
-    """The case of a run; `ceilings` replace missing hardware figures."""
     return Case(run=run, gpu=gpu_of_run(run, ceilings))
 
 
@@ -141,7 +136,6 @@ def reached_bandwidth(name: str, gpu: Gpu) -> str:
 
 
 def stated_peak(dtype: str, gpu: Gpu) -> str:
-    """The dense peak of a number format, in words."""
     return f"{_figure(gpu.peaks[dtype], 'FLOP/s', gpu)} in {dtype}"
 
 

@@ -19,7 +19,6 @@ def cast_ops(profile: Profile) -> list[OpStats]:
 
 
 def cast_bytes(op: OpStats) -> float:
-    """Bytes that all calls of a cast read and write."""
     return op.calls * sum(shape.size_bytes or 0 for shape in shapes_of(op))
 
 

@@ -41,7 +41,6 @@ class Fusing:
 
     @property
     def fused_s(self) -> float:
-        """Device time that fused kernels save."""
         return self.fusable_s * (1 - self.shares.memory_bound)
 
     @property
@@ -51,7 +50,6 @@ class Fusing:
 
 
 def fusing_of(case: Case, profile: Profile) -> Fusing:
-    """Effects of compiling the model on a profiled step."""
     shares = profile.compiled or MOST_LEFT
     model = [phase for phase in profile.phases if is_compiled(phase.phase)]
 

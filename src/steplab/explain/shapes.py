@@ -13,8 +13,6 @@ _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One input of an operator."""
-
     dtype: str
     """Number format in specs' names (fp32, bf16, fp16)."""
     sizes: tuple[int, ...]

@@ -17,8 +17,6 @@ letters are smaller, and cost almost nothing."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyPart:
-    """The work on the vocabulary, with totals over all profiled steps."""
-
     size: int
     matmuls: tuple[OpStats, ...]
     """Products with the output head's weight, forward and backward."""

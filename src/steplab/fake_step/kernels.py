@@ -84,8 +84,6 @@ _INSTEAD = "measure it with `steplab run`"
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A call of fused attention."""
-
     name: str
     scores: Product
     flops: float
@@ -93,7 +91,6 @@ class Fused:
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
-    """A call of fused attention; None for other operators."""
     if name not in _FUSED:
         return None
     ours, backward = _FUSED[name]

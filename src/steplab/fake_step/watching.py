@@ -154,7 +154,6 @@ class Watcher(TorchDispatchMode):
         return self._where if node is None else self.made_in(node._sequence_nr())
 
     def name_of_parameter(self, tensor: Tensor | None) -> str | None:
-        """The parameter with this memory; None: there is none."""
         return None if tensor is None else self.parameters.get(self._storages.number(tensor) or 0)
 
     def _entering(self, where: str) -> Callable[..., None]:

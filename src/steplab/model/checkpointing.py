@@ -87,7 +87,6 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:
-    """True if any part of a block is recomputed in the backward pass."""
     return checkpointing == "selective" or is_recomputed(checkpointing, index)
 
 

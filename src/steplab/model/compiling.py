@@ -46,7 +46,6 @@ def compiled(function: Callable[..., Any], mode: str) -> Any:
 
 
 def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -> Any:
-    """The compiled forward pass of one repeated block."""
     wanted = mode == "block" and getattr(block, "fp32_gradients_of_products", False)
     if not wanted or FP32_GRADIENTS in what_inductor_lacks():
         return compiled(forward, mode)

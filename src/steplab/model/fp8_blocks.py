@@ -52,8 +52,6 @@ class Fp8SwiGLU(FusedSwiGLU):
 
 
 class Fp8Block(FusedBlock):
-    """Passes largest magnitudes from norms to products."""
-
     def forward(self, stream: Stream, rotary_2TD: Tensor | None) -> Stream:  # type: ignore[override]
         normed_BTC, x_BTC, amax = self.attention_norm(*stream)
         normed_BTC, x_BTC, amax = self.feed_forward_norm(x_BTC, self.attention(normed_BTC, rotary_2TD, amax))

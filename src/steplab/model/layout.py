@@ -95,7 +95,6 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
-    """The blocks by their places in the whole model."""
     return {int(name): block for name, block in module.blocks.named_children() if isinstance(block, Block)}
 
 

@@ -130,7 +130,6 @@ class Block(nn.Module):
 
     @staticmethod
     def last_norm(shape: TransformerShape) -> nn.Module:
-        """The norm after the last block."""
         return norm_of(shape)
 
 

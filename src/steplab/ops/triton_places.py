@@ -73,7 +73,6 @@ def implementation(name: str) -> Implementation:
 
 
 def padded_entries(num_entries: int) -> int:
-    """Elements from one row of logits to the next."""
     return -(-num_entries // ROW_MULTIPLE) * ROW_MULTIPLE
 
 

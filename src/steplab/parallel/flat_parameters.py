@@ -62,7 +62,6 @@ class ParameterCopies:
 
     @property
     def shared_bytes(self) -> int:
-        """Bytes outside of torch's allocator."""
         return self._own.untyped_storage().nbytes()
 
     def buffer(self, place: int) -> Tensor:
@@ -137,7 +136,6 @@ class FlatParameters:
 
     @property
     def padding_bytes(self) -> int:
-        """Memory of the buffer beyond its parameters."""
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:

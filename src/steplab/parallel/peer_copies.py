@@ -182,7 +182,6 @@ class PeerCopies:
             self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
 
     def copy_at_once(self, copies: Sequence[Copies]) -> None:
-        """Copy to all peers in one call."""
         targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
         if targets:
             self.memory.copy(COPIES, targets, sources, sizes)
@@ -239,7 +238,6 @@ class Chunk:
         return found
 
     def pieces(self, addresses: Sequence[int]) -> list[Piece]:
-        """This rank's own gradients of its part."""
         return [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
 
 
@@ -337,8 +335,6 @@ _WIDE = (1 << 40) + 3
 
 
 class Means:
-    """The kernel, compiled for its arguments."""
-
     def __init__(self, device: torch.device, num_others: int) -> None:
         self._device, self._num_others = device, num_others
         self._compiled: dict[Any, Any] = {}
@@ -368,7 +364,6 @@ class Means:
 
 
 def mean_arguments(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The kernel's arguments for up to PIECES pieces, and their number of programs."""
     missing = [0] * (PIECES - len(pieces))
     owns = (*[piece.own for piece in pieces], *missing)
     starts = (*[piece.start_bytes // UNIT_BYTES for piece in pieces], *missing)

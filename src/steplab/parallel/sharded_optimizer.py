@@ -92,14 +92,12 @@ def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def pack(groups: Sequence[dict[str, Any]], position: Callable[[Any], int]) -> list[dict[str, Any]]:
-    """Parameter groups with positions instead of the parameters."""
     return [
         {**options(group, names=True), "params": [position(param) for param in group["params"]]} for group in groups
     ]
 
 
 def options(group: dict[str, Any], names: bool = False) -> dict[str, Any]:
-    """The options of a parameter group, without its parameters."""
     hidden = ("params",) if names else ("params", "param_names")
     return {key: value for key, value in group.items() if key not in hidden}
 
@@ -214,7 +212,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._copies.shared_bytes if self._copies else 0
 
     def owner(self, param: Tensor) -> int:
-        """The rank in the group that updates a parameter and has its state."""
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:

@@ -97,8 +97,6 @@ MOST_PADDING = 1 / 8
 
 @dataclass(frozen=True, slots=True)
 class OwnerSlots:
-    """Places in the buffer, in elements."""
-
     bounds: list[tuple[int, int]]
     """Begin and end of each owner's slot."""
     starts: list[int]
@@ -192,14 +190,12 @@ class Division(NamedTuple):
         return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
-        """Bytes that a rank keeps of the bucket: its own means, or all of them."""
         if self.owners is None:
             return self.num_bytes
         (borders,) = self.chunks
         return borders[rank + 1] - borders[rank]
 
     def overlaps(self, chunk: int, rank: int) -> list[Overlap]:
-        """The overlaps of the gradients with a rank's part of a chunk."""
         begin, end = self.chunks[chunk][rank : rank + 2]
         found, start = [], 0
         for index in self.order:
@@ -256,7 +252,6 @@ def window_bytes(sizes_bytes: Sequence[int]) -> int:
 
 
 def largest_part_bytes(borders: Sequence[int]) -> int:
-    """The length of the largest part between these borders, in whole pages."""
     return pages(max(end - begin for begin, end in pairwise(borders)))
 
 

@@ -58,8 +58,6 @@ class Mesh:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line of a derivation."""
-
     symbol: Formula
     formula: Formula
     unit: str

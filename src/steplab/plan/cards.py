@@ -30,7 +30,6 @@ LEAST_USABLE = 0.96
 
 
 def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
-    """Bytes that a rank uses outside torch's allocator."""
     of_nccl = NCCL_BYTES + num_communicators * COMMUNICATOR_BYTES if num_communicators else 0
     return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if pipeline else 0)
 

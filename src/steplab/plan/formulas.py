@@ -22,8 +22,6 @@ _TIMES = (" ", " × ", " ", r" \cdot ")
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """An expression with its value, written in every form."""
-
     value: float
     forms: tuple[str, ...]
     """Text in each of _FORMS."""
@@ -35,7 +33,6 @@ class Formula:
         return self.forms[_FIGURES if figures else _TEXT]
 
     def latex(self, *, figures: bool = False) -> str:
-        """LaTeX mathematics, without delimiters."""
         return self.forms[_LATEX_FIGURES if figures else _LATEX]
 
     def __add__(self, other: Operand) -> "Formula":

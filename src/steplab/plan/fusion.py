@@ -108,7 +108,6 @@ class _Fuser:
         self._same: dict[Version, Version] = {}
 
     def take(self, op: Operator) -> None:
-        """Add the step's next operator."""
         read = [(self._now(each.memory), Spans({(each.start, each.num_bytes)})) for each in op.reads]
         level = max((self._made[version].level for version, _ in read if version in self._made), default=0)
         unit = self._unit(op)
@@ -215,7 +214,6 @@ class _Fuser:
                 self._join(only, item)
 
     def kernels(self) -> Iterator[Kernel]:
-        """The fused kernels."""
         for item in self._order:
             if isinstance(item, Operator):
                 yield Kernel(item, item.moved_bytes)

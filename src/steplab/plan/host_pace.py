@@ -22,8 +22,6 @@ _AHEAD = 1.25
 
 @dataclass(frozen=True, slots=True)
 class PhaseCell:
-    """A measured phase of a run, with its predicted kernels."""
-
     run: Run
     phase: str
     measured_s: float
@@ -94,7 +92,6 @@ def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
 
 
 def runs_that_waited(runs: Sequence[Run], gpu: Gpu) -> set[str]:
-    """Ids of the runs in which the GPU waited for Python during a phase."""
     cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
     return {cell.run.id for cell in cells if waited(cell, paces)}

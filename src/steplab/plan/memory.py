@@ -146,7 +146,6 @@ def _rows_estimate(spec: StepSpec) -> str | None:
 
 
 def refuse_unknown_memory(spec: StepSpec) -> None:
-    """Raise Unsupported for a step whose memory `predict_memory` does not know."""
     what = f"predicting the memory of {spec.model.label}"
     if spec.model.kind == "transformer":
         _refuse_what_is_not_known(spec, _own_shape(spec, what), what)

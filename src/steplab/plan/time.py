@@ -306,7 +306,6 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
 
 
 def kernels_of_step(spec: StepSpec) -> list[Kernel]:
-    """The kernels of a step, in order, fused if compiled."""
     operators = operators_of(spec)
     kernels = kernels_of(operators, compiled=spec.compile != "off", blocks_alone=spec.compile == "block")
     if spec.block_ops == "triton" and spec.compile == "block":

@@ -71,7 +71,6 @@ def _choice(
 
 
 def device_name(device: torch.device) -> str:
-    """The device's name in the rule."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 

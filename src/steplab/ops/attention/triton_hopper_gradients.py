@@ -95,7 +95,6 @@ class Room:
 
     @gluon.jit
     def wait(self, i):
-        """Wait for the i-th tile."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
 
     @gluon.jit

@@ -48,8 +48,6 @@ def _torch_makes_them_in_tf32() -> bool:
 
 
 class Call(NamedTuple):
-    """A call of attention, apart from shapes."""
-
     parts: Columns
     """The columns of the head dimension, in parts."""
     dtype: torch.dtype
@@ -172,7 +170,6 @@ class Start:
 
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:
-    """Keyword arguments of all Hopper kernels."""
     from .triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
 
     return {

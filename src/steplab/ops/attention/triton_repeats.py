@@ -163,7 +163,6 @@ def laid_out_as(x: Tensor) -> Made:
 
 
 def in_a_row(sizes: Sequence[int], dtype: torch.dtype) -> Made:
-    """A contiguous tensor."""
     return tuple(sizes), torch.empty(tuple(sizes), device="meta").stride(), dtype
 
 

@@ -89,7 +89,6 @@ def _takes_strides(shape: Shape, strides: Shape, element_bytes: int) -> bool:
 
 
 def copy_back(written: Tensor, wanted: Tensor) -> None:
-    """Copy the memory from `writable` to its tensor."""
     if written is not wanted:
         wanted.copy_(written[..., : wanted.shape[-1]])
 

@@ -26,8 +26,6 @@ WIDEST_TILE = 128
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """One row of the table."""
-
     kernel: Kernel
     """backward makes all gradients in one sweep, backward_kv and backward_q in two."""
     gpu: str

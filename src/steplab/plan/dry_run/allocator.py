@@ -21,8 +21,6 @@ _SEGMENT_STEP = 2 * MIB
 
 
 class Block:
-    """A stretch of a segment: in use, or free and in the pool."""
-
     __slots__ = ("address", "after", "before", "in_use", "num_bytes", "small")
 
     def __init__(self, address: int, num_bytes: int, small: bool) -> None:

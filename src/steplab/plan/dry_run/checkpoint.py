@@ -19,8 +19,6 @@ class Enough(Exception):
 
 
 class Frame:
-    """One checkpointed call of a block."""
-
     def __init__(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> None:
         self._run, self._x, self._selective = run, x, selective
         self._num_nodes = 0
@@ -46,7 +44,6 @@ class Frame:
         return len(self._found) - 1
 
     def take(self, number: int) -> Kept:
-        """A node's kept tensors, which the frame then drops."""
         kept, self._found[number] = self._found[number], None
         assert kept is not None
         return kept

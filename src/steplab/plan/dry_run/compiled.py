@@ -30,8 +30,6 @@ def _num_bytes(kinds: list[_Kind]) -> int:
 
 
 class CompiledTransformer:
-    """The passes of the model, as far as they hold memory."""
-
     def __init__(self, m: Machine, spec: StepSpec, head_loss: HeadLoss | None) -> None:
         """head_loss: the output head and the loss as one operator, which compiled code calls too."""
         self._machine, self._spec, self._head_loss = m, spec, head_loss

@@ -23,14 +23,10 @@ CHOSEN_BY_TORCH = "chosen by torch"
 
 
 class Began(msgspec.Struct, frozen=True, gc=False):
-    """The start of a phase."""
-
     phase: str
 
 
 class Allocated(msgspec.Struct, frozen=True, gc=False):
-    """An allocation by the next operator."""
-
     piece: Piece
 
 

@@ -32,13 +32,11 @@ class Parameter:
         """Its fp32 values, which the optimizer updates; None: the weight itself."""
 
     def convert(self, machine: "Machine", dtype: Dtype) -> None:
-        """Convert it to another format in place."""
         if dtype is not self.tensor.dtype:
             self.tensor = machine.new(self.tensor.count, dtype, self.name, category="parameters")
             self.tensor.slot = Slot(dtype, is_leaf=True, num_uses=self._num_uses)
 
     def keep_master(self, machine: "Machine", dtype: Dtype) -> None:
-        """Convert it, and keep the original for the optimizer."""
         self.master = self.tensor
         self.master.storage.piece.category = "optimizer_state"
         self.master.storage.piece.what = f"masters of {self.name}"
@@ -52,8 +50,6 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """The form of weights that FSDP2 gathers."""
-
     low_precision: bool = True
     """True if all except the embedding's are gathered in the format of matmuls, so that autocast makes no copies."""
     fused_norms: bool = True
@@ -62,8 +58,6 @@ class Gathering:
 
 
 class Machine:
-    """One device and torch's state on it."""
-
     def __init__(
         self,
         sizes: Sizes,
@@ -126,7 +120,6 @@ class Machine:
         also_read_bytes: int = 0,
         strided: bool = False,
     ) -> Tensor:
-        """The single output of an operator, in fresh memory; see `ran`."""
         made = self.new(count, dtype, what)
         self.ran(name, reads, (made,), also_read_bytes=also_read_bytes, strided=strided)
         return made
@@ -136,7 +129,6 @@ class Machine:
         self._listen(Freed(piece))
 
     def position(self) -> int:
-        """A mark for `made_since`."""
         return self._num_pieces
 
     def made_since(self, position: int) -> list[Piece]:
@@ -264,7 +256,6 @@ class Machine:
     # --- autograd -----------------------------------------------------------------------------------------
 
     def node(self, inputs: tuple[Slot | None, ...], kept: tuple[Tensor, ...], backward: Backward) -> Node:
-        """Record an operator's kept tensors and its backward."""
         node = Node(inputs, kept, backward, self.where)
         if self.tape is None:
             return node

@@ -46,7 +46,6 @@ class Ledger:
             self._peak_at, self._peak_bytes, self._peak_phase = len(self._log), allocated, self._phase
 
     def watch(self) -> None:
-        """Start looking for the peak."""
         self._at_start = [piece for piece, _ in self._alive.values()]
         self._log = []
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, self._phase

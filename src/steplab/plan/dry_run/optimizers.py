@@ -42,7 +42,6 @@ class Optimizer:
         self._blocks: dict[bool, _Tensors] = {}
 
     def step(self) -> None:
-        """Update the parameters and free their gradients."""
         self._machine.where = self._name
         if self._name != "sgd" and not self._moments:
             for parameter in self._parameters:

@@ -52,8 +52,6 @@ class Held:
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors that are alive together."""
-
     holdings: Mapping[Held, int]
     num_bytes: int
     """Bytes of all, rounding included."""
@@ -78,8 +76,6 @@ class Moment:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """A micro-step of one rank, in parts."""
-
     moments: tuple[Moment, ...]
     kept_by_block: Bundle
     """Tensors that a block keeps from its forward to its backward pass."""
@@ -242,11 +238,9 @@ class _Reading:
                 yield Moment(phase=phase, part=part, where=reached, own=_counted(own))
 
     def held_by_block(self) -> Bundle:
-        """Tensors of the first block when the head runs forward."""
         return _counted(one for one in self._peaks["forward", BEHIND][2] if one[0].where == _FIRST)
 
     def kept(self, where: str) -> Bundle:
-        """Tensors that a part keeps at the end of the forward pass."""
         return _counted(one for one in self._after_forward if one[0].where == where)
 
 

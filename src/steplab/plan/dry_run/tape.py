@@ -46,8 +46,6 @@ class Node:
 
 
 class Tape:
-    """The nodes of a forward pass, in order."""
-
     def __init__(self) -> None:
         self._nodes: list[Node] = []
 

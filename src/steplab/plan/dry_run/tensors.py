@@ -36,8 +36,6 @@ class Storage:
 
 
 class Tensor:
-    """A size, a number format, and the memory behind them."""
-
     __slots__ = ("count", "dtype", "heads_together", "is_view", "num_bytes", "slot", "start", "storage")
 
     def __init__(self, count: Count, dtype: Dtype, storage: Storage, start: int = 0) -> None:

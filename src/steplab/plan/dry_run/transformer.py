@@ -87,8 +87,6 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
 
 
 class Transformer:
-    """The model on one machine."""
-
     def __init__(
         self,
         m: Machine,
@@ -164,7 +162,6 @@ class Block:
 
     @staticmethod
     def last_norm(m: Machine, x: Any, norm: Named) -> Tensor:
-        """The norm after the last block."""
         return normalised(m, x, norm, "norm", "final norm")
 
     def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:

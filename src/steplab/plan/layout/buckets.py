@@ -88,7 +88,6 @@ def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
 
 
 def with_counters(num_bytes: int, ranks: int) -> int:
-    """Shared bytes, with the counters behind them."""
     return num_bytes + NUM_COUNTERS * ranks * COUNTER_BYTES
 
 

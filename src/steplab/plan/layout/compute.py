@@ -22,8 +22,6 @@ with FSDP2, from the same records."""
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Kernels that run one after the other."""
-
     kernels: float = 0.0
     tensor_s: float = 0.0
     """Seconds of products and fused attention on tensor cores, at the full clock."""
@@ -49,8 +47,6 @@ class Work:
 
 
 class PartTimes:
-    """The work of each part in each pass on one GPU, cached."""
-
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._known: dict[tuple[int, str, str, bool], Work] = {}

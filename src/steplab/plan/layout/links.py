@@ -27,8 +27,6 @@ NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """GPUs in nodes, and the links between them."""
-
     gpus_per_node: int
     node: str
     node_bytes_per_s: Mapping[str, float]

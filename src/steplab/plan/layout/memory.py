@@ -77,7 +77,6 @@ def memory_by_rank(
 def peaks_by_rank(
     spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int, model: SpreadModel | None = None
 ) -> list[RankPeak]:
-    """The peaks of these groups, without their components."""
     sharing = sharing_of(spec, model=model)
     return [_Rank(spec, group, sharing, workspace_bytes).peak() for group in groups]
 
@@ -140,7 +139,6 @@ class _Rank:
         return RankPeak(*highest[:3], reserved_bytes, phases, highest[3])
 
     def memory(self) -> RankMemory:
-        """The peak and its components."""
         peak = self.peak()
         return RankMemory(
             ranks=self._group.label,

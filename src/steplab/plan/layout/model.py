@@ -84,8 +84,6 @@ class Spread:
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForeignModel:
-    """A traced model."""
-
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""

@@ -16,8 +16,6 @@ from steplab.specs.ddp import BYTES_PER_MB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
-    """Rank 0's weights and buffers."""
-
     weights_bytes: int
     """Bytes of the weights that rank 0 updates."""
     num_weights: int

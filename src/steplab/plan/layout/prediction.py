@@ -58,7 +58,6 @@ _WHOLE_TOKENS = (
 
 
 def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The ranks that need most; the first in a tie."""
     return max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
 
 

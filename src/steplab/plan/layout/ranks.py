@@ -22,8 +22,6 @@ class Stage:
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that do the same."""
-
     first_rank: int
     num_ranks: int
     place: int
@@ -38,7 +36,6 @@ class RankGroup:
 
     @property
     def has(self) -> str:
-        """Its parts of the model, in words."""
         parts = ["embedding"] if self.stages[0].first else []
         for stage in self.stages:
             first, last = stage.blocks[0], stage.blocks[-1]

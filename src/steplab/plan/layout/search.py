@@ -159,7 +159,6 @@ class _Search:
         self.usable_bytes, _ = usable_of(self._hardware)
 
     def candidate(self, layout: Layout) -> LayoutCandidate:
-        """The best way to run the job on a layout, or the reason that it fails."""
         job = self._job
         if job.global_batch % layout.data_ranks:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
@@ -212,7 +211,6 @@ class _Search:
         return self.judged(spec)
 
     def judged(self, spec: StepSpec) -> LayoutCandidate:
-        """A step's fit and time on its layout."""
         layout = spec.layout
         model = self._job.model
         groups = _telling(rank_groups(spec, model.num_layers if model else None))

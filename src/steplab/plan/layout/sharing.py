@@ -37,7 +37,6 @@ class Sharing:
 
     @property
     def gathers(self) -> bool:
-        """True if FSDP2 keeps the weights."""
         return self.gathering is not None
 
     @property

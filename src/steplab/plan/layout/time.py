@@ -55,8 +55,6 @@ def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
 
 
 class LayoutClock:
-    """Times of layouts on one GPU and one machine."""
-
     def __init__(self, gpu: Gpu, machine: Cluster, *, head_start: bool = False, dtensor: bool = True) -> None:
         """The overheads that Python adds.
 

@@ -19,8 +19,6 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Equal messages along one axis."""
-
     axis: str
     collective: str
     carries: str

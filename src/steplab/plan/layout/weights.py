@@ -13,8 +13,6 @@ PartName = Literal["embedding", "block", "head"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a rank, after tensor parallelism and before sharding."""
-
     name: str
     """The model's name for it, without the block's number."""
     rows: int
@@ -81,5 +79,4 @@ def elements(weights: Sequence[Weight]) -> int:
 
 
 def trained(weights: Sequence[Weight]) -> int:
-    """Elements of weights that have gradients."""
     return sum(weight.elements for weight in weights if weight.trained)
