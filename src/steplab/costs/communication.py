@@ -1,12 +1,11 @@
 """Bytes on the wire, bus bandwidth, and a line through measured times.
 
 Bus bandwidth follows nccl-tests (PERFORMANCE.md): algorithm bandwidth S / t, times the least bytes that each rank sends
-over the message's S. It compares with the links' bandwidth for any collective and number of ranks. The ratio is a
-ring's; a tree, or a switch that adds, may send less.
+in a ring over the message's S. It compares with the links' bandwidth for any collective and number of ranks.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, or with a term for n ranks, t =
-alpha + beta · w + gamma · n. The fit minimizes squares of *relative* differences, so that all message lengths have
-equal weight; no term is negative.
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, optionally plus gamma · n for n
+ranks. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
+negative.
 """
 
 import itertools

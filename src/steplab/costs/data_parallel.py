@@ -1,42 +1,30 @@
 """Formulas of data parallelism: communication's time in a step, and sharding's savings of memory.
 
-**Time.** Gradients of s bytes travel in n buckets of equal size. A call takes o seconds at any size, and a byte 1/w
-seconds, so that a bucket takes
+**Time.** Gradients of s bytes travel in n equal buckets. A call takes o seconds at any size, and a byte 1/w seconds. A
+bucket, and all buckets alone on the link, take
 
-    c(n) = o + s / (n w)
-
-and all buckets alone, one after the other on the link,
-
-    alone(n) = n o + s / w.
+    c(n) = o + s / (n w)            alone(n) = n o + s / w
 
 In a backward pass of b seconds with evenly appearing gradients, bucket i of n is ready at i b / n. If the link keeps
-up, c <= b / n, only the last bucket remains after the backward pass; otherwise it works without a pause from the first
-bucket on, ready at b / n:
+up, c <= b / n, only the last bucket remains after it; otherwise the link works without a pause from b / n on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 
-A call's o may be exposed: on SMs that the backward pass would have used or, if Python is not ahead, in Python, which
-also launches the backward pass. Then every call's o is exposed, and the last bucket's transfer as before:
+A call's o may be exposed, on SMs that the backward pass would use, or in Python, which also launches that pass. Then
 
-    serial(n) = n o + s / (n w)
+    serial(n) = n o + s / (n w),    least at   n* = sqrt(s / (w o)),   serial(n*) = 2 sqrt(s o / w)
 
-which is least where both terms are equal,
+with buckets of s / n* = sqrt(s w o) bytes. With o = 0 no size would be best, so a fit with o = 0 is rejected. Neither
+formula includes the slowdown of concurrent computation.
 
-    n* = sqrt(s / (w o)),   a bucket of s / n* = sqrt(s w o) bytes,   serial(n*) = 2 sqrt(s o / w).
-
-Larger buckets leave more to send after the backward pass; smaller ones pay for more calls. With free calls (o = 0) no
-size would be best, so o must be above zero, and a fit with o = 0 is rejected. Neither formula includes the slowdown of
-concurrent computation.
-
-**Copies between GPUs** take no SMs from the backward pass, but memory bandwidth. For s bytes of gradients each of N
-ranks reads (N - 1)/N to send them, and as many are written where they land; the means read s and write s/N; on their
-way home they are read and written (N - 1)/N times again. So each GPU moves through its memory
+**Copies between GPUs** take memory bandwidth, but no SMs. Each of N ranks reads (N - 1)/N s to send, and as many bytes
+land; the means read s and write s/N; home copies read and write (N - 1)/N s again. So each GPU moves through its memory
 
     m = (5N - 3)/N s.
 
-**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
-type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N ranks the
-optimizer state (stage 1), the gradients too (2), the parameters too (3).
+**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer with k values each (AdamW: 2) k
+e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N ranks the optimizer state (stage 1),
+the gradients too (2), the parameters too (3).
 """
 
 import math

@@ -1,9 +1,8 @@
 """Savings from compiling the model of a profiled step.
 
-A multiply, an add or a cast does at most a few FLOPs for each byte that it moves, so it lasts as long as memory takes
-to deliver its tensors. Fusing such operators saves the traffic of every intermediate between them. A profile does not
-show the operators' dependencies; a dry run does, and `steplab profile` stores its shares in the profile. Other profiles
-use the shares of steps that were recorded eager and compiled.
+Fusing memory-bound operators saves the traffic of every intermediate between them. A profile does not show the
+operators' dependencies; a dry run does, and `steplab profile` stores its shares in the profile. Other profiles use the
+shares of steps that were recorded eager and compiled.
 """
 
 from dataclasses import dataclass

@@ -1,14 +1,13 @@
 """The plain Transformer's split over the ranks of the tensor axis, and its stages of a pipeline.
 
-Queries, keys, values, gate and up are split by outputs (heads, and columns of the feed-forward block), output and down
-by inputs, so that attention and the feed-forward block need no communication inside (Shoeybi et al. 2019,
-"Megatron-LM"). Between them each rank has a part of the sequence, norms included. Tokens are gathered before the first
-products, and sums of the last ones scattered, which costs as much as an all-reduce (Korthikanti et al. 2022, "Reducing
-Activation Recomputation in Large Transformer Models"). The embedding and learned positions are split by rows, the head
-by outputs; the loss reads split logits. Grouped heads are split by heads of keys and values.
+Queries, keys, values, gate and up are split by outputs, output and down by inputs, so that attention and the
+feed-forward block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part
+of the sequence, norms included: tokens are gathered before the first products, and sums of the last ones scattered
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding and learned
+positions are split by rows, the head by outputs; the loss reads split logits. Grouped heads are split by heads of keys
+and values.
 
-Stages are runs of blocks, the first with the embedding, the last with the head; parameters keep the whole model's
-names. Shape suffixes as in transformer.py.
+Stages are runs of blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence

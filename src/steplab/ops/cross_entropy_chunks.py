@@ -1,20 +1,19 @@
 """Loss and gradients of the last linear layer, for a chunk of tokens at a time.
 
-For each chunk, logits = hidden W^T + b. In each row (`Terms`) the loss is computed and the row is overwritten by its
-gradient G. Then
+For each chunk, logits = hidden W^T + b. Each row (`Terms`) gives the loss and is overwritten by its gradient G. Then
 
     d hidden = G W          d W += G^T hidden          d b += sum of the rows of G
 
-So only one chunk's logits are in memory, each is computed once, and a training step has the same three matrix products
-as without chunks. The gradients are made before the backward pass, as gradients of sum(scale * loss); backward
-multiplies them by one number. (Hsu et al. 2024, "Liger Kernel", section 3.2.)
+So only one chunk's logits are in memory, and a training step has the same three matrix products as without chunks.
+These are gradients of sum(scale * loss), made before the backward pass, which multiplies them by one number. (Hsu et
+al. 2024, "Liger Kernel", section 3.2.)
 
-Products are summed in float32. A bf16 weight's gradient is rounded to bf16 once a chunk, so the rounding error of C
-chunks is at most C times a single product's; a float32 one, as under autocast, is summed in float32.
+Products are summed in float32. A bf16 weight's gradient is rounded once a chunk, so the rounding error of C chunks is
+at most C times a single product's; a float32 one, as under autocast, is summed in float32.
 
-Losses and gradients in chunks are operators of torch, such as steplab::cross_entropy_chunked; each implementation has
-one for losses and gradients, and one that scales a gradient in place. Their derivative is in cross_entropy.py. The step
-over rows is plain PyTorch (`plain_rows`), the reference, or a kernel (`triton_rows`).
+Each implementation is two operators of torch: losses and gradients (steplab::cross_entropy_chunked), and scaling in
+place; their derivative is in cross_entropy.py. The step over rows is plain PyTorch (`plain_rows`), the reference, or a
+kernel (`triton_rows`).
 
 Shape suffixes: N tokens, n tokens of a chunk, C width of the hidden state, V entries of the vocabulary, 1 a dimension
 of one.

@@ -1,10 +1,10 @@
 """The kernels of the fused loss: softmax, loss and gradient of rows of logits, and a gradient times a number.
 
-A program has one row. It reads the row for its log-sum-exp, and again to overwrite it by its gradient, mostly from the
-L2 cache. Each lane keeps a running maximum and a sum relative to it, so that lanes meet once a row instead of once a
-block (Milakov and Gimelshein 2018, "Online normalizer calculation for softmax"). Exponentials are powers of two, which
-the hardware has. Only a logit's difference from the largest is rounded, never a product or a sum of the logits' size:
-with logits near 10,000 that would leave the softmax three digits.
+A program reads its row for the log-sum-exp, and again, mostly from the L2 cache, to overwrite it by its gradient. Each
+lane keeps a running maximum and a sum relative to it, so that lanes meet once a row (Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax"). Exponentials are powers of two, which the hardware has. Only a logit's
+difference from the largest is rounded: with logits near 10,000, rounding numbers of their size would leave the softmax
+three digits.
 """
 
 import triton

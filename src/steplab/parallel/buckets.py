@@ -1,14 +1,13 @@
 """Buckets of gradients that are sent together, and those that collectives average.
 
 A `CollectiveBucket` is averaged everywhere, by one all-reduce of its memory. Several gradients are views of one flat
-buffer, so the optimizer reads what the collective reduces. Gradients made elsewhere are copied in, all of a bucket in
-one call; zeroed ones are there already. A bucket of one gradient reduces autograd's own tensor, so gradients above the
-bucket size, most of a Transformer's bytes, are never copied unless autograd shares their memory. With compression a
-second buffer of the smaller dtype is sent: gradients are cast into it, and averages back.
+buffer; those made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large
+gradients, most of a Transformer's bytes, are not copied unless autograd shares their memory. With compression a second
+buffer of the smaller dtype is sent.
 
-An `OwnedBucket` is averaged only on the ranks that own the parameters. It is one flat buffer with a slot for each
-owner. If the slots can be equally long without much padding, one reduce-scatter serves all; else each owner has a
-reduce (sizes.py). Either way a rank sends at least (N - 1) / N of the bytes, half of an all-reduce.
+An `OwnedBucket` is averaged only on the ranks that own the parameters, in one flat buffer with a slot for each owner.
+If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py). A rank sends
+at least (N - 1) / N of the bytes, half of an all-reduce.
 """
 
 from collections.abc import Mapping, Sequence

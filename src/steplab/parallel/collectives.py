@@ -1,11 +1,11 @@
 """The only calls of torch.distributed's collectives in this folder.
 
-`DataParallel` and `ShardedOptimizer` communicate through `Collectives`, which tests replace by recorders of calls or
-sources of delays. Peer copies (peer_memory.py) and torch's own engine for meshes bypass it.
+`DataParallel` and `ShardedOptimizer` communicate through `Collectives`, which tests replace. Peer copies
+(peer_memory.py) and torch's own engine for meshes bypass it.
 
-*Tensors* stay on their device: each call returns at once with a `Pending`, whose wait goes on the device's timeline, if
-any. *Host values*, by which the ranks decide what to do next, go from CPU to CPU, so that a GPU's queue need not drain
-first. Every call must be made by all ranks of the group in the same order.
+Calls on *tensors* return at once with a `Pending`; its wait is on the device's timeline, if any. *Host values* decide
+the next steps and go from CPU to CPU, so that a GPU's queue need not drain. All ranks of the group must make every call
+in the same order.
 """
 
 from typing import Any, Protocol

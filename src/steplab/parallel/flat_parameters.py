@@ -1,20 +1,16 @@
 """Parameters in one buffer, owner by owner, so that exchanging them needs few calls and no copies.
 
-For P parameters of S bytes on N ranks, the owners' updates reach the other ranks by
+For S bytes of parameters on N ranks, updates reach the other ranks by
 
-- a broadcast a parameter: P calls in sequence, S bytes together;
 - `broadcast`, one for each owner: N calls in sequence, S bytes together;
-- `all_gather` of equal shares: 1 call with all ranks sending at once, (N − 1) / N · S bytes to each; smaller shares are
-padded to the largest;
-- `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, as many bytes without padding.
+- `all_gather` of equal shares: 1 call, (N − 1) / N · S bytes to each rank; smaller shares are padded;
+- `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, without padding.
 
 `auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory: then, from nine ranks
 on, the broadcasts move no more bytes, and below that the memory is worth more than the time. On CPUs it uses the
-broadcasts, because gloo's all-gather needs its own memory. 75 parameters of 38 MB together on 2 and on 4 ranks of a
-CPU, milliseconds: a broadcast a parameter 95 and 133, `broadcast` 46 and 95, `all_gather` 283 and 302.
-
-A copy into a buffer and back would cost 4 · S bytes of memory traffic and a buffer of S bytes at each step (445 and 782
-ms above), so parameters move into the buffer once.
+broadcasts, because gloo's all-gather needs its own memory. On 2 and 4 ranks of a CPU, 75 parameters of 38 MB took 46
+and 95 ms by `broadcast`, 283 and 302 by `all_gather`, 95 and 133 by a broadcast a parameter, and 445 and 782 by copies
+into a buffer and back. So parameters move into the buffer once.
 """
 
 from collections.abc import Sequence

@@ -4,18 +4,16 @@ A mesh is the ranks of a world along four named axes, outermost first, so that r
 neighbours:
 
     pp      pipeline: a rank has some of the blocks
-    dp      data, replicated: a rank has a part of the batch, and everything that the axes below give it
-    fsdp    data, sharded: a rank has a part of the batch, and keeps a part of each parameter
+    dp      data, replicated: a rank has a part of the batch
+    fsdp    data, sharded: as dp, and a rank keeps a part of each parameter
     tp      tensor: a rank computes a part of each matrix product
 
-`lay_out` applies tensor parallelism, then sharded data parallelism (FSDP2), in an order that matters. Products are
-split first, because that changes parameters. Then the caller wraps each unit's forward pass (recomputation, then
-compilation). Then parameters are sharded, unit by unit, so that FSDP2's hooks stay outside of compiled code. The caller
-names the units and each split; nothing here knows the module.
+`lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
+(recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled
+code. The caller names units and splits; nothing here knows the module.
 
-torch's schedules run a pipeline of stages on the ranks of one axis. A rank's batch is cut into microbatches, which
-follow each other through the stages. The shape of messages between stages is given, so that no step is spent on finding
-it.
+torch's schedules run a pipeline of stages along pp. Microbatches of a rank's batch follow each other through the
+stages. The shape of messages between stages is given, so that no step is spent on finding it.
 
 | schedule      | order on a rank                                                          | stages a rank |
 |---------------|--------------------------------------------------------------------------|---------------|

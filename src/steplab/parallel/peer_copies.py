@@ -1,40 +1,33 @@
 """Buckets whose gradients travel by copies into the other ranks' memory, without collectives or bucket buffers to fill.
 
-A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps, on two lines
-of work besides the backward pass:
+A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps on two lines
+of work:
 
 1. *out*, on the line of copies: each rank copies from autograd's tensors into landing places of the parts' owners, and
 signals them.
-2. on the line of means: after all signals, the owner writes the mean of its own and the landed gradients into its part
-of the chunk.
-3. *home*, on the line of copies again: the owner copies that into the same part on all ranks, and signals all.
+2. on the line of means: after all signals, the owner writes the mean of its own and the landed gradients into its part.
+3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
+the means stay.
 
-After every rank's signals for every chunk, the bucket holds the averages, which are the parameters' gradients. With
-owners, a rank's part is the gradients it owns, and the means stay there: nothing is copied home, and no rank has memory
-for others' averages.
+After all signals the bucket holds the averages, which are the parameters' gradients.
 
 *One line has all copies*, because one copy engine of a GPU sends to all of its peers over an NVSwitch. The order is
-out(1), out(2), home(1), out(3), home(2), and so on: the engine sends the next chunk while the means of one are made.
-The last means of a bucket go home behind the next bucket's first gradients, or when their own bucket is waited for;
-between two ranks, whose link has time, they go at once.
+out(1), out(2), home(1), out(3), home(2), ..., so that the engine sends one chunk while another's means are made. A
+bucket's last means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
 
-*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. Without turns two
-ranks would come to share a third one's link while another rank receives nothing. So a rank begins a turn when the next
-rank has ended the turn before. A chunk among n > 2 ranks takes 2 (n-1) turns. With owners there are no turns, because
-the parts of a bucket are too uneven.
+*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other; otherwise two ranks
+would share a third one's link. A rank begins a turn when the next rank has ended the turn before. A chunk among n > 2
+ranks takes 2 (n-1) turns. With owners there are no turns, because a bucket's parts are too uneven.
 
-For B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B by the copy engines, as in a ring, or half with
-owners. The multiprocessors read and write (n + 1)/n B for the means. A gradient is never copied into a bucket first.
-One rank makes each mean, so all ranks have the same bits.
+For B bytes each of n ranks sends and receives 2 (n-1)/n B by the copy engines, as in a ring, or half with owners. The
+multiprocessors read and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
 
-No rank overwrites memory that is still read. A landing place is reused after its bucket has come home, and gradients
-live until then. A peer writes its part of my bucket after it received my gradients of that part, thus after the
-backward pass that made them and the optimizer that read the last averages. Averages may be changed in place (clipped,
-say) once a bucket is waited for, and are also the source of my copies home. So a bucket counts as home only after my
-own signal, which follows my copies.
+No rank overwrites memory that is still read. Landing places and gradients live until their bucket is home. A peer
+writes its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
+Averages may be changed in place after the wait, and are also the source of my copies home; so a bucket counts as home
+only after my own signal, which follows my copies.
 
-The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns. A kernel makes
-the means of several tensors in one launch, and reads and writes each number once.
+The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns.
 """
 
 from collections import deque

@@ -1,16 +1,14 @@
-"""Memory that the ranks of one host share, lines of work on it, and counters by which ranks wait for each other.
+"""Memory that the ranks of one host share, lines of work on it, and counters for their waits.
 
-A *line* is a sequence of work besides the current stream: a separate CUDA stream. A *counter* is a growing number in
-every rank's memory. A line appends "set this counter of that rank" to its work, and another waits, on the device, until
-a counter has reached a value. So ranks, lines and streams signal progress in one way, and Python never waits.
+A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory. A line appends "set this
+counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So ranks,
+lines and streams signal progress in one way, and Python never waits.
 
-`SymmetricMemory` uses torch's symmetric memory among one host's GPUs, copy engines, and stream waits that run no
-kernel. Python must keep ahead of the GPU, so it calls the driver directly (`CudaDriver`), because torch's own copy
-takes several times as long.
+`SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel. It calls the driver
+directly (`CudaDriver`), because torch's own copy takes Python several times as long.
 
-Lines may get their waits long before these can end, such as before a whole forward pass. In records of H200s the
-kernels of some models' forward passes then began 1.1 to 1.3 microseconds later each (docs/ddp.md), probably due to the
-streams in use. No documentation says which streams delay others, so pairs of them are tested at allocation, and the
+A wait may be queued long before it can end. On H200s the kernels of some forward passes then began 1.1 to 1.3
+microseconds later each (docs/ddp.md), depending on the streams. So pairs of streams are tested at allocation, and the
 pair with the fastest kernels becomes the lines.
 """
 

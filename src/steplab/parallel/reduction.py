@@ -1,25 +1,21 @@
 """Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
 
 One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
-all ranks exchange what they have*. Readiness of gradients decides only how early a bucket may be launched. From the
-exchange every rank learns two things about each parameter:
+all ranks exchange what they have*. From the exchange every rank learns two things about each parameter:
 
 - if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
-- if any rank has a gradient that came after the launch, from a second backward pass or a second use of a parameter
-under reentrant checkpointing. Such a bucket is launched again: with the average of the first launch, equal on all ranks
-and so its own average, plus the late gradients. By linearity this gives the average of the sums.
+- if any rank has a late gradient, after the launch (a second backward pass, or a second use under reentrant
+checkpointing). Such a bucket is launched again with the first average plus the late gradients. The average is equal on
+all ranks and so its own average: by linearity this gives the average of the sums.
 
-A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass makes new ones and never
-writes to memory in reduction. A parameter without a gradient in the last step is not waited for in the next, so that it
-does not hold back later buckets; its gradient, if any, is late.
+A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
+in reduction. A parameter without a gradient in the last step is not waited for in the next, so that it does not hold
+back later buckets.
 
-Ranks that update parameters by unaveraged gradients diverge silently. So a reducer with unaveraged gradients refuses
-the step of any torch optimizer with their parameters, by a hook before each step. An update by other means is not
-noticed.
-
-Collectives are matched only by order: if ranks run the backward passes of two modules in different orders, gradients of
-different modules are averaged silently. So each group numbers its modules and keeps a checksum of the order of their
-launches (`LaunchOrder`), and the exchange, from CPU to CPU, compares both.
+Unaveraged gradients would make ranks diverge silently. So a hook refuses the step of any torch optimizer with such
+parameters; an update by other means is not noticed. Different orders of two modules' backward passes would average
+gradients of different modules. So each group numbers its modules and keeps a checksum of the order of launches
+(`LaunchOrder`), and the exchange, from CPU to CPU, compares both.
 """
 
 import sys

@@ -1,10 +1,9 @@
 """The tensors that plain attention holds at its peak, and the smallest attention that does not fit.
 
 The account follows ops/attention/plain.py, eager, on a CUDA device. Its variables live until the function returns, so
-the masked scores exist during their softmax. softmax's backward then holds four squares: its result, the incoming
-gradient, the product of these two, and the outgoing gradient. softmax_backward_cuda_out makes the product before its
-kernel starts (aten/src/ATen/native/cuda/SoftMax.cu). A CPU's kernel multiplies element by element and holds three
-squares.
+the masked scores exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient,
+the product of both, made before the kernel starts (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu),
+and the outgoing gradient. A CPU holds three.
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """

@@ -1,15 +1,10 @@
 """The kernels of a compiled step, from the operators of the eager one.
 
 A compiler runs the same matrix products and fused attention. It fuses the bandwidth-bound operators between them if one
-feeds the other, if both read the same tensor, or if one is the only reader of the other. A fused kernel reads tensors
-made outside of it and writes tensors read outside of it.
-
-Where Python reads a value off a tensor (`.item()`), the compiled graph ends and another begins; no kernel spans both. A
-product of half precision with rows that are no multiple of 16 bytes is padded, as in Inductor; the kernels that make
-its operands write the padding.
-
-Backward reads tensors that exist anyway, and recomputes others from the inputs of the kernel that made them, as torch's
-min-cut partitioner does.
+feeds the other, if both read the same tensor, or if one is the only reader of the other. Where Python reads a value off
+a tensor (`.item()`), the compiled graph ends. A half-precision product with rows that are no multiple of 16 bytes is
+padded, as in Inductor; the kernels that make its operands write the padding. Backward reads tensors that exist anyway,
+and recomputes others from the inputs of the kernel that made them, as torch's min-cut partitioner does.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,19 +1,15 @@
 """Vendors' figures for GPUs and TPUs (peaks, memory, links) and for networks between nodes, from hardware.toml and
 networks.toml.
 
-They are denominators (how much of the peak did a step reach?) and planning limits, never measurements. Conventions of
-every entry:
+They are denominators and planning limits, never measurements. Conventions of every entry:
 
 - A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly print twice
 that, "with sparsity"; the citation says where a figure was halved.
-- A tensor-core peak has FP32 accumulation, as in PyTorch's training. GeForce cards accumulate in FP32 at half the rate
-of FP16, so the larger number on the box does not apply.
+- A tensor-core peak has FP32 accumulation, as in PyTorch's training; GeForce cards have half the rate of FP16 there.
 - `fp32` is the rate outside the tensor cores; `tf32` is the rate of float32 matrix products with TF32 allowed.
-- Bandwidths are in bytes per second with GB = 1e9, as vendors mean them. An interconnect's is per GPU, both directions
-together; one direction has half.
+- Bandwidths are in bytes per second with GB = 1e9. An interconnect's is per GPU, both directions together.
 - `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold: a "141 GB" H200 shows
-143,771 MiB, more than 141e9 bytes. Each card shows a little less: `usable_bytes` is the memory that torch reports, if
-known.
+143,771 MiB. `usable_bytes` is the slightly smaller memory that torch reports, if known.
 
 A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has another name and
 other rates, and gets no figures rather than a similar GPU's.

@@ -1,26 +1,24 @@
 """The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for the division of work.
 
-A task is the queries of a head that the consumers have rows for, 64 each. Its tiles of keys come from the last visible
-to the first. A consumer returns tiles that its rows do not see; of the rest only the first is masked, because tiles
-have a multiple of 64 keys. A program processes a list of tasks from the CPU (triton_schedule.py): the next task's tiles
-load while this one ends.
+A task is 64 queries of a head for each consumer. Its tiles of keys come from the last visible to the first. A consumer
+returns tiles that its rows do not see; of the rest only the first is masked, because tiles have a multiple of 64 keys.
+A program processes a list of tasks from the CPU (triton_schedule.py): the next task's tiles load while this one ends.
 
 Consumers alternate at the tensor cores: each starts both its products, lets the next consumer do so, and takes its
-exponentials meanwhile. Without that they fall into step, and the tensor cores idle while all take exponentials.
+exponentials meanwhile. Otherwise the tensor cores would idle while all take exponentials.
 
 Note "what was summed shrinks": when a row's largest score grows. It is subtracted from all scores to keep exponentials
-within the range of float32, for which any number near it will do. So a row keeps its value until a score is RAISE
-beyond, which is rare after the first tiles, and a warp without such a row multiplies nothing. Up to 96 columns a row's
-four threads exchange their maxima only after a vote of the warp finds such a score. From 80 columns on the assembler
-puts the wait for the second product before that branch, which no longer pays at 128.
+within float32, for which any number near it will do. So a row keeps its value until a score is RAISE beyond, which is
+rare after the first tiles, and a warp without such a row multiplies nothing. Up to 96 columns a row's four threads
+exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product before that
+branch, which no longer pays at 128.
 
-Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers, beyond 128
-sums of as many columns, and no registers for queries.
+Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers; beyond 128 the
+sums leave no registers for queries.
 
-If a head has a rest of columns, keys and values come in two tiles, main and rest. One tile of both would be as wide as
-the next power of two, and the copy engine, which reads 64 columns at a time, would also request the zero padding from
-the L2 cache. 80 columns take 3.5 cache lines a row in one tile, and 2.75 in two; the kernel's time grows with these
-requests.
+If a head has a rest of columns, keys and values come in two tiles, main and rest, because one tile would be as wide as
+the next power of two. The copy engine reads 64 columns at a time and would request the zero padding from the L2 cache
+too: 80 columns take 3.5 cache lines a row in one tile, and 2.75 in two. The kernel's time grows with these requests.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.

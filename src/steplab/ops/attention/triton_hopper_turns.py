@@ -1,14 +1,14 @@
 """The turns of the backward kernels for Hopper GPUs: at memory, by counters, and at the tensor cores.
 
 With tiles of 64 queries a round has one turn at the tensor cores: dV, dK and dQ of a tile, then S and dP of the next,
-so that exponentials run during all of the other consumer's turn. In its turn the second consumer has the first one's dS
-of the same tile; the first lacks the second's, and makes its part of dQ a round late. Three tiles must be in memory:
-one in products, one in exponentials, and one loading. Up to 96 columns a consumer holds its keys, up to 80 its values
-too, in registers.
+so that exponentials run during the other consumer's turn. In its turn the second consumer has the first one's dS of the
+same tile; the first lacks the second's, and makes its part of dQ a round late. Three tiles must be in memory: in
+products, in exponentials, and loading. Up to 96 columns a consumer holds its keys, up to 80 its values too, in
+registers.
 
 Three tiles of 128 queries do not fit shared memory, so a round has two turns: S and dP, then dV, dK and dQ. In the
-latter the first consumer waits for the second's dS, which is in shared memory before the second requests its own turn;
-meanwhile the first stores its own dS, and multiplies it.
+latter the first consumer waits for the second's dS, which the second stores before it requests its own turn; until then
+the first stores and multiplies its own dS.
 
 Shape suffixes: as in triton_hopper_gradients.py.
 """

@@ -1,13 +1,13 @@
 """Repeats of calls on the same memory, by replaying their launches.
 
-In a training step the caching allocator gives a layer's tensors the same addresses as in the step before. A kernel's
-start depends only on addresses, shapes, strides, type, device, stream and a few numbers. If all were seen before, the
-same launches are repeated without further checks.
+In a training step the caching allocator gives a layer's tensors the same addresses as before. A launch depends only on
+addresses, shapes, strides, type, device, stream and a few numbers; if all were seen before, it is repeated without
+further checks.
 
-Triton launches in two steps. Python converts tensor descriptors to the driver's form, encoding each again; then a C
-function reads the arguments and calls the driver. This file keeps the first step's result, so that a repeat takes only
-the second, a few microseconds. It records the arguments that Triton's own Python passes to that function, so their
-order and form, which change between versions, are written nowhere here. If this Triton differs, launches are not kept.
+Triton launches in two steps: Python converts tensor descriptors to the driver's form, then a C function reads the
+arguments and calls the driver. This file keeps the first step's result; the second takes a few microseconds. It records
+the arguments that Triton's Python passes to that function, so their order and form, which change between versions, are
+written nowhere here. If this Triton differs, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence

@@ -11,8 +11,7 @@ Weights and activations are in e4m3, gradients, which vary more, in e5m2. Sums o
 bits (fast accumulation), of gradients in float32.
 
 A cast reads its tensor once more for the largest magnitude, unless the producing kernel returns it. Autograd passes on
-only gradients, so a layer and the producer of its gradient are one Function here: SwiGLU between its two layers, and
-rotary embedding after the merged projection.
+only gradients, so a layer and the producer of its gradient are one Function here:
 
     from add_rms_norm_amax: x          fp8_heads, fp8_swiglu
     from swiglu_amax: h                the layer down

@@ -1,9 +1,9 @@
 """autograd as far as memory goes: saved tensors, and the lifetime of each gradient.
 
-The engine runs nodes in reverse order. A node takes the gradients of its outputs and its saved tensors, and makes the
-gradients of its inputs. It first frees the gradients it took, then the saved tensors. A gradient that arrives at an
-existing one is added in place, unless the existing one is a view (torch/csrc/autograd/engine.cpp, input_buffer.cpp).
-Gradients of one parameter from several nodes are summed first, then added to the gradient of an earlier pass.
+Nodes run in reverse order. A node makes the gradients of its inputs, then frees the gradients it took, then its saved
+tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
+(torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
+added to the gradient of an earlier pass.
 """
 
 from collections.abc import Callable, Sequence

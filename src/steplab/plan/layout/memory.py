@@ -1,8 +1,7 @@
 """Peak memory of each rank of a layout, composed of the parts of a step.
 
-While a rank with n blocks runs one, it holds that block's tensors, the tensors that earlier blocks keep, once for each
-microbatch in flight, and the state that the layout divides: weights, gradients, optimizer state. Added to these are
-weights gathered from other ranks, and message buffers.
+While a rank runs one block, it holds that block's tensors, the tensors that earlier blocks keep, once for each
+microbatch in flight, the state that the layout divides, weights gathered from other ranks, and message buffers.
 
 FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
 forward holds the weights of the current unit and the message that brought them, 2 G. Backward holds its weights, the

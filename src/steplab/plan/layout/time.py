@@ -1,10 +1,9 @@
 """The time of a step on a layout: each rank's computation and waits, and the pipeline's fill and drain.
 
-Compute follows plan.time for the rank's part of the model. Messages without concurrent computation take their own time.
-Others are hidden as far as they keep up with the computation, and slow it: NCCL takes multiprocessors and memory
-bandwidth, peer copies only bandwidth, in proportion to their bytes. A pipeline of S stages and m microbatches takes (m
-- 1) turns of its slowest rank and one of every rank (Narayanan et al. 2021, section 2.2); interleaved stages shorten
-the turns.
+Compute follows plan.time. Messages without concurrent computation take their own time. Others are hidden as far as they
+keep up with the computation, and slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth.
+A pipeline of S stages and m microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan et
+al. 2021, section 2.2); interleaved stages shorten the turns.
 """
 
 import dataclasses
