@@ -195,7 +195,7 @@ def test_linear_layers_alone_are_put_into_bf16() -> None:
 @pytest.mark.parametrize(
     ("weight", "master", "said"),
     [
-        (torch.zeros(4), torch.zeros(4), "for a weight of torch.float32 is not supported: one that has a master"),
+        (torch.zeros(4), torch.zeros(4), "for a weight of torch.float32 is not supported: a weight with a master"),
         (torch.zeros(4, dtype=BF16), torch.zeros(4, dtype=BF16), "for a master of torch.bfloat16"),
         (torch.zeros(4, dtype=BF16), torch.zeros(5), r"a weight of shape \(4,\) was given a master of shape \(5,\)"),
     ],

@@ -70,7 +70,7 @@ def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Rates of the number format; without a fit, those of bf16, because tensor cores work alike in all formats. TF32
+    """Rates of the number format; without a fit, bf16's, because tensor cores work alike in all formats. TF32
     reaches fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192."""
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
@@ -135,8 +135,8 @@ def attention_s(
     name: str, scores: Product, dtype: str, gpu: Gpu, *, backward: bool = False, causal: bool = True
 ) -> float:
     """Seconds of one pass of fused attention; `scores`: queries times keys. A causal mask leaves half of the scores,
-    plus those of the tiles that it cuts, at most all. Each score counts the columns of a head, as the kernel pads them,
-    and `softmax_width` for its exponential."""
+    plus a share for the tiles that it cuts, at most all. Each score counts the columns of a head, as the kernel pads
+    them, and `softmax_width` for its exponential."""
     rates = attention_rates(name, dtype, gpu)["backward" if backward else "forward"]
     keys = min(scores.n, scores.n / 2 + rates.diagonal) if causal else scores.n
     flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward

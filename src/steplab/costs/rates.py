@@ -25,7 +25,7 @@ class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     peak_share: float
     """Share of the stated dense peak that a long product reaches on full tiles."""
     ramp_k: float
-    """Length of the inner dimension by which a tile's first load and last store lengthen it."""
+    """Elements that a tile's first load and last store add to the inner dimension."""
     bandwidth_share: float
     """Share of the stated bandwidth."""
     partial_wave: float

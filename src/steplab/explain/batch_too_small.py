@@ -15,7 +15,7 @@ CONSIDERABLE = 0.20
 """Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
-"""Proposed multiples of the present batch size; the largest that fits is proposed."""
+"""Candidate multiples of the present batch size; the largest that fits is proposed."""
 FITS = 0.9
 """Share of the device's memory that a batch may need if all memory grew with it; weights and states do not, so the real
 peak is lower."""

@@ -112,7 +112,7 @@ class Case:
 
 
 def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
-    """The device of a run; doubtful ceilings and those of another device or number of threads are ignored."""
+    """The device of a run; ceilings that are doubtful, or of another device or number of threads, are ignored."""
     name = run.device_name
     hardware = find_hardware(name) if name else None
     if hardware is not None:

@@ -1,4 +1,4 @@
-"""Copies between fp32 and low precision among a profile's operators, with those of weights separate."""
+"""Copies between fp32 and low precision among a profile's operators, weights apart."""
 
 from steplab.explain.shapes import shapes_of
 from steplab.records.profile import OpStats, Profile

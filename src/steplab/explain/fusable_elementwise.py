@@ -18,8 +18,8 @@ _NUM_NAMED = 3
 
 
 def fusable_elementwise(case: Case) -> Finding | None:
-    """Fires if fusing an eager model's elementwise work would save a considerable share of the device's time; on a CPU,
-    where the saving is not known, if that work takes such a share."""
+    """Fires if fusing an eager model's elementwise work would save a considerable share of the device's time. On a CPU
+    the saving is not known, and the work itself must take that share."""
     profile = case.profile
     if profile is None or not case.is_eager:
         return None

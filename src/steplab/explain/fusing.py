@@ -31,7 +31,7 @@ class Fusing:
     fusable_s: float
     """Device time of bandwidth-bound kernels, without the optimizer's, which is not compiled."""
     products_s: float
-    """Device time that products save: those of an odd vocabulary are padded, and the clock may change."""
+    """Device time that products save: an odd vocabulary is padded, and the clock may change."""
     gaps_s: float
     """Time between a kernel and the next, already launched one: at most a few microseconds a kernel in the profile, and
     at most the timed step's time outside of kernels."""

@@ -10,12 +10,12 @@ from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time
 
 ALIGNED = 8
-"""Elements of bf16 in 16 bytes, the least that tensor-core kernels load at a time."""
+"""Elements of bf16 in 16 bytes, the smallest load of tensor-core kernels."""
 
 
 def head_dimension(case: Case) -> Finding | None:
-    """Fires for head dimensions that fused attention pads; without fused attention, for one that is no multiple of 8,
-    which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
+    """Fires for head dimensions that fused attention pads; without fused attention, for those that are no
+    multiple of 8, which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
     spec, profile = case.spec, case.profile
     width = _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores

@@ -49,8 +49,8 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         ),
         why=(
             "The CPU normally runs ahead and keeps a queue of kernels before the GPU. Where it needs a number from the "
-            "GPU, such as a loss to print, it waits until the queue has drained, and then the GPU waits in turn until "
-            "the CPU has launched again."
+            "GPU, such as a loss to print, it waits until the queue has drained. Then the GPU waits until the CPU has "
+            "launched again."
         ),
         change=change,
         note=note,

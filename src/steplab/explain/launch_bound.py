@@ -116,7 +116,7 @@ def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) ->
         for phase in model_phases(profile)
     )
     step = (Evidence(what="step, unprofiled", value=case.step_s, unit="s"),) if case.step_s is not None else ()
-    fused = (Evidence(what="device time that fusing saves besides", value=fused_s, unit="s"),) if fused_s else ()
+    fused = (Evidence(what="device time that fusing also saves", value=fused_s, unit="s"),) if fused_s else ()
     return (
         *idle,
         *step,

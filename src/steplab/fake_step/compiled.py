@@ -111,7 +111,7 @@ class _Runner:
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Tell AOTAutograd that arguments come in a list, which the function may empty."""
+    """Marked for AOTAutograd: arguments come in a list, which the function may empty."""
 
     def boxed(args: list[Any]) -> list[Any]:
         return run(args)

@@ -53,7 +53,7 @@ _NO_KERNEL = frozenset(
 _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
 """Operators that read only the elements of their first tensor that the second, of indices, names."""
 _NOT_READ = {"nll_loss_backward": 1}
-"""Operators -> position of a tensor of which they use only the sizes."""
+"""Operators -> position of a tensor; they use only its sizes."""
 _NOT_WRITTEN = {"_fused_adamw_": 1}
 """Operators -> position of tensors, the gradients, that they declare as written but do not write."""
 _ACCUMULATE = "AccumulateGrad"
@@ -95,7 +95,7 @@ class Watcher(TorchDispatchMode):
         self._calls = 0
         self._handles: set[str] = set()
         self._asked: set[int] = set()
-        """Gradients whose device the engine queried since the last operator, as it does before adding them."""
+        """Gradients whose device the engine queried since the last operator; it does so before it adds them."""
         self.on_value: Callable[[], str] = lambda: ""
         """Called before the model reads a value off a tensor; returns the source line, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
@@ -394,7 +394,7 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
     if name in ("embedding_dense_backward", "nll_loss_backward"):
-        return "zeros"  # few of which are overwritten
+        return "zeros"  # few are overwritten
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
         return f"{name} long"  # rows that exceed a multiprocessor's memory are read again
     if _PLAIN_NAMES.get(name) == "fill":
@@ -418,10 +418,10 @@ _WIDEST_OF_CUDNN = 128
 _LONGEST_ROW = 224 * 1024
 """Shared memory of a block on a Hopper, in bytes."""
 _COPIES = frozenset({"slice_backward", "select_backward"})
-"""Operators that make zeros, of which they then write a part."""
+"""Operators that make zeros, then overwrite a part."""
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from outermost to innermost in memory, without those of one element."""
+    """The dimensions longer than one element, from outermost to innermost in memory."""
     sizes = [place for place, size in enumerate(tensor.shape) if size > 1]
     return tuple(sorted(sizes, key=tensor.stride, reverse=True))

@@ -65,8 +65,8 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
     """Change a block's forward pass in place: it is recomputed, compiled, or both.
 
     No parameter is renamed, and hooks on the block itself stay outside. The compiler also sees the recomputation, and
-    decides what to keep. The exception is a fully recomputed block that is split over ranks: torch 2.13 fails to keep
-    what it needs of the mesh, so its compiled forward pass is run again.
+    decides what to keep. A fully recomputed block that is split over ranks is the exception: its compiled forward pass
+    is run again, because torch 2.13 loses what it needs of the mesh.
 
     Args:
         index: the block's place, from 0.

@@ -1,4 +1,4 @@
-"""AdamW with one kernel for all parameters of a group, after a short one that counts the step.
+"""AdamW with one kernel for all parameters of a group, after a short kernel that counts the step.
 
 Its parameters are float32, or bfloat16 weights with float32 masters (`bf16_with_masters`). Autocast rounds a linear
 layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32. A bfloat16 weight that
@@ -61,8 +61,8 @@ def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> di
     parameter.
 
     The step runs under autocast as before, which casts only these before each use. Unchanged are all other parameters,
-    parameters shared with another kind of module (an embedding tied to the head), those in `stay`, and those that are
-    not float32. Load weights into the module first, because the masters copy its current values.
+    parameters shared with another kind of module (an embedding tied to the head), parameters in `stay` or not in
+    float32. Load weights into the module first, because the masters copy its current values.
     """
     staying = {id(parameter) for parameter in stay}
     linear: dict[int, nn.Parameter] = {}
@@ -385,7 +385,7 @@ def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None
         _refuse_other_types(parameter, torch.float32, "parameter", "without a master it updates float32 parameters")
         return
     _refuse_unserved(master)
-    _refuse_other_types(parameter, torch.bfloat16, "weight", "one that has a master is bfloat16")
+    _refuse_other_types(parameter, torch.bfloat16, "weight", "a weight with a master is bfloat16")
     _refuse_other_types(master, torch.float32, "master", "it updates float32 masters")
     if master.shape != parameter.shape:
         raise UserError(f"a weight of shape {tuple(parameter.shape)} was given a master of shape {tuple(master.shape)}")

@@ -56,7 +56,7 @@ of the vocabulary that is not ignored has a loss of NaN.
 """
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of hidden, weight and bias; None for one that is not wanted."""
+"""The gradients of hidden, weight and bias; None: not wanted."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -28,9 +28,8 @@ def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
 
 
 def refuse_func_grad(what: str, instead: str) -> None:
-    """Raise Unsupported within torch.func.grad and its derivatives (vjp, jacrev). torch.func takes no derivative of an
-    operator whose backward pass is declared to autograd, and its own error names a class that the caller never wrote.
-    """
+    """Raise Unsupported within torch.func.grad and its derivatives (vjp, jacrev), which take no derivative of an
+    operator with a backward pass declared to autograd. torch's own error names a class that the caller never wrote."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
     levels = torch._C._functorch.get_interpreter_stack() or []

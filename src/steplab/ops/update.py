@@ -46,7 +46,7 @@ class UpdateByParts:
         self._left: list[dict[str, float | None]] = []
 
     def of(self, parameters: Sequence[Tensor]) -> None:
-        """Update those of these parameters that have gradients; parameters of other optimizers are ignored. Raises
+        """Update the parameters that have gradients; parameters of other optimizers are ignored. Raises
         Unsupported, with the update incomplete, if a step changes a tensor in a parameter group, or if numbers there
         depend on the updated parameters."""
         groups = self._optimizer.param_groups
@@ -168,7 +168,7 @@ class UpdateInBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which backward passes add to gradients, and nothing is updated."""
+        """A context where backward passes add to gradients, without updates."""
         before, self._active = self._active, False
         try:
             yield

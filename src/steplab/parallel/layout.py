@@ -122,7 +122,7 @@ def lay_out(
 
 
 def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split parameters over a mesh of one axis; each rank cuts its part out of its own copy, so nothing is sent."""
+    """Split parameters over a mesh of one axis. Each rank cuts its part out of its copy, without a message."""
     names = [name for name, _ in module.named_modules()]
     present = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     parallelize_module(module, mesh, present, src_data_rank=None)

@@ -109,7 +109,7 @@ def account(
         shape: sizes of the model; `model` is its name.
         tokens: size of the batch for which activations are counted.
         device: the kind of device in `mesh`.
-        counted: the card by which the memory of the fp32 state is measured.
+        counted: the card whose memory is compared with the fp32 state.
     """
     facts = _Facts(shape, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
@@ -157,8 +157,8 @@ class _Facts:
         kinds += ", 4 of its attention" if shape.num_heads else ""
         yield _given(self.E, "", f"elements of a block's matrices: {kinds}")
         yield _given(self.P, "", "parameters, all of them")
-        yield _given(self.X, "devices", "over which weights are sharded and the batch is split (FSDP)")
-        yield _given(self.Y, "devices", "over which each matrix is split (tensor parallelism)")
+        yield _given(self.X, "devices", "that shard the weights and split the batch (FSDP)")
+        yield _given(self.Y, "devices", "that split each matrix (tensor parallelism)")
         yield _given(self.MX, "", "axes of the network for X")
         yield _given(self.MY, "", "axes of the network for Y")
         yield _given(self.C, "FLOP/s", f"peak of {device.name} in bf16")
@@ -234,7 +234,7 @@ class _Facts:
             figures=_figures(per_token, whole),
             source=_SAVED,
             remarks=(
-                f"The rule: {rule}. What lies between them, norms, activation functions and the residual stream, is "
+                f"The rule: {rule}. The rest (norms, activation functions, the residual stream) is "
                 "assumed to be recomputed. `steplab plan memory` counts the memory that torch keeps.",
             ),
         )

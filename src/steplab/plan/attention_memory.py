@@ -2,8 +2,8 @@
 
 The account follows ops/attention/plain.py, eager, on a CUDA device. Its variables live until the function returns, so
 the masked scores exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient,
-the product of both, made before the kernel starts (softmax_backward_cuda_out in aten/src/ATen/native/cuda/SoftMax.cu),
-and the outgoing gradient. A CPU holds three.
+the product of both, and the outgoing gradient. The product is made before the kernel starts (softmax_backward_cuda_out
+in aten/src/ATen/native/cuda/SoftMax.cu). A CPU holds three.
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
@@ -21,8 +21,8 @@ _LONGEST = 2**24
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
-    """The moment of plain attention's peak and its tensors then, inputs included. A forward pass alone means one that
-    precedes a backward. Library workspaces and CUDA's own memory are not counted."""
+    """The moment of plain attention's peak and its tensors then, inputs included. A forward pass alone saves
+    tensors for a backward. Library workspaces and CUDA's own memory are not counted."""
     element = 4 if spec.dtype in ("fp32", "tf32") else 2
     batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
     queries, keys, dim = spec.queries, spec.num_keys, spec.dim
@@ -46,7 +46,7 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
     last = square("scores, masked" if spec.causal else "scores, scaled")
     moments = [("forward, the product with the values", (*masks, last, weights, rows("output")))]
     if spec.causal:
-        made = (square("scores, scaled"), mask("ones, of which the mask is made"), *masks)
+        made = (square("scores, scaled"), mask("ones, for the mask"), *masks)
         moments.append(("forward, making the mask", made))
     if backward:
         gradients = (square("gradient of the softmax"), square(OF_CUDA_ALONE), square("gradient of the scores"))

@@ -40,7 +40,7 @@ def least_device_bytes(peak_bytes: int) -> int:
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """Bytes with which a step is sure to run; cautious, because the allocator frees its cache before it fails.
+    """Bytes with which a step is sure to run. Cautious, because the allocator frees its cache before it fails.
     by_compiled_block: reserved_bytes sums blocks that were compiled one by one, as in every compiled layout."""
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside

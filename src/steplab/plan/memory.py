@@ -167,7 +167,7 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
         raise Unsupported(what, why, "leave --device out")
     if spec.layout.world_size > 1:
         if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
-            why = "its tables besides the moments are known only for one process"
+            why = "the sizes of its tables are known only for one process"
             raise Unsupported(f"{what} on layout {spec.layout} with optimizer adamw_triton", why, "use adamw_fused")
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"

@@ -39,8 +39,8 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
 
     operators: the eager step's, from another source than the dry run (fake_step).
 
-    Raises Unsupported for a step whose operators are not known, that does not run on CUDA or that spans several
-    processes, and for a number format without a peak on this GPU.
+    Raises Unsupported for a step with unknown operators, off CUDA or of several processes, and for a number format
+    without a peak on this GPU.
     """
     asked, spec = spec, _known_step(spec, gpu, operators)
     parts = throttled(_parts(spec, gpu, operators), gpu)

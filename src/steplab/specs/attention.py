@@ -130,7 +130,7 @@ are not given."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """The options of `steplab attention` besides its cells."""
+    """The options of `steplab attention` other than its cells."""
 
     grid: Annotated[
         str | None,

@@ -23,11 +23,11 @@ RECIPE = "recipe"
 """Name of the request among the fields of a step; a spec holds only the fields that it sets."""
 RECIPES = ("fast",)
 ORDER = {
-    "saves": "predicted to save what it would be kept for: first what saves most for the time that trying it takes",
+    "saves": "predicted to save enough to be kept: most saved per second of trial first",
     "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
     "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
     "unknown": "nothing is predicted of it: the shortest trial first",
-    "little": "predicted to save less than what it would be kept for",
+    "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }
 """Ranks of the changes that a search may try, in their order; changes predicted not to fit come last, in the same
@@ -36,8 +36,8 @@ LAUNCHING = ("compile", "cuda_graph")
 """Fields that determine how kernels are launched. While the GPU waits for Python, they come first: until then Python's
 noise is in every comparison and hides savings of GPU time."""
 FREEING = ("attention", "loss", "precision")
-"""Fields whose changes need less memory and no more time. If a step does not fit, they are tried first. One that leaves
-the numbers unchanged is tried together with a change that saves time and does not fit alone."""
+"""Fields whose changes need less memory and no more time. If a step does not fit, they are tried first. If it leaves
+the numbers unchanged, it is tried together with a change that saves time and does not fit alone."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
 """Where the recipe's fields were measured, by kind of device."""
 
@@ -92,7 +92,7 @@ class Change:
         )
 
     def is_fast(self, spec: StepSpec, device_kind: str) -> bool:
-        """True if the recipe `fast` has it for such a model on such a device."""
+        """True if the recipe `fast` has it for this kind of model and of device."""
         return spec.model.kind in self.fast.get(device_kind, ())
 
     def matters(self, spec: StepSpec) -> bool:

@@ -18,9 +18,9 @@ from steplab.errors import UserError
 
 CHECKPOINTING = {
     "none": "",
-    "full": "those of every block",
-    "every_N": "those of every Nth block, as every_2",
-    "first_K": "those of the first K blocks, as first_12",
+    "full": "every block's",
+    "every_N": "every Nth block's, as every_2",
+    "first_K": "the first K blocks', as first_12",
     "selective": "all except those of matmuls and fused attention",
     "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
 }

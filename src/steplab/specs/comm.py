@@ -129,7 +129,7 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions(Spread):
-    """The options of `steplab comm` besides its cells."""
+    """The options of `steplab comm` other than its cells."""
 
     repeats: Annotated[
         int | None,

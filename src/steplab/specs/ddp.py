@@ -181,7 +181,7 @@ class DdpStudy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions(Spread):
-    """The options of `steplab ddp` besides the fields of each rank's step."""
+    """The options of `steplab ddp` other than the fields of each rank's step."""
 
     variants: Annotated[
         Sequence[str],

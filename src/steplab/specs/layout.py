@@ -16,7 +16,7 @@ _PLAIN = ("auto", "cpu", "mps", "cuda")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The axes over which a step is spread; the product of their sizes is the number of processes, one per GPU."""
+    """The axes of a step's processes; the product of their sizes is the number of processes, one per GPU."""
 
     dp: int = 1
     """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""

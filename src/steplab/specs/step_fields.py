@@ -45,7 +45,7 @@ class Declared:
     default_words: str | None = None
     """The default in words, for the help; None: its value is shown, or nothing if there is none."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
-    """The heading of the option in help; step: no heading for an option besides a benchmark's fields."""
+    """The heading of the option in help; step: no heading for an option outside of a benchmark's fields."""
     least: int | None = None
     """Smallest valid whole number."""
     above: float | None = None

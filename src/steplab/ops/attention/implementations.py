@@ -81,7 +81,7 @@ class Implementation:
     trains_on_cpu: bool = True
     """True if it has a backward pass on a CPU."""
     package: str | None = None
-    """Package that must be installed besides torch."""
+    """Package that it needs in addition to torch."""
     dtypes: tuple[str, ...] = _ALL
     """Number formats of its inputs."""
     widest: int | None = None
@@ -103,7 +103,7 @@ class Implementation:
     recomputes them from saved queries, keys, values, output and the log-sum-exp of each row."""
     deterministic: bool | None = None
     """True if gradients have the same bits every time on CUDA; kernels that sum dQ by atomic additions do not. None:
-    not known, or that of the chosen one. Measured on an H100 with torch 2.11 in bf16."""
+    not known, or up to the chosen implementation. Measured on an H100 with torch 2.11 in bf16."""
     saved_rows: int = 1
     """The saved log-sum-exp has the tokens rounded up to a multiple of this."""
     output_heads_together: bool = False

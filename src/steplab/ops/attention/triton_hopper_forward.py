@@ -63,7 +63,7 @@ def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TAS
 
 @gluon.jit
 def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """Tiles of a task, those of its last keys, that a consumer's queries do not see."""
+    """Tiles, of the task's last keys, that a consumer's queries do not see."""
     hidden = 0
     if CAUSAL:
         hidden = num_tiles - gl.cdiv(gl.minimum(first_query + ROWS, num_keys), N)
@@ -147,7 +147,7 @@ def _raised(largest_RQ, own_RQ):
 @gluon.jit
 def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
              MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):  # fmt: skip
-    """Exponentials of one more tile of scores, and the factor by which earlier sums shrink. The largest scores and the
+    """Exponentials of one more tile of scores, and the factor of earlier sums. The largest scores and the
     sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q]."""
     if MASKED:
         keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))

@@ -41,7 +41,7 @@ def reinterpret(x, dtype, shape, layout, _semantic=None):
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""
 NUM_CONSUMERS = gl.constexpr(2)
-"""Groups with registers for their sums, besides the loading warp; forward has three if sums are narrow."""
+"""Groups with registers for their sums; the loading warp is not counted. Forward has three if sums are narrow."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers a thread of a consumer, of 65,536 in all, by the number of consumers."""
 LOADER_REGISTERS = 24

@@ -298,7 +298,7 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     if CONSUMER == 0:  # its own keys first, while it waits for the other's dS
         store_ds(i, ds, room, M, CONSUMER)
         let_pass(OTHERS_DS)
-        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
+        fence_async_shared()  # the compiler adds the barrier of the four warps; each stored a part
         dq_MW = start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
     meet(OWN_DS)
     fence_async_shared()

@@ -20,7 +20,7 @@ SUMS_WIDTH = 32
 SUMS_PANEL = 8
 """Contiguous columns: PANEL there."""
 LEAST_SCALE = 1e-30
-"""Replaces a scale of zero, by which the kernels cannot divide; all exponents stay zero."""
+"""Replaces a scale of zero, because the kernels divide by it; all exponents stay zero."""
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
@@ -99,7 +99,7 @@ def tile_form(
 
 
 def number_form(count: int, rows: int) -> Form:
-    """The form of consecutive float32 numbers, of which the Hopper kernels read `rows` at a time."""
+    """The form of consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 

@@ -20,7 +20,7 @@ PROGRAMS_EACH = 3
 """The fewest programs a multiprocessor with which pairs are used, so that all end together; 3.9 was the fewest
 measured."""
 START_OF_TASK = 0.6
-"""Time of a task besides its tiles, in times of a tile; from trials."""
+"""Time of a task without its tiles, in times of a tile; from trials."""
 MOST_DEALT = 2**17
 """Tasks worth dealing out; beyond, a plain order evens out."""
 
@@ -63,7 +63,7 @@ class Task(NamedTuple):
     first_query: int
     """The first of `rows` queries."""
     num_tiles: int
-    """Tiles of keys that they see, by which tasks are dealt."""
+    """Tiles of keys that they see; tasks are dealt by this number."""
 
 
 def tasks_in_order(

@@ -11,7 +11,7 @@ from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
 READS_A_VALUE = "_local_scalar_dense"
-"""The operator by which Python reads a value off a tensor (`.item()`), and waits until the device has it."""
+"""The operator of `.item()`: Python reads a value off a tensor, and waits until the device has it."""
 
 MADE_BY_HOST = "made_by_host"
 """A tensor that the model makes without naming a device: not an operator. A GPU gets it by a copy, whose time is not

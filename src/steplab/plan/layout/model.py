@@ -69,7 +69,7 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """Facts of a traced model that layouts need, besides its parts."""
+    """Facts of a traced model that layouts need, without its parts."""
 
     num_layers: int
     embedding: tuple[Weight, ...]

@@ -74,7 +74,7 @@ def _shared_bytes(sharing: Sharing) -> int:
 
 
 def _notes(spec: StepSpec, sharing: Sharing, outside: int, shared: int) -> list[str]:
-    notes = [f"outside of the allocator: {format_bytes(outside)}, of which NCCL has most"]
+    notes = [f"outside of the allocator: {format_bytes(outside)}, most of it NCCL's"]
     if shared:
         notes.append(f"peer copies share {format_bytes(shared)} between ranks, which torch's allocator does not count")
     if sharing.gathers and spec.precision == "bf16" and sharing.model.is_own:

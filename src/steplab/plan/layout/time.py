@@ -213,7 +213,7 @@ class LayoutClock:
         return found
 
     def _slowed_s(self, each: Traffic, sharing: Sharing, peer_copy: bool) -> float:
-        """Seconds by which messages slow the concurrent computation."""
+        """Seconds that messages add to the concurrent computation."""
         if peer_copy and sharing.owned is None:
             moved_bytes = peer_copy_memory_bytes(each.total_bytes, each.group.size)
             return PEER_COPY_CONTENTION * moved_bytes / self.gpu.bandwidth_bytes_per_s
