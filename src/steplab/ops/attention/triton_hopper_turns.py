@@ -317,7 +317,7 @@ def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, 
                         first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr,
                         IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr,
                         FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """As rounds_of_a_turn."""
+    """The same as rounds_of_a_turn, for this kernel."""
     for which in range(IN_A_ROW):
         of_head = first + which * num_tiles
         for t in range(first_whole):
