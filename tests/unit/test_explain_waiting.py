@@ -28,7 +28,7 @@ def test_a_launch_bound_step_is_predicted_to_lose_its_waiting() -> None:
     assert found.saves_s == pytest.approx(3.5 * MS)
     assert found.fields == {"compile": "block", "cuda_graph": "step"}
     assert found.change == "steplab run --model small --compile block --cuda-graph step"
-    assert "what the optimizer waits" in found.prediction
+    assert "the optimizer's wait" in found.prediction
     by_name = {e.what: e.value for e in found.evidence}
     assert by_name["idle while Python launches, forward, under the profiler"] == pytest.approx(9.0 * MS)
     assert by_name["launches"] == 1000

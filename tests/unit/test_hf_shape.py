@@ -48,7 +48,7 @@ def test_the_parameters_are_those_of_the_model_that_transformers_builds(config: 
     ("config", "said"),
     [
         ({"model_type": "mixtral", **SIZES, "num_local_experts": 8}, "is a mixture of experts"),
-        ({"model_type": "qwen3", **SIZES}, "only gpt2, llama, mistral, qwen2, starcoder2 .* and this is qwen3"),
+        ({"model_type": "qwen3", **SIZES}, "it is qwen3; .* are gpt2, llama, mistral, qwen2, starcoder2"),
         (
             {"model_type": "llama", **SIZES, "vocab_size": 9, "hidden_act": "relu"},
             "hidden_act 'relu', and known are silu",
