@@ -7,7 +7,7 @@ A program processes a list of tasks from the CPU (triton_schedule.py): the next 
 Consumers alternate at the tensor cores: each starts both its products, lets the next consumer do so, and takes its
 exponentials meanwhile. Otherwise the tensor cores would idle while all take exponentials.
 
-Note "what was summed shrinks": when a row's largest score grows. It is subtracted from all scores to keep exponentials
+Sums shrink when a row's largest score grows. That score is subtracted from all scores to keep exponentials
 within float32, for which any number near it will do. So a row keeps its value until a score is RAISE beyond, which is
 rare after the first tiles, and a warp without such a row multiplies nothing. Up to 96 columns a row's four threads
 exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product before that
