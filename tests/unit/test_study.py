@@ -255,7 +255,7 @@ def test_options_of_attention_reach_what_is_measured(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[[comm]]\nsizes = 1\n", r"\[\[comm\]\] has no option 'sizes'; choose one of backend, "),
-        ('[[comm]]\nrepeats = "many"\n', r"\[\[comm\]\] repeats is of another type .* Expected `int"),
+        ('[[comm]]\nrepeats = "many"\n', r"\[\[comm\]\] repeats has the wrong type: Expected `int"),
         ('[[ddp]]\ndevice = "cpu"\n', "has no option 'device'"),
         ('[[ddp]]\nlayout = "dp=2"\n', "has no option 'layout'"),
         ('[[ddp]]\nbucket_sizes = "big"\n', "a bucket size must be a number of MB, not 'big'"),
