@@ -252,8 +252,13 @@ _LONG = (
     "gemma3_text-S-off",
     "qwen3-S-off",
     "mixtral-S-off",
+    "llama-S-default",
+    "gpt_neox-L-default",
+    "llama-S-off",
+    "qwen2-S-off",
+    "llama-M-block",
 )
-"""Steps whose traces take ten seconds and more."""
+"""Steps whose traces take seconds, of a kind that a smaller one stands for."""
 
 
 def _case(run: Run) -> Any:

@@ -83,8 +83,8 @@ def test_latex_escapes_what_it_would_act_on() -> None:
     assert r"\input" not in text
     body = text[text.index(r"\toprule") : text.index(r"\bottomrule")]
     assert len({len(re.findall(r"(?<!\\)&", line)) for line in body.splitlines() if line.endswith(r"\\")}) == 1
-    assert r"\begin{tabular}" in text
-    assert r"\end{tabular}" in text
+    assert r"\begin{longtable}" in text
+    assert r"\end{longtable}" in text
 
 
 def test_constants_move_to_the_caption_and_empty_columns_go() -> None:

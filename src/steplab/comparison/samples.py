@@ -21,8 +21,7 @@ B is called higher if the whole interval lies above the threshold and the test o
 all ways to exchange units between A and B, or in turns A's samples with B's within each turn, few give rank sums so far
 apart. One of the two alone raises more false alarms: the bootstrap of a median of few samples is too narrow, and ranks
 also tell differences that are too small to matter. Noise widens the interval: `margin` is how far apart separate starts
-are known to be on such a machine. In turns, nothing is decided where a quarter of a side's samples exceed twice its
-median. benchmarks/compare_alarms.py counts the alarms on recorded samples.
+are known to be on such a machine. benchmarks/compare_alarms.py counts the alarms on recorded samples.
 """
 
 import itertools
@@ -31,7 +30,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steplab.records.comparison import Decision, Ratio
-from steplab.stats import CONFIDENCE, doubtful_outliers
+from steplab.stats import CONFIDENCE
 
 Blocks = Sequence[Sequence[float]]
 """Samples in the order of time, a list for each turn or each process."""
@@ -98,8 +97,7 @@ def compare_samples(
         interval = ratio / math.exp(low), ratio * math.exp(high)
     if interval:
         p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
-    restless = in_turns and any(doubtful_outliers(np.concatenate(side).tolist()) for side in sides)
-    decision = "undecided" if restless else _decided(interval, p, threshold, alpha)
+    decision = _decided(interval, p, threshold, alpha)
     return Ratio(
         a=middles[0],
         b=middles[1],
@@ -112,9 +110,9 @@ def compare_samples(
         threshold=threshold,
         decision=decision,
         more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
-        if decision == "undecided" and not restless and not (separate and margin)
+        if decision == "undecided" and not (separate and margin)
         else None,
-        why=_why(interval, p, threshold, alpha, restless=restless),
+        why=_why(interval, p, threshold, alpha),
     )
 
 
@@ -196,12 +194,8 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
     return found
 
 
-def _why(
-    interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float, *, restless: bool
-) -> str:
+def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
     """Why the decision says less than the interval does; empty: it says as much."""
-    if restless:
-        return "a quarter of a side's steps take more than twice its median"
     beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
     if beyond and p is not None and p >= alpha:
         return f"the interval is beyond the threshold, but p is {p:.2g}, and only less than {alpha:.2g} decides"

@@ -1,8 +1,8 @@
 """Run a whole study as one job that can be resumed: steps, profiles, memory, precision and benchmarks; and report it.
 
-Presets: quick measures any machine in a few minutes; single-gpu, multi-gpu and full measure GPUs; sizes, compiled,
-warmup and attention are the tables of one question each. A TOML file of your own serves as well. Options of the step
-replace those of every step in it.
+Presets: quick measures any machine in a few minutes; single-gpu, multi-gpu and full measure GPUs; assignment is
+reported question by question; sizes, compiled, warmup and attention are the tables of one question each. A TOML file of
+your own serves as well. Options of the step replace those of every step in it.
 
 For example: steplab study quick --output page.html
 """
