@@ -260,7 +260,7 @@ at = arguments.index("-o")
 options, report, command = arguments[1:at], arguments[at + 1], arguments[at + 2:]
 assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite",
          "--force-overwrite=true"}} <= set(options), options
-assert command[1:3] == ["-P", "-c"] and "steplab.measurement.entry.child" in command[3], command
+assert command[1:3] == ["-P", "-c"] and "steplab.measurement.processes.child" in command[3], command
 connection = socket.socket(fileno=int(command[5]))
 request = json.loads(connection.makefile().readline())["value"]["request"]
 task = request["task"]

@@ -1,6 +1,7 @@
 """`steplab run` in several processes: started by steplab or by torchrun, ended whole, clear about what went wrong."""
 
 import json
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -155,24 +156,42 @@ def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
     assert not other.store.exists()
 
 
-def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) -> None:
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("killed", -signal.SIGKILL, "error: rank 0 on {host}: "),
+        ("raises", 1, "error: rank 1 on {host}: ValueError: the third batch is spoilt"),
+    ],
+)
+def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_so(
+    steplab: Program, fault: str, code: int, told: str
+) -> None:
     """Under a launcher that sets torchrun's variables and serves no store itself."""
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     commands = []
     for rank in ("0", "1"):
         program = Program(steplab.folder, started=steplab.started)
         program.environment |= variables | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        commands.append(program.start("run", *tiny(), "--model", "faulty:killed"))
+        commands.append(program.start("run", *tiny(), "--model", f"faulty:{fault}"))
     first, second = (finish(process) for process in commands)
-    assert (first.code, second.code) == (1, 1)
-    told = f"steplab: crashed: rank 1 on {HERE}: the process was ended by SIGKILL during measure"
-    assert first.stderr.startswith(told)
-    assert second.stderr.startswith(told)
+    assert (first.code, second.code) == (1, code)
+    assert first.stderr.startswith(f"steplab: {told.format(host=HERE)}")
+    assert second.stderr == (first.stderr if fault == "raises" else "")
     assert second.stdout == ""
     (row,) = steplab.rows()
     failure = shown(steplab, row["id"]).failure
     assert failure is not None
-    assert failure.rank == 1
+    assert failure.phase == "measure"
+
+
+def test_torchrun_names_a_rank_that_dies_and_the_first_stores_what_it_was_told(steplab: Program) -> None:
+    launcher = torchrun(steplab, "--nproc-per-node", "2", "--master-port", str(free_port()), model="faulty:killed")
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert b"exitcode  : -9" in errors
+    assert b"steplab: " in errors
+    (row,) = steplab.rows()
+    assert row["status"] in ("crashed", "error")
 
 
 def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:
@@ -201,10 +220,10 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
         assert len(result.stderr.splitlines()) == (1 if rank == 0 else 0)
 
 
-def torchrun(program: Program, *words: str) -> Started:
+def torchrun(program: Program, *words: str, model: str = "tiny") -> Started:
     """Start `steplab run` under torchrun, as a user would."""
     around = ("--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1", *words)
-    run = ("-m", "steplab", "run", *tiny(), "--format", "json")
+    run = ("-m", "steplab", "run", *tiny(model=model), "--format", "json")
     return program.start(*around, *run, module="torch.distributed.run")
 
 

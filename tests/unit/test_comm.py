@@ -19,8 +19,8 @@ from steplab.measurement.comm import timing as comm_timing
 from steplab.measurement.comm.back_to_back import Together, back_to_back
 from steplab.measurement.comm.timing import time_calls
 from steplab.measurement.processes.cells_launch import measure_cells
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.wire import Request
 from steplab.measurement.step import loop
 from steplab.records.comm import CommCell, RankTimes
 from steplab.records.failure import Failure

@@ -23,8 +23,8 @@ from steplab.measurement.ddp.memory import state_memory
 from steplab.measurement.ddp.turns import run_turns
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.processes.cells_launch import measure_cells
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.wire import Request
 from steplab.measurement.step import loop
 from steplab.measurement.step.loop import Phase
 from steplab.records.ddp import DdpCell, StateMemory

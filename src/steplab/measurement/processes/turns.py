@@ -18,10 +18,9 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.measurement.jobs import JOBS, StepTask, TurnsTask
-from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
+from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
 from steplab.measurement.processes.launch import measure_in_child
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.wire import Request
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import encode, new_head, new_id, now_utc
 from steplab.records.environment import Environment
@@ -205,7 +204,7 @@ class Session:
         """Note how a side is after it was heard; where it ran out of memory beside others, sides alternate."""
         assert side.listener is not None
         if failure is None and not side.listener.is_ready:
-            ended = side.listener.result.failure if side.listener.result else side.listener.failed
+            ended = side.listener.result.failure if side.listener.result else None
             failure = ended or Failure(kind="crashed", message="it ended before its turn")
         if failure is None:
             return

@@ -1,0 +1,198 @@
+"""A measuring process: a request comes over its wire, messages go back, and the result is the last of them.
+
+`processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire to that process, and this one
+ends when the wire does, however the other died, and frees the GPU. With a job it first loads what such a job needs, and
+says that it is ready.
+"""
+
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from queue import SimpleQueue
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+from steplab.errors import ERRORS, own_error
+from steplab.measurement.jobs import JOBS
+from steplab.measurement.machine.torchrun import ProcessPlace, place_in
+from steplab.measurement.observer import Observer
+from steplab.measurement.processes.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
+from steplab.measurement.processes.wire import BadMessage, Request, Whereabouts, Wire, decoded
+from steplab.records.turns import Turn
+
+if TYPE_CHECKING:
+    pass
+
+Send = Callable[[Any, Any], None]
+"""Takes the kind of a message and its value."""
+_STEP_MESSAGES_EVERY_S = 0.1
+_OF_EVERY_RANK = ("stage", "step", "failed", "refused", "ended")
+"""The messages that every rank sends; the first rank sends all."""
+_ENDED_FROM_OUTSIDE_S = 20.0
+"""How long a process that failed waits to be ended: its exit would hide the cause from other ranks."""
+_FOLDER_KEPT_S = 0.25
+"""How long the folder of the meeting stays once the parent is gone. A rank that just opens its store there has ended by
+then; without the folder torch would wait for it for minutes, and let no other thread of the rank run."""
+
+
+def main() -> None:
+    remove_what_was_cut_off(keep_compiled_code_private())
+    wire, given = Wire(Connection(int(sys.argv[1]))), SimpleQueue[Any]()
+    folder: str | None = None
+
+    def receive_all() -> None:
+        try:
+            while message := wire.receive():
+                if message.kind == "where":
+                    wire.send("where", whereabouts(threading.main_thread()))
+                elif message.kind in _GIVEN:
+                    given.put(decoded(message.value, _GIVEN[message.kind]))
+            why = "the connection to the first process ended"
+        except BadMessage as error:
+            why = f"the first process sent an unreadable message: {error}"
+        print(f"steplab: {why}", file=sys.stderr, flush=True)
+        if folder is not None:
+            time.sleep(_FOLDER_KEPT_S)
+            shutil.rmtree(folder, ignore_errors=True)  # the parent may have been killed
+        os.killpg(0, signal.SIGKILL)  # the whole session: processes that the model started end as well
+
+    def next_turn() -> Turn:
+        wire.send("ready")
+        turn: Turn = given.get()
+        return turn
+
+    threading.Thread(target=receive_all, daemon=True).start()
+    for job in sys.argv[2:]:
+        JOBS[job].load()
+        wire.send("ready")
+    request: Request = given.get()
+    folder = request.folder
+    place = place_in() if request.processes > 1 else None
+
+    def send(kind: Any, value: Any) -> None:
+        if place is None or place.is_first or kind in _OF_EVERY_RANK:
+            wire.send(kind, value)
+
+    def meet() -> Any:
+        from steplab.measurement.machine.world import private_meeting_place
+
+        assert folder is not None
+        assert place is not None
+        return private_meeting_place(folder, place.size)
+
+    if not work(request, send, place, meet, next_turn):
+        time.sleep(_ENDED_FROM_OUTSIDE_S)
+        sys.exit(1)
+
+
+_GIVEN = {"request": Request, "turn": Turn}
+
+
+def work(
+    request: Request,
+    send: Send,
+    place: ProcessPlace | None = None,
+    meet: Callable[[], Any] = lambda: None,
+    next_turn: Callable[[], Turn | None] = lambda: None,
+) -> bool:
+    """Do the job, send messages about its progress and, last, the result or the failure; returns whether it succeeded.
+
+    `place` is that of a rank among several, and `meet` returns the store where all of them meet. `next_turn` gives a
+    job that takes turns its next one.
+    """
+    from steplab.measurement import compat
+    from steplab.measurement.machine.failures import failure_from
+    from steplab.measurement.machine.head_start import lengthen_launch_queues
+    from steplab.measurement.machine.world import join_world
+
+    if JOBS[request.job].holds_device:
+        lengthen_launch_queues()
+    stage, world = "starting", None
+
+    def begin(name: str, num_steps: int) -> None:
+        nonlocal stage
+        stage = name
+        send("stage", [name, num_steps])
+
+    try:
+        if place is not None:
+            begin("joining", 0)
+            world = join_world(place, request.device, meet, folder=request.folder)
+        compat.watch_refused_allocations()
+        result = JOBS[request.job].do(request.task, _observer(send, begin, next_turn), world)
+        failure = getattr(result, "failure", None)
+        if world is None or failure is None:
+            send("result", result)
+        else:  # of one rank, and so of all
+            send("failed", failure)
+            return False
+        if world is not None:
+            send("ended", None)
+            world.leave()
+    except ERRORS as error:
+        send("refused", [own_error(error).exit_code, str(error)])
+        return False
+    except (Exception, SystemExit) as error:
+        send("failed", failure_from(error, stage, None, world.device if world else None))
+        return False
+    return True
+
+
+def _observer(send: Send, on_stage: Callable[[str, int], None], next_turn: Callable[[], Turn | None]) -> Observer:
+    last_sent_s = 0.0
+
+    def on_step(iteration: int) -> None:
+        nonlocal last_sent_s
+        now_s = time.monotonic()
+        if now_s - last_sent_s >= _STEP_MESSAGES_EVERY_S:
+            last_sent_s = now_s
+            send("step", iteration + 1)
+
+    return Observer(
+        on_environment=lambda environment: send("environment", environment),
+        on_stage=on_stage,
+        on_step=on_step,
+        on_measured=lambda run: send("measured", run),
+        on_facts=lambda facts: send("facts", facts),
+        on_under_way=lambda cells: send("at", cells),
+        on_cell=lambda number, cell: send("cell", [number, cell]),
+        next_turn=next_turn,
+    )
+
+
+def whereabouts(thread: threading.Thread) -> Whereabouts:
+    """Where a thread of this process stands."""
+    frame = sys._current_frames().get(thread.ident) if thread.ident is not None else None
+    state: str | None = None
+    while frame is not None:
+        path = frame.f_code.co_filename.replace(os.sep, "/")
+        state = state or _state(path, frame.f_code.co_name)
+        if _is_told(path):
+            return Whereabouts(state=state or "code", line=_place(frame))
+        frame = frame.f_back
+    return Whereabouts(state=state or "code", line="a line that is not known")
+
+
+def _state(path: str, function: str) -> str | None:
+    """What a frame reveals of everything that it called; None if nothing."""
+    if "/torch/distributed/" in path or "/steplab/parallel/" in path:
+        return "collective"
+    if "/torch/" in path and function == "synchronize":
+        return "device"
+    return "code" if _is_told(path) else None
+
+
+def _is_told(path: str) -> bool:
+    """Whether a line of that file means something to the reader of the message."""
+    libraries = ("<", os.path.dirname(os.__file__) + "/")
+    return not path.startswith(libraries) and "/torch/" not in path and "/steplab/parallel/" not in path
+
+
+def _place(frame: FrameType) -> str:
+    path = "/".join(frame.f_code.co_filename.split(os.sep)[-2:])
+    return f"{path}:{frame.f_lineno} in {frame.f_code.co_name}"
