@@ -14,7 +14,7 @@ from tests.runs import ENVIRONMENT
 from torch import Tensor
 
 from steplab.lab.attention import attention_cells
-from steplab.measurement.attention import repeats as attention_repeats
+from steplab.measurement import clock
 from steplab.measurement.attention import session as attention_session
 from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.attention.session import measure_attention
@@ -183,8 +183,8 @@ class Queue(FakeClock):
 @pytest.fixture
 def queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Queue:
     device = bench.device = Queue()
-    monkeypatch.setattr(attention_repeats, "flush_buffer", lambda device: device)
-    monkeypatch.setattr(attention_repeats, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    monkeypatch.setattr(clock, "flush_buffer", lambda device: device)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
     return device
 
 

@@ -5,19 +5,19 @@ another: after a failure its frames are released and its memory is freed; if tha
 longer answers, the process ends and another continues (`processes.cells_launch`).
 
 The implementations of one shape take turns, repeat by repeat, and each round begins with another one, so that a
-disturbance of the machine affects all of them. How a repeat is made is described in `repeats`.
+disturbance of the machine affects all of them.
 """
 
 import dataclasses
 import gc
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from steplab.measurement.attention.error import Inputs, Reference
-from steplab.measurement.attention.repeats import Repeats
 from steplab.measurement.attention.variant import (
     AttentionVariant,
     MakeAttention,
@@ -27,6 +27,7 @@ from steplab.measurement.attention.variant import (
     try_both,
     try_forward,
 )
+from steplab.measurement.clock import ColdCaches, repeats_within
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import Device, allocated_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
@@ -78,7 +79,7 @@ class _Session:
 
     def __init__(self, study: AttentionStudy, device: Device, observer: Observer, make: MakeAttention) -> None:
         self.study, self.device, self.observer, self.make = study, device, observer, make
-        self._repeats = Repeats(device)
+        self._caches = ColdCaches(device)
         self._idle_bytes: int | None = None
 
     def measure(self, group: Sequence[int]) -> None:
@@ -196,14 +197,16 @@ class _Session:
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
         """Time one pass of these cells in turns."""
         self._begin(f"{self._label(variants)}: {name}, warm-up", 0)
-        call_s = 0.0
+        study, call_s = self.study, 0.0
+        calls = {variant.index: variant.call(name) for variant in variants}
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
-            call_s += self._attempt(name, variant, variants, self._warm_up) or 0.0
+            warm_up = partial(self._caches.warm_up, calls[variant.index], study.warmup_s)
+            call_s += self._attempt(name, variant, variants, warm_up) or 0.0
         if not variants:
             return
-        wanted = self.study.measured_s * len(variants) / call_s if call_s else self.study.most_repeats
-        repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
+        measured_s = study.measured_s * len(variants)
+        repeats = repeats_within(measured_s, call_s, least=study.least_repeats, most=study.most_repeats)
         self._begin(f"{self._label(variants)}: {name}", repeats)
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
@@ -213,36 +216,35 @@ class _Session:
         for repeat in range(repeats):
             first = repeat % len(variants) if variants else 0
             for variant in variants[first:] + variants[:first]:
-                span = self._attempt(name, variant, variants, self._repeats.run_ahead)
-                if span:
+                run = partial(self._caches.run_ahead, calls[variant.index])
+                if span := self._attempt(name, variant, variants, run, in_turns=True):
                     marks[variant.index].append(span)
             self.observer.on_step(repeat)
         self.device.synchronize()
         for variant in variants:
             spans = marks[variant.index]
             variant.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
-            variant.note_waiting(name, len(spans))
+            variant.note_waiting(name, calls[variant.index].num_waits, len(spans))
 
     def _attempt(
         self,
         name: AttentionPass,
         variant: AttentionVariant,
         variants: list[AttentionVariant],
-        work: Callable[[AttentionPass, AttentionVariant], T],
+        work: Callable[[], T],
+        *,
+        in_turns: bool = False,
     ) -> T | None:
         """Run a pass; a failure takes its cell out of the timing and leaves the others in it."""
         try:
-            return work(name, variant)
+            return work()
         except Exception as error:
             variant.fail(error, name, self.device)
         # Not in the clause above, where the failure's frames would still be alive with what they hold.
         variants.remove(variant)
         variant.ready.clear()
-        self._after_failure(variant, variants if work == self._repeats.run_ahead else ())
+        self._after_failure(variant, variants if in_turns else ())
         return None
-
-    def _warm_up(self, name: AttentionPass, variant: AttentionVariant) -> float:
-        return self._repeats.warm_up(name, variant, self.study.warmup_s)
 
     def _begin(self, stage: str, num_steps: int) -> None:
         self.observer.on_stage(stage, num_steps)

@@ -16,10 +16,9 @@ import torch
 import torch.distributed as dist
 
 from steplab.errors import Unsupported
-from steplab.measurement.comm.back_to_back import Together
 from steplab.measurement.comm.calls import MakeCall, make_call
 from steplab.measurement.comm.data import Buffers
-from steplab.measurement.comm.timing import time_calls
+from steplab.measurement.comm.timing import Together, time_calls
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import Device, HostClockDevice
 from steplab.measurement.machine.environment import read_clocks, read_environment

@@ -6,11 +6,10 @@ from pathlib import Path
 
 from torch.profiler import profile, record_function
 
+from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
 from steplab.measurement.ddp.memory import state_memory
 from steplab.measurement.ddp.messages import MessagesAlone
-from steplab.measurement.ddp.turns import LONGEST_HOLD_S, Samples, run_turns
 from steplab.measurement.ddp.variant import VariantStep
-from steplab.measurement.machine.head_start import HeadStart
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.spans import activities_on
@@ -59,7 +58,12 @@ class MeasuredVariant:
         self._begin("measure", self._study.step.steps)
         together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
         *others, (samples, held_s) = run_turns(
-            together, self._world, self._study.step.steps, self._study.turn, self._observer.on_step
+            together,
+            self._device,
+            self._world.collectives,
+            self._study.step.steps,
+            self._study.turn,
+            self._observer.on_step,
         )
         alone_s, notes = self._alone(messages)
         if trace is not None:
@@ -87,7 +91,9 @@ class MeasuredVariant:
     def timed_by_itself(self, steps: int) -> Samples:
         """The samples of `steps` steps, after the warm-up."""
         self._warm_up()
-        ((samples, _),) = run_turns([self.step.cycle], self._world, steps, self._study.turn, self._observer.on_step)
+        ((samples, _),) = run_turns(
+            [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
+        )
         return samples
 
     def _first_step(self) -> float:
@@ -98,11 +104,7 @@ class MeasuredVariant:
         looks = [optimizer.register_step_post_hook(lambda *_: self._look("after_step"))]
         if self._variant.update != OVERLAPPED:  # else there is no moment with all gradients before any update
             looks.append(optimizer.register_step_pre_hook(lambda *_: self._look("before_step")))
-        self._device.synchronize()
-        started = time.perf_counter()
-        self.step.run()
-        self._device.synchronize()
-        first_step_s = time.perf_counter() - started
+        first_step_s = seconds_of(self.step.run, self._device)
         for look in looks:
             look.remove()
         return first_step_s
@@ -139,7 +141,7 @@ class MeasuredVariant:
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
         device, found = self._device, []
-        head_start = HeadStart(device, self._world.collectives, LONGEST_HOLD_S)
+        head_start = HeadStart(device, self._world.collectives)
         for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
             before()
             device.synchronize()
@@ -186,7 +188,7 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
     All ranks do so at once, so that no rank waits for one that is slowed alone. A profiler slows Python most of all, so
     Python gets its head start here as well.
     """
-    head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
+    head_start = HeadStart(world.device, world.collectives)
     world.device.synchronize()
     with profile(activities=activities_on(world.device.torch_device)) as profiler:
         profiler.add_metadata("comment", MARK)

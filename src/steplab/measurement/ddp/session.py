@@ -13,9 +13,9 @@ from pathlib import Path
 import torch
 
 from steplab.errors import ERRORS, SteplabError
+from steplab.measurement.clock import Samples
 from steplab.measurement.ddp.measured import MeasuredVariant
 from steplab.measurement.ddp.memory import TOLERATED_BYTES, free
-from steplab.measurement.ddp.turns import Samples
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import allocated_bytes, refuse_unserved

@@ -23,6 +23,7 @@ from torch.profiler import ProfilerActivity, profile
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
+from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.memory.allocation_events import AllocationEvents
 from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, storages_in_sight
@@ -30,7 +31,6 @@ from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMark
 from steplab.measurement.memory.python_lines import PythonLines
 from steplab.measurement.memory.sightings import StepSightings
 from steplab.measurement.step.graphed import GraphedStep, Step
-from steplab.measurement.step.loop import OnStep
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
 from steplab.ops.attention.plain import Span, no_span

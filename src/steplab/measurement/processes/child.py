@@ -106,8 +106,8 @@ def work(
     job that takes turns its next one.
     """
     from steplab.measurement import compat
+    from steplab.measurement.clock import lengthen_launch_queues
     from steplab.measurement.machine.failures import failure_from
-    from steplab.measurement.machine.head_start import lengthen_launch_queues
     from steplab.measurement.machine.world import join_world
 
     if JOBS[request.job].holds_device:

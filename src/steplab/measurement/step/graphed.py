@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from steplab.errors import ERRORS, Unsupported
+from steplab.measurement.clock import Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
 from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory

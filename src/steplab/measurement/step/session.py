@@ -5,14 +5,15 @@ and the memory that a failed allocation keeps alive must not affect the next cel
 """
 
 import dataclasses
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 
 import torch
 
 from steplab.errors import ERRORS, UNSUPPORTED
+from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised, seconds_of
 from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
 from steplab.measurement.machine.environment import read_clocks, read_environment
 from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
@@ -21,7 +22,6 @@ from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.flop_count import count_flops
 from steplab.measurement.step.graphed import GraphedStep, Step
-from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
 from steplab.measurement.step.step import make_step
 from steplab.measurement.step.watcher import Watch, Watcher
 from steplab.measurement.tensors import not_finite
@@ -215,10 +215,7 @@ class _Cell:
         self.begin("one thread", 0)
         torch.set_num_threads(1)
         try:
-            started = time.perf_counter()
-            for phase in phases:
-                phase.run()
-            if time.perf_counter() - started >= median(step.best_s):
+            if seconds_of(partial(_run, phases), self.device) >= median(step.best_s):
                 return ()
             alone, _ = run_back_to_back(phases, self.device, _WITH_ONE_THREAD, self.observer.on_step)
         finally:
@@ -300,15 +297,7 @@ class _Cell:
     def compile(self, step: Step) -> float:
         """Run the step that compiles, or record the one that is replayed; it is not counted as a step time."""
         self.begin("compile", 1)
-        self.device.synchronize()
-        started = time.perf_counter()
-        if isinstance(step, GraphedStep):
-            step.record()
-        else:
-            for phase in step.phases:
-                phase.run()
-        self.device.synchronize()
-        return time.perf_counter() - started
+        return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
     def read_clocks(self) -> None:
         self.environment = read_clocks(self.environment, self.device.torch_device)
@@ -379,6 +368,11 @@ class _Cell:
             failure=failure,
             notes=tuple(self.notes),
         )
+
+
+def _run(phases: Sequence[Phase]) -> None:
+    for phase in phases:
+        phase.run()
 
 
 def _nothing() -> None:

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
+from steplab.measurement.clock import Phase
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready, parts_of
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.tensors import TORCH_DTYPES, with_tensors
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of

@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Protocol
 
+from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.step.graphed import Step
-from steplab.measurement.step.loop import OnStep
 from steplab.ops.attention.plain import Span
 from steplab.specs.step import StepSpec
 
