@@ -178,7 +178,7 @@ def test_every_part_of_the_package_has_its_arrows() -> None:
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
-STUDY = {"jobs", "step", "clock", "machine", "observer", "compat", "tensors"}
+STUDY = {"jobs", "step", "clock", "runner", "machine", "observer", "compat", "tensors"}
 WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "compat": set(),
     "observer": set(),
@@ -187,6 +187,7 @@ WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "machine": {"observer", "compat"},
     "recorder": {"step", "machine"},
     "clock": {"machine"},
+    "runner": {"machine", "observer"},
     "jobs": {"machine", "observer"},
     "processes": {"jobs", "machine", "clock", "progress", "observer", "compat"},
     "step": {"clock", "machine", "observer", "compat", "tensors"},

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
-from steplab.measurement import clock
+from steplab.measurement import clock, runner
 from steplab.measurement.clock import Phase, run_turns
 from steplab.measurement.ddp import memory as ddp_memory
 from steplab.measurement.ddp import session as ddp_session
@@ -25,6 +25,7 @@ from steplab.measurement.machine.device import open_device
 from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.conversation import Listener
 from steplab.measurement.processes.wire import Request
+from steplab.measurement.runner import Runner
 from steplab.records.ddp import DdpCell, StateMemory
 from steplab.records.failure import Failure
 from steplab.specs.ddp import DdpOptions, DdpStudy, Variant, asked_variants, variants_of
@@ -390,11 +391,19 @@ BASELINE = 20 * GIB
 def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], int | None]:
     """The notes where the allocator counts this, look by look, a second apart; and what counts as others' then."""
     looks, clock = iter([*counts, *[counts[-1]] * 100]), iter(range(1000))
-    monkeypatch.setattr(ddp_session, "free", lambda device: next(looks))
-    monkeypatch.setattr(ddp_session, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    held = [BASELINE]
+
+    def free(self: Runner) -> int:
+        held[0] = next(looks)
+        return held[0]
+
+    monkeypatch.setattr(Runner, "free", free)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(runner, "allocated_bytes", lambda device: held[0])
     session: Any = object.__new__(ddp_session._Session)
-    session._world, session._baseline_bytes = SimpleNamespace(device=None), BASELINE
-    return session._left_behind(), session._baseline_bytes
+    session.runner = object.__new__(Runner)
+    session.runner.device, session.runner.idle_bytes = None, BASELINE
+    return session._left_behind(), session.runner.idle_bytes
 
 
 def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,5 @@
-"""The memory of a variant of a data-parallel study by category, and whether it is freed afterwards."""
+"""The memory of a variant of a data-parallel study by category."""
 
-import gc
 from collections.abc import Iterable
 
 import torch
@@ -9,10 +8,6 @@ from torch import Tensor, nn
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.tensors import local_part
 from steplab.records.ddp import StateMemory
-from steplab.units import MIB
-
-TOLERATED_BYTES = 256 * MIB
-"""How much more memory may be held once a variant is freed: libraries allocate some once and keep it."""
 
 
 def state_memory(
@@ -49,12 +44,3 @@ def storage_bytes(tensors: Iterable[Tensor]) -> int:
         storage = local_part(tensor).untyped_storage()
         sizes[storage.data_ptr()] = storage.nbytes()
     return sum(sizes.values())
-
-
-def free(device: Device) -> int | None:
-    """Free what nothing refers to; returns the bytes still allocated, None if the allocator does not count."""
-    gc.collect()
-    if device.torch_device.type == "cuda":
-        torch.cuda.synchronize(device.torch_device)
-        torch.cuda.empty_cache()
-    return allocated_bytes(device)
