@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from steplab.measurement.processes.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
+from steplab.measurement.processes.child import keep_compiled_code_private, remove_what_was_cut_off
 
 
 @pytest.mark.parametrize(

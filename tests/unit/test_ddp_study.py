@@ -18,9 +18,9 @@ from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
 from steplab.measurement import clock, runner
 from steplab.measurement.clock import Phase, run_turns
-from steplab.measurement.ddp import memory as ddp_memory
+from steplab.measurement.ddp import measured as ddp_memory
 from steplab.measurement.ddp import session as ddp_session
-from steplab.measurement.ddp.memory import state_memory
+from steplab.measurement.ddp.measured import state_memory
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.processes.cells_launch import measure_cells
 from steplab.measurement.processes.conversation import Listener

@@ -21,14 +21,14 @@ from steplab.costs.flops import model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement import step_job as session
 from steplab.measurement.clock import Phase
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as audit_session
-from steplab.measurement.step import session
 from steplab.measurement.step.flop_count import count_flops
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment

@@ -1,18 +1,21 @@
 """One variant of a data-parallel study on one rank: its time, its memory and its messages."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
 from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
-from steplab.measurement.ddp.memory import state_memory
 from steplab.measurement.ddp.messages import MessagesAlone
 from steplab.measurement.ddp.variant import VariantStep
+from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.spans import activities_on
+from steplab.measurement.tensors import local_part
 from steplab.printing import MARK
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -203,3 +206,39 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
             world.device.synchronize()
     if target is not None:
         profiler.export_chrome_trace(str(target))
+
+
+def state_memory(
+    moment: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    *,
+    before_bytes: int | None,
+    uncounted_bytes: int,
+) -> StateMemory:
+    """The memory held now; `before_bytes` were allocated before the variant was built.
+
+    `uncounted_bytes` are held outside of torch's allocator, and gradients may be in them.
+    """
+    now_bytes = allocated_bytes(device)
+    parameters = list(module.parameters())
+    state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    return StateMemory(
+        moment=moment,
+        parameters_bytes=storage_bytes(parameters),
+        gradients_bytes=storage_bytes(p.grad for p in parameters if p.grad is not None),
+        optimizer_bytes=storage_bytes(tensor for tensor in state if tensor.device.type == device.torch_device.type),
+        allocated_bytes=None
+        if now_bytes is None or before_bytes is None
+        else max(now_bytes - before_bytes, 0) + uncounted_bytes,
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors on this rank, each counted once and in full, also for views."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = local_part(tensor).untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

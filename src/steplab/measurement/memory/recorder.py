@@ -26,9 +26,8 @@ from steplab.measurement import compat
 from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.memory.allocation_events import AllocationEvents
-from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, storages_in_sight
+from steplab.measurement.memory.cpu_history import PythonLines, cpu_snapshot, left_behind, storages_in_sight
 from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
-from steplab.measurement.memory.python_lines import PythonLines
 from steplab.measurement.memory.sightings import StepSightings
 from steplab.measurement.step.graphed import GraphedStep, Step
 from steplab.measurement.step.spans import Spans

@@ -18,7 +18,7 @@ from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
-from steplab.measurement.precision.rules import rule_of
+from steplab.measurement.precision.modes import rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name

@@ -20,8 +20,7 @@ from typing import Any, NoReturn
 import msgspec
 
 from steplab.measurement.machine.torchrun import Torchrun, keep_to_loopback
-from steplab.measurement.processes.child import whereabouts, work
-from steplab.measurement.processes.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
+from steplab.measurement.processes.child import keep_compiled_code_private, remove_what_was_cut_off, whereabouts, work
 from steplab.measurement.processes.conversation import EXIT_S, STALL_S, Listener, is_suffered, standing
 from steplab.measurement.processes.started import named, unreadable
 from steplab.measurement.processes.wire import BadMessage, Message, Request, read

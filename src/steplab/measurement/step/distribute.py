@@ -14,11 +14,12 @@ from torch import nn
 
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.distributed import Distributed, make_whole
 from steplab.measurement.step.laying_out import (
     Autocast,
+    Distributed,
     forget_the_whole,
     lay_out_transformer,
+    make_whole,
     prepare_blocks,
     sharding_of,
     units_of,
