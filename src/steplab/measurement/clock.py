@@ -78,10 +78,10 @@ def run_back_to_back(
 ) -> tuple[tuple[PhaseSamples, ...], float]:
     """Time `iterations` steps without waiting between them.
 
-    Returns the samples of each phase (summed if it runs several times in a step) and of the whole step, and the host's
-    seconds for the whole loop. The device is idle when its first mark is made, so that both clocks begin together
-    there; this shows how far the host was ahead. `head_start` is called before the first step, and may launch work that
-    is not timed with the steps; `before_drain` is called when the last step has been launched and may still be running.
+    Returns the samples of each phase (summed if it runs several times in a step) and of the whole step, and Python's
+    seconds for the whole loop. The device is idle at its first mark, so that both clocks begin together there; this
+    shows how far Python was ahead. `head_start` is called before the first step, and may launch work that is not timed
+    with the steps; `before_drain` is called when the last step has been launched and may still be running.
     """
     device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
     device.synchronize()

@@ -119,8 +119,6 @@ Span = tuple[Any, Any]
 
 @dataclass(slots=True)
 class _Step:
-    """The marks of one step."""
-
     number: int
     """Number in the loop, from 0; profiled steps count, and steps that raised do not."""
     start: Any
@@ -325,7 +323,6 @@ class Recorder:
 
 
 def _phase_name(given: object) -> str:
-    """The name of a phase as a record may have it."""
     name: str = cleaned(text_of(given))[:LONGEST_NAME]
     return f"{name} (phase)" if name in ("", "step") else name
 

@@ -1,7 +1,7 @@
-"""Measures one cell in this process: build, compile, warm up, repeat, and then record further steps if requested.
+"""Measures one step in this process: build, compile, warm up, repeat, and then record further steps if requested.
 
-It runs in a child process of its own (measurement.processes.launch), because peak memory, process-wide torch settings
-and the memory that a failed allocation keeps alive must not affect the next cell.
+Each step has its own process, because peak memory, process-wide torch settings and the memory that a failed allocation
+keeps alive must not affect the next one.
 """
 
 import dataclasses
@@ -78,7 +78,7 @@ Watch = Callable[[StepSpec, Device], Watcher]
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
-    """The record of the step. Raises UserError or Unsupported for one that cannot be served at all."""
+    """The record of the step. Raises UserError or Unsupported for a request that cannot be served at all."""
     return measure_here(task.spec, observer, _watch(task, world), world)
 
 
@@ -142,7 +142,7 @@ def measure_here(
 
 
 def _least_state_bytes(spec: StepSpec) -> int:
-    """What parameters, gradients and optimizer state take at least in a step; 0 of a model that is not built in."""
+    """Bytes that parameters, gradients and optimizer state take at least; 0 for a model that is not built in."""
     if spec.model.shape is None or not spec.model.shape.num_heads:
         return 0
     width = 2 if spec.precision in ("bf16_pure", *WITH_MASTERS) else 4
@@ -162,8 +162,6 @@ _WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Warm:
-    """A step after its warm-up."""
-
     step: Step
     samples: tuple[PhaseSamples, ...]
     first_step_s: float | None
@@ -179,8 +177,6 @@ class _Warm:
 
 
 class _Cell:
-    """The measurement of one cell, and its progress."""
-
     def __init__(
         self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
     ) -> None:
@@ -192,7 +188,6 @@ class _Cell:
         self.notes: list[str] = []
 
     def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
-        """Build the step, compile it and run its warm-up steps."""
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         layers = spec.model.shape.num_layers if spec.model.shape else None
         gradients = spec.pass_name != "forward"
@@ -230,14 +225,13 @@ class _Cell:
         )
 
     def measure(self, watcher: Watcher | None) -> Run:
-        """Measure all steps at once, and each phase alone."""
         spec, device, on_step = self.spec, self.device, self.observer.on_step
         warm = self.warm_up(watcher)
         phases = warm.step.phases
         self.begin("measure", spec.steps)
         device.reset_peak()
         # Without warm-up steps the clocks read above were those of an idle GPU.
-        before_drain = _nothing if spec.warmup else self.read_clocks
+        before_drain = (lambda: None) if spec.warmup else self.read_clocks
         measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
         step_peak = self.peak(warm.step)
         # The other ranks would be counted as other processes.
@@ -334,7 +328,6 @@ class _Cell:
         )
 
     def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
-        """The samples of every rank, on all ranks; empty for a single process."""
         if self.world is None:
             return ()
         own = RankSamples(
@@ -357,7 +350,7 @@ class _Cell:
         self.observer.on_stage(stage, num_steps)
 
     def compile(self, step: Step) -> float:
-        """Run the step that compiles, or record the one that is replayed; it is not counted as a step time."""
+        """Seconds of the step that compiles, or of recording the replayed one; it is no step time."""
         self.begin("compile", 1)
         return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
 
@@ -399,7 +392,6 @@ class _Cell:
             )
 
     def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
-        """Record further steps, after all timing, because recording slows them down."""
         self.observer.on_measured(run)
         self.begin(watcher.stage, watcher.num_steps)
         try:
@@ -435,10 +427,6 @@ class _Cell:
 def _run(phases: Sequence[Phase]) -> None:
     for phase in phases:
         phase.run()
-
-
-def _nothing() -> None:
-    """Nothing is done while the loop drains."""
 
 
 def _facts(workload: Workload) -> ModelFacts | None:

@@ -82,7 +82,6 @@ class _Session:
             self.runner.tell(variant.index, variant.cell(self.device))
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
-        """Run each cell by itself for the first time: whether it runs, its memory, and its errors."""
         reference, note = self._reference(group, inputs)
         self.runner.settle()
         variants = []
@@ -100,7 +99,6 @@ class _Session:
         return variants
 
     def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
-        """The float64 results and the errors of plain attention, or a note why there are none."""
         cell, where = self.study.cells[group[0]], self.device.torch_device.type
         if not self.study.errors:
             return None, ""
@@ -121,7 +119,6 @@ class _Session:
         return reference, note
 
     def _try(self, variant: AttentionVariant, reference: Reference | None) -> None:
-        """Run a cell's passes once; one that fails is left out of the timing."""
         stage = "forward"
         try:
             output = try_forward(variant, self.device)
@@ -157,7 +154,6 @@ class _Session:
             raise
 
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
-        """Time one pass of these cells in turns."""
         self.runner.begin(f"{self._label(variants)}: {name}, warm-up")
         study, call_s = self.study, 0.0
         calls = {variant.index: variant.call(name) for variant in variants}

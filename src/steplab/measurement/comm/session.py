@@ -31,8 +31,6 @@ from steplab.specs.comm import CommSpec, CommStudy
 
 @dataclass(kw_only=True, slots=True)
 class _Found:
-    """The findings of one rank on a cell."""
-
     times: RankTimes | None = None
     compared: tuple[int, int, str] = (0, 0, "")
     failure: Failure | None = None
@@ -103,8 +101,6 @@ class _Groups:
 
 
 class _Session:
-    """The world, its groups, and the present cell."""
-
     def __init__(self, study: CommStudy, world: World, runner: Runner, make: MakeCall) -> None:
         self.study, self.world, self.runner, self.make = study, world, runner, make
         self._groups = _Groups(world)
@@ -126,7 +122,6 @@ class _Session:
         self.runner.tell(index, cell)
 
     def _device(self, spec: CommSpec) -> Device:
-        """The device of this cell's tensors: the rank's own, or the CPU beside its GPU."""
         device = self.world.device
         return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
 
@@ -152,7 +147,6 @@ class _Share:
         return self._found
 
     def _went_well(self, stage: str, work: Callable[[], None]) -> bool:
-        """Do the work, record a failure, and return whether it succeeded on all ranks."""
         _, failure = attempt(stage, work, self._together.device)
         if failure is not None:
             message = f"rank {self._world.rank} on {self._world.host}: {failure.message}"
@@ -176,7 +170,6 @@ class _Share:
 
 
 def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:
-    """The cell's record from the findings of its ranks; the first failure is that of the cell."""
     found = [one for one in everyone if one is not None]
     failure = next((one.failure for one in found if one.failure), None)
     compared = [one.compared for one in found]

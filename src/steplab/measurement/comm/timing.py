@@ -149,8 +149,6 @@ def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
 
 
 def _batch_s(call: Call, together: Together, count: int) -> float:
-    """Seconds per call of `count` calls in a row, on the slowest rank."""
-
     def batch() -> None:
         for _ in range(count):
             call()

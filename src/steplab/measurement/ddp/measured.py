@@ -100,7 +100,6 @@ class MeasuredVariant:
         return samples
 
     def _first_step(self) -> float:
-        """Run the first step by itself: it compiles, and makes the optimizer's state."""
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
         optimizer = self.step.optimizer
         assert optimizer is not None

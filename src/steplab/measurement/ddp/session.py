@@ -52,8 +52,6 @@ def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | No
 
 
 class _Session:
-    """The baseline, and what the variants share."""
-
     def __init__(self, study: DdpStudy, world: World, runner: Runner, traces: Path | None) -> None:
         self._study, self._world, self.runner, self._traces = study, world, runner, traces
         self._baseline: VariantStep | None = None
@@ -90,7 +88,6 @@ class _Session:
         self.runner.tell(number, cell)
 
     def _cell_of(self, number: int, variant: Variant) -> DdpCell:
-        """The cell of a variant, or of the refusal on which all ranks agree."""
         measured, refusal = None, None
         try:
             measured = self._built(variant)
@@ -120,7 +117,6 @@ class _Session:
         self.runner.read_clocks()
 
     def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
-        """The cell with the baseline's samples from before and after."""
         after = self._baseline_by_itself()
         around = self._world.collectives.host_gather(joined([self._before, after]))
         self._before = after

@@ -56,7 +56,6 @@ class PythonLines(TorchFunctionMode):
 
 
 def _stack(frame: FrameType | None) -> tuple[Frame, ...]:
-    """The stack from that frame outwards, without this file."""
     frames: list[Frame] = []
     while frame is not None and len(frames) < _DEEPEST:
         code = frame.f_code

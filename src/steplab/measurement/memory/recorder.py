@@ -42,8 +42,6 @@ from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Testimony:
-    """What is known when the step is over, apart from the profiler's record."""
-
     snapshot: dict[str, Any] | None
     """The allocator's history; None if it keeps none."""
     before: dict[int, int]
@@ -149,7 +147,6 @@ class MemoryRecorder:
         return dataclasses.replace(seen.marks(counted), notes=tuple(notes))
 
     def _lines_are_wanted(self, step: Step) -> bool:
-        """Whether Python lines can be found by a mode over torch's functions without changing what runs."""
         modules = step.module.modules() if step.module is not None else ()
         return not self._on_cuda and not self._compiled and not any(map(compat.minds_function_modes, modules))
 
@@ -197,7 +194,6 @@ class MemoryRecorder:
 
 
 def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> None:
-    """Run the phases, and look at the step's objects before, between and after them."""
     if sightings:
         sightings.see_what_is_there()
     for phase in step.phases:

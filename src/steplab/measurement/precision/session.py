@@ -79,16 +79,12 @@ def _record(spec: StepSpec | None, environment: Environment, device: Device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One recorded pass of the step."""
-
     watch: NumericsWatch
     loss: float | None
     loss_dtype: str | None
 
 
 class _AuditedStep:
-    """The passes of an audit, and its progress."""
-
     def __init__(self, spec: StepSpec, device: Device, observer: Observer) -> None:
         self.spec, self.device, self.observer = spec, device, observer
         self.stage = "build"

@@ -115,8 +115,6 @@ Key = tuple[str, str, int]
 
 
 class _Seen:
-    """The record of one module."""
-
     def __init__(self, module: nn.Module) -> None:
         self.module = module
         self.is_leaf = next(module.children(), None) is None

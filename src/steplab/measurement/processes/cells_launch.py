@@ -36,7 +36,7 @@ class Cells(Generic[Cell]):
     failed: Callable[[int, Failure], Cell]
     """Makes the result of a failed cell from its number and the failure."""
     groups: Sequence[Sequence[int]] | None = None
-    """The numbers of cells that are timed in turns, group by group; None if each is timed by itself."""
+    """The numbers of cells that are timed in turns, group by group; None if each is timed alone."""
     essential: frozenset[int] = frozenset()
     """Cells that all others need: if one of them ends its processes, no new processes are started."""
     device: str = "auto"

@@ -1,8 +1,7 @@
-"""A measuring process: a request comes over its wire, messages go back, and the result is the last of them.
+"""A measuring process: it receives a request over its wire, and sends messages, the result last.
 
-`processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire to that process, and this one
-ends when the wire does, however the other died, and frees the GPU. With a job it first loads what such a job needs, and
-says that it is ready.
+`processes.conversation` starts it with the arguments FD [JOB]; FD is its end of the wire. It ends with the wire,
+however the other process died, and frees the GPU. With a job it first imports what that job needs, and sends `ready`.
 """
 
 import os
@@ -101,10 +100,10 @@ def work(
     meet: Callable[[], Any] = lambda: None,
     next_turn: Callable[[], Turn | None] = lambda: None,
 ) -> bool:
-    """Do the job, send messages about its progress and, last, the result or the failure; returns whether it succeeded.
+    """Do the job; send its progress and, last, its result or failure; return whether it succeeded.
 
-    `place` is that of a rank among several, and `meet` returns the store where all of them meet. `next_turn` gives a
-    job that takes turns its next one.
+    A rank among several has a `place`, and `meet` returns the store where all of them meet. `next_turn` waits for the
+    next turn of a job that takes turns.
     """
     from steplab.measurement import compat
     from steplab.measurement.clock import lengthen_launch_queues
@@ -180,7 +179,6 @@ def whereabouts(thread: threading.Thread) -> Whereabouts:
 
 
 def _state(path: str, function: str) -> str | None:
-    """What a frame reveals of everything that it called; None if nothing."""
     if "/torch/distributed/" in path or "/steplab/parallel/" in path:
         return "collective"
     if "/torch/" in path and function == "synchronize":
@@ -189,7 +187,6 @@ def _state(path: str, function: str) -> str | None:
 
 
 def _is_told(path: str) -> bool:
-    """Whether a line of that file means something to the reader of the message."""
     libraries = ("<", os.path.dirname(os.__file__) + "/")
     return not path.startswith(libraries) and "/torch/" not in path and "/steplab/parallel/" not in path
 

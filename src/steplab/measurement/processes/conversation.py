@@ -1,5 +1,4 @@
-"""The measuring processes of one request: started, heard until they have answered, and ended with all that they
-started.
+"""Starts the processes that measure for one request, receives their messages, and ends them.
 
 Each process inherits its end of a wire, and several meet in a private folder: nothing listens on a port.
 
@@ -153,7 +152,7 @@ class _Rank:
     failure: Failure | None = None
     where: Whereabouts | None = None
     has_ended: bool = False
-    """Whether it has said that its work is done."""
+    """Its work is done, as it has said."""
 
 
 class Conversation:
@@ -181,7 +180,7 @@ class Conversation:
         self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
         self._ranks: list[_Rank] = []
         self._gone: list[_Rank] = []
-        """The ranks that ended without reporting the end of their work, in order."""
+        """The ranks that ended before they sent `ended`, in order."""
         self._open: dict[Any, _Rank] = {}
         """The ranks that can still be heard, by their connections."""
         with ExitStack() as opened:
@@ -216,7 +215,7 @@ class Conversation:
         self.end()
 
     def listen(self) -> Failure | None:
-        """Hear the processes until the last message, or until a single one waits for a turn; gives their failure.
+        """Receive messages until the last one, or until a single process waits for a turn; returns the failure.
 
         Raises the SteplabError that a process reported.
         """
@@ -260,7 +259,6 @@ class Conversation:
             rank.wire.send(kind, value)
 
     def _receive(self) -> Failure | None:
-        """Receive messages until the first rank has sent its last, or waits for a turn, or one has failed."""
         listener, trouble_s = self._listener, None
         while not listener.answered:
             self._receive_some()
@@ -283,7 +281,6 @@ class Conversation:
         return None
 
     def _receive_some(self) -> None:
-        """Receive a message of each rank that has sent one, after waiting for a moment."""
         if not self._open:
             time.sleep(_POLL_S)
             return
@@ -317,7 +314,6 @@ class Conversation:
                     self._listener.receive(message)
 
     def _ended_early(self) -> list[_Rank]:
-        """The ranks whose processes ended before their last message; the first rank sends that of all."""
         return [
             rank
             for rank in self._ranks
@@ -328,7 +324,6 @@ class Conversation:
         return bool(self._gone or self._ended_early()) or any(rank.failure for rank in self._ranks)
 
     def _died(self) -> Failure:
-        """The failure of a rank that ended without a message; others may have lost their connection to it."""
         for rank in self._ranks:
             if rank.failure is not None and not self._gone:
                 return self._named(rank, rank.failure)
@@ -340,8 +335,7 @@ class Conversation:
         return self._named(rank, crash(code, rank.stage, rank.process.last_lines()))
 
     def _hung(self, what: str) -> Failure:
-        """The failure of ranks that hang: each is asked where it stands, and one that waits for others is not the
-        cause. A single one is not asked."""
+        """Several ranks are asked where they stand: a rank that waits for others is not the cause."""
         if self._is_alone:
             (rank,) = self._ranks
             return Failure(kind="timeout", message=what, phase=rank.stage, last_lines=rank.process.last_lines())
@@ -360,8 +354,6 @@ class Conversation:
         return self._named(rank, Failure(kind="timeout", message=message, phase=rank.stage, last_lines=lines))
 
     def _to_blame(self) -> list[_Rank]:
-        """The ranks that do not answer; else those that wait for nothing; else those that do not wait for another
-        rank."""
         silent = [rank for rank in self._ranks if rank.where is None and not rank.has_ended]
         code, device = (
             [rank for rank in self._ranks if rank.where and rank.where.state == state] for state in ("code", "device")

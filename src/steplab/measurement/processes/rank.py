@@ -44,7 +44,7 @@ class Rank:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def serve(self) -> Failure | None:
-        """Do the work, pass its messages to the listener, and return this rank's failure, or the one that caused it.
+        """Do the work, pass its messages to the listener, and return the failure: this rank's, or its cause.
 
         Raises the SteplabError of a refusal.
         """
@@ -81,7 +81,6 @@ class Rank:
         work(self._request, send, self._around, meet)
 
     def _receive(self) -> Failure | None:
-        """Receive messages until the work is done, or has failed."""
         listener = self._listener
         started_s = moved_s = time.monotonic()
 
@@ -146,7 +145,6 @@ class Rank:
 
     @contextmanager
     def _told_to_end(self) -> Iterator[None]:
-        """A context in which torchrun's signal to end is a message."""
         if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
             yield
             return
@@ -159,7 +157,7 @@ class Rank:
 
 @contextmanager
 def _prints_on_stderr() -> Iterator[None]:
-    """A context in which what a model prints does not get between the lines of this program's output."""
+    """A context that keeps a model's prints out of this program's standard output."""
     sys.stdout.flush()
     kept = os.dup(1)
     os.dup2(2, 1)

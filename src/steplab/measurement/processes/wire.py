@@ -42,14 +42,14 @@ class BadMessage(Exception):
 
 
 class Message(msgspec.Struct):
-    """One message."""
+    """A message, its value not yet decoded."""
 
     kind: Kind
     value: msgspec.Raw = _NULL
 
 
 class Request(msgspec.Struct, kw_only=True):
-    """The measurement that a process is asked for."""
+    """The first message to a measuring process."""
 
     job: str
     """The name of the job, one of jobs.JOBS."""
@@ -87,7 +87,7 @@ class Wire:
             self.connection.send_bytes(text)
 
     def receive(self) -> Message | None:
-        """Wait for the next message; None if the other process is gone. Raises BadMessage for what is none."""
+        """Wait for the next message; None if the other process is gone. Raises BadMessage if it is unreadable."""
         try:
             text = self.connection.recv_bytes(MOST_BYTES)
         except BlockingIOError:
@@ -101,8 +101,7 @@ class Wire:
 
 
 def wire_to_a_child() -> tuple[Wire, Connection]:
-    """A wire, and the connection at its other end, whose descriptor a process inherits. Neither end of the wire waits
-    for ever within a message."""
+    """A wire and its other end, whose descriptor a process inherits. The wire never waits forever within a message."""
     ours, theirs = socket.socketpair()
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PATIENCE_S, 0))

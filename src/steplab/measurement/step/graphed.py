@@ -166,7 +166,6 @@ class GraphedStep:
         return Phase(name=phase.name, run=run)
 
     def _take(self, inputs: Any) -> None:
-        """Copy the next batch to where the graphs read it."""
         _copy(self.batches[self._replayed % len(self.batches)], inputs, self._what)
         self._replayed += 1
 

@@ -158,7 +158,6 @@ def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
 def _in_stages(
     model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast, loss: LossFn
 ) -> tuple[Pipeline, nn.Module]:
-    """The pipeline, and this rank's stages as one module."""
     shape, layout = spec.model.shape, spec.layout
     assert shape is not None
     stages_a_rank = STAGES_A_RANK[spec.pipeline_schedule]
