@@ -1,6 +1,7 @@
 """`steplab run` in several processes: started by steplab or by torchrun, ended whole, clear about what went wrong."""
 
 import json
+import os
 import signal
 import socket
 import time
@@ -11,7 +12,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
-from tests.cli.program import Program, finish, tiny, wait_until
+from tests.cli.program import Program, finish, kill, tiny, wait_until
 
 from steplab.measurement.machine.world import private_meeting_place
 from steplab.records.codec import decode
@@ -159,7 +160,7 @@ def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
 @pytest.mark.parametrize(
     ("fault", "code", "told"),
     [
-        ("killed", -signal.SIGKILL, "error: rank 0 on {host}: "),
+        ("killed", -signal.SIGKILL, "crashed: rank 0 on {host}: another rank ended during measure: "),
         ("raises", 1, "error: rank 1 on {host}: ValueError: the third batch is spoilt"),
     ],
 )
@@ -184,6 +185,32 @@ def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_s
     assert failure.phase == "measure"
 
 
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGKILL, 1)])
+def test_cells_that_had_ended_are_stored_however_joined_ranks_end(
+    steplab: Program, end: signal.Signals, code: int
+) -> None:
+    """Ctrl-C reaches all ranks; torchrun ends the others by SIGTERM once one has failed; a killed rank says nothing."""
+    words = ("comm", "--size", "1KB,64MB", "--collective", "all_reduce", "--repeats", "1000")
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
+    variables["MASTER_PORT"] = str(free_port())
+    commands = []
+    for rank in ("0", "1"):
+        program = Program(steplab.folder, started=steplab.started)
+        program.environment |= variables | {"RANK": rank, "LOCAL_RANK": rank}
+        commands.append(program.start(*words))
+    first, second = commands
+    wait_until(lambda: b"[1/2]" in os.pread(first._files[1].fileno(), 1 << 16, 0), "the end of the first cell")
+    for process in {signal.SIGINT: commands, signal.SIGTERM: [first], signal.SIGKILL: [second]}[end]:
+        process.send_signal(end)
+    result = finish(first)
+    assert result.code == code, result.stderr
+    kill(second)
+    finish(second)
+    (row,) = steplab("list", "--kind", "comm", "--format", "json").rows()
+    record: Any = decode(steplab("show", row["id"], "--format", "json").stdout)
+    assert [cell.status for cell in record.cells] == (["ok"] if end is signal.SIGINT else ["ok", "crashed"])
+
+
 def test_torchrun_names_a_rank_that_dies_and_the_first_stores_what_it_was_told(steplab: Program) -> None:
     launcher = torchrun(steplab, "--nproc-per-node", "2", "--master-port", str(free_port()), model="faulty:killed")
     _, errors = launcher.communicate(timeout=120)
@@ -191,7 +218,7 @@ def test_torchrun_names_a_rank_that_dies_and_the_first_stores_what_it_was_told(s
     assert b"exitcode  : -9" in errors
     assert b"steplab: " in errors
     (row,) = steplab.rows()
-    assert row["status"] in ("crashed", "error")
+    assert row["status"] == "crashed"
 
 
 def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:

@@ -6,6 +6,7 @@ all ranks meet, for those that only lose their connection to it.
 """
 
 import atexit
+import dataclasses
 import os
 import signal
 import socket
@@ -55,12 +56,16 @@ class Rank:
         listener.on_progress(listener.progress)
         with _prints_on_stderr(), self._told_to_end():
             self._thread.start()
+            code = 1
             try:
                 failure = self._receive()
                 self._thread.join(_CAUSE_S if failure else EXIT_S)
+            except KeyboardInterrupt:
+                code = 128 + signal.SIGINT
+                raise
             finally:
                 if self._thread.is_alive():
-                    atexit.register(_exit_at_once)
+                    atexit.register(_exit_at_once, code)
         if listener.refusal is not None:
             raise listener.refusal
         return failure
@@ -102,7 +107,10 @@ class Rank:
                 case "ended":
                     return None
                 case "failed":
-                    return (self._cause() if is_suffered(value) else None) or self._named(value)
+                    if not is_suffered(value):
+                        return self._named(value)
+                    lost = f"another rank ended during {value.phase}: {value.message}"
+                    return self._cause() or self._named(dataclasses.replace(value, kind="crashed", message=lost))
                 case "told to end":
                     stage = listener.progress.stage
                     told = Failure(kind="crashed", message=f"torchrun ended all processes during {stage}", phase=stage)
@@ -169,9 +177,9 @@ def _prints_on_stderr() -> Iterator[None]:
         os.close(kept)
 
 
-def _exit_at_once() -> NoReturn:
+def _exit_at_once(code: int) -> NoReturn:
     """End while the work still waits for other ranks: libraries that are taken down under it may crash, or wait."""
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(1)
+    os._exit(code)
