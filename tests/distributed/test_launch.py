@@ -167,13 +167,7 @@ def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
 def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_so(
     steplab: Program, fault: str, code: int, told: str
 ) -> None:
-    """Under a launcher that sets torchrun's variables and serves no store itself."""
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    commands = []
-    for rank in ("0", "1"):
-        program = Program(steplab.folder, started=steplab.started)
-        program.environment |= variables | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        commands.append(program.start("run", *tiny(), "--model", f"faulty:{fault}"))
+    commands = start_joined(steplab, "run", *tiny(), "--model", f"faulty:{fault}")
     first, second = (finish(process) for process in commands)
     assert (first.code, second.code) == (1, code)
     assert first.stderr.startswith(f"steplab: {told.format(host=HERE)}")
@@ -185,19 +179,22 @@ def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_s
     assert failure.phase == "measure"
 
 
+def test_each_joined_rank_says_where_it_stands_when_the_time_is_over(steplab: Program) -> None:
+    commands = start_joined(steplab, "run", *tiny(), "--model", "faulty:hangs", "--timeout", "10s")
+    first, second = (finish(process) for process in commands)
+    assert (first.code, second.code) == (1, 1)
+    assert f"timeout: rank 0 on {HERE}: did not end within 10.0 s: it waits for other ranks at " in first.stderr
+    assert f"timeout: rank 1 on {HERE}: did not end within 10.0 s: it is at work/faulty.py:" in second.stderr
+    assert [row["status"] for row in steplab.rows()] == ["timeout"]
+
+
 @pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGKILL, 1)])
 def test_cells_that_had_ended_are_stored_however_joined_ranks_end(
     steplab: Program, end: signal.Signals, code: int
 ) -> None:
     """Ctrl-C reaches all ranks; torchrun ends the others by SIGTERM once one has failed; a killed rank says nothing."""
     words = ("comm", "--size", "1KB,64MB", "--collective", "all_reduce", "--repeats", "1000")
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1"}
-    variables["MASTER_PORT"] = str(free_port())
-    commands = []
-    for rank in ("0", "1"):
-        program = Program(steplab.folder, started=steplab.started)
-        program.environment |= variables | {"RANK": rank, "LOCAL_RANK": rank}
-        commands.append(program.start(*words))
+    commands = start_joined(steplab, *words)
     first, second = commands
     wait_until(lambda: b"[1/2]" in os.pread(first._files[1].fileno(), 1 << 16, 0), "the end of the first cell")
     for process in {signal.SIGINT: commands, signal.SIGTERM: [first], signal.SIGKILL: [second]}[end]:
@@ -245,6 +242,17 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
         assert result.code == 2
         assert (told in result.stderr) == (rank == 0)
         assert len(result.stderr.splitlines()) == (1 if rank == 0 else 0)
+
+
+def start_joined(program: Program, *words: str) -> list[Started]:
+    """A command for each of two ranks, as by a launcher that serves no store itself."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    commands = []
+    for rank in ("0", "1"):
+        one = Program(program.folder, started=program.started)
+        one.environment |= place | {"RANK": rank, "LOCAL_RANK": rank}
+        commands.append(one.start(*words))
+    return commands
 
 
 def torchrun(program: Program, *words: str, model: str = "tiny") -> Started:
