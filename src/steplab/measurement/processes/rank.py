@@ -83,7 +83,10 @@ class Rank:
                     self._store.set(_KEY, encode(self._named(value)))
             self._said.put((kind, value))
 
-        work(self._request, send, self._around, meet)
+        try:
+            work(self._request, send, self._around, meet)
+        finally:
+            self._said.put(("ended", None))  # whatever happened: `_receive` waits no longer
 
     def _receive(self) -> Failure | None:
         listener = self._listener
