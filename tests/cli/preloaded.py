@@ -37,7 +37,7 @@ _LONGEST_REQUEST_BYTES = 1 << 20
 _MAINS = {
     "steplab": "steplab.__main__:console",
     "torch.distributed.run": "torch.distributed.run:main",
-    "steplab.measurement.entry.child": "steplab.measurement.entry.child:main",
+    "steplab.measurement.processes.child": "steplab.measurement.processes.child:main",
 }
 """The function that is called of each module that is started by forking."""
 _OWN = re.compile(r"from (\S+) import main; main\(\)$")

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
-from steplab.measurement.precision.elements import Exponents, Tally, kinds_of
+from steplab.measurement.precision.watch import Exponents, Tally, kinds_of
 from steplab.records.codec import decode
 from steplab.records.numerics import Accumulation, Elements, Numerics
 from steplab.report.precision.figures import explanation, line, printed

@@ -9,7 +9,7 @@ from steplab.errors import SteplabError
 from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.machine import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
-from steplab.measurement.processes.messages import BadMessage
+from steplab.measurement.processes.wire import BadMessage
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment

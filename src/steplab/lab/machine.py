@@ -1,5 +1,6 @@
 """This machine: its GPUs, its ceilings, and the processes that torchrun started on it, each with one command line."""
 
+import atexit
 import ctypes
 import dataclasses
 import importlib.metadata
@@ -144,5 +145,5 @@ def is_told_here(failure: Failure) -> bool:
 
 
 def let_the_first_store() -> None:
-    """Wait briefly before exiting with an error, because torchrun then ends all other processes."""
-    time.sleep(_FIRST_STORES_S)
+    """Wait briefly before this program exits, because torchrun ends all others if it exits with an error."""
+    atexit.register(time.sleep, _FIRST_STORES_S)
