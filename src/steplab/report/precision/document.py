@@ -26,8 +26,8 @@ from steplab.units import format_share, listed
 _SUMS = ("softmax", "logsumexp", "norm", "loss", "entropy")
 """Parts of the names of operations that add up many terms."""
 _SIGNIFICANT = {
-    "fp16": "fp16 keeps 11 significant bits of each partial sum and overflows above 65504",
-    "bf16": "bf16 keeps only 8 significant bits of each partial sum; its range is that of fp32",
+    "fp16": "each partial sum keeps 11 significant bits and overflows above 65504",
+    "bf16": "each partial sum keeps 8 significant bits",
 }
 
 
@@ -51,7 +51,10 @@ def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use
 
 def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
     if names := _summing(audit):
-        yield f"Keep {listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
+        yield (
+            f"{listed(names)} add up many terms. torch's fused kernels add in fp32, whatever their inputs. Composed of "
+            f"{low} operations, {_SIGNIFICANT[low]}: keep those in fp32{_done(numerics, audit)}."
+        )
 
 
 def _done(numerics: Numerics, audit: Audit) -> str:
