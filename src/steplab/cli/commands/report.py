@@ -1,7 +1,6 @@
 """Report records as tables, or as one self-contained page with charts.
 
-Without ids, a study or a name, the newest record is reported: a run with its whole study, a run without a study with
-all such runs, and a benchmark (of attention, collectives or data parallelism) by itself.
+Default: the newest record; a run comes with its study, or with all runs outside studies.
 
 For example: steplab report --output page.html
 """
@@ -17,7 +16,7 @@ def report(
     ids: Annotated[
         tuple[str, ...],
         Parameter(
-            help="Records to report: ids, names, tags, studies or revisions",
+            help="Ids, names, tags, studies or revisions",
             show_default=False,
         ),
     ] = (),
