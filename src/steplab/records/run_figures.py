@@ -1,6 +1,6 @@
-"""The figures of a run, each declared once: how it is read from the record, and how a table shows it.
+"""Figures of a run, each declared once: how to read and how to show it.
 
-The flat row of a run and the columns of every table of runs are made of these; a new figure is one entry here.
+Rows of runs and columns of every table derive from these.
 """
 
 from collections.abc import Callable
@@ -17,26 +17,25 @@ class RunFigure:
     """One figure of a run."""
 
     key: str
-    """Name in rows, JSON and CSV; ends in the unit, by which tables write its values."""
+    """Name in rows, JSON and CSV; its ending, the unit, formats values in tables."""
     header: str | None
-    """Heading of its column; None: tables leave it out."""
+    """Column heading; None: not in tables."""
     find: Callable[[Run], Scalar]
-    """Function that reads the value from a record; it gives None for a missing value."""
+    """Function from a record to the value; None: missing."""
     is_words: bool = False
-    """Whether its values are words, and not numbers."""
+    """True if values are words, not numbers."""
     rank: int = 0
-    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
+    """Order of dropping columns on a narrow terminal, highest first; 0 is never dropped."""
     shared: str = ""
-    """Words of a caption for a value that all rows share, with {} for the value; empty: it remains a column."""
+    """Caption for a value common to all rows, with {} for the value; empty: it stays a column."""
 
 
 def _phase(name: str) -> Callable[[Run], float | None]:
-    """A function that gives the median of a phase over steps that ran back to back."""
     return lambda run: run.phase_s(name)
 
 
 def _end_of_interval(number: int) -> Callable[[Run], float | None]:
-    """A function that gives the lower (0) or the upper (1) end of the 95 % interval of the median step time."""
+    """The lower (0) or upper (1) end of the 95 % interval of the median step time."""
     return lambda run: run.interval_s[number] if run.interval_s else None
 
 
@@ -58,17 +57,16 @@ def _hfu(run: Run) -> Utilization | None:
 
 
 def _used(run: Run) -> Utilization | None:
-    """The utilization that names the peak: MFU, or HFU where there is none."""
+    """The utilization that names the peak."""
     return _mfu(run) or _hfu(run)
 
 
 def _of(find: Callable[[Run], Utilization | None], read: Callable[[Utilization], Scalar]) -> Callable[[Run], Scalar]:
-    """A function that reads a value from a utilization of a run; None if the run does not have it."""
     return lambda run: read(used) if (used := find(run)) else None
 
 
 def _seen(run: Run) -> MemoryProfile | None:
-    """The memory profile of a run without measured memory, such as an imported snapshot; its peak is then shown."""
+    """The memory profile of a run without measured memory, such as an imported snapshot."""
     return run.memory_profile if run.memory is None else None
 
 
@@ -133,4 +131,4 @@ RUN_FIGURES: tuple[RunFigure, ...] = (
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),
 )
-"""The figures in the order of columns."""
+"""Figures in column order."""
