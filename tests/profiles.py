@@ -510,7 +510,7 @@ def imported_run(**overrides: Any) -> Run:
         imported_kernels(),
         source="kineto",
         file="rank0.json.gz",
-        notes=("the trace marks no steps: all of it counts as one",),
+        notes=("the trace marks no steps: it counts as one step",),
     )
     values: dict[str, Any] = {
         "id": "1a0000000001",

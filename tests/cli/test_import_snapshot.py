@@ -98,9 +98,9 @@ def test_a_hostile_pickle_is_refused_in_one_line_and_leaves_no_trace(
 @pytest.mark.parametrize(
     ("content", "why"),
     [
-        (pickle.dumps({"segments": [], "device_traces": []}), "holds no allocation"),
-        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save writes"),
-        (b"<html>", "no pickle of protocol 2 or later"),
+        (pickle.dumps({"segments": [], "device_traces": []}), "contains no allocations"),
+        (b"PK\x03\x04 and so on", "a zip archive, such as torch.save's"),
+        (b"<html>", "not a pickle of protocol 2 or later"),
     ],
 )
 def test_what_holds_no_memory_is_refused_with_its_reason(

@@ -164,7 +164,7 @@ def test_a_sweep_that_is_asked_to_end_does_so_as_after_ctrl_c(held: Program, num
     result = finish(sweep)
     assert result.code == 128 + number
     assert is_gone(measuring)
-    assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; the finished measurements")
+    assert result.stderr.splitlines()[-1].startswith(f"steplab: ended by {number.name}; finished measurements")
     assert [row["context"] for row in held.rows()] == [1]
 
 

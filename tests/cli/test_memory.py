@@ -163,6 +163,6 @@ def test_what_has_no_prediction_is_measured_all_the_same(steplab: Program) -> No
     result = steplab("memory", "--model", "mine:build", *sizes, "--predict", "--format", "json")
     assert result.code == 0
     why = "at mine.py:10 it computes with values of tensors"
-    assert result.stderr.startswith(f"steplab: the step is measured without a prediction: {why}")
+    assert result.stderr.startswith(f"steplab: measuring without a prediction: {why}")
     assert sum(row["bytes"] for row in result.rows()) == stored(steplab)["memory_profile"]["peak_bytes"]
     assert not any("predicted_bytes" in row for row in result.rows())

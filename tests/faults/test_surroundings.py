@@ -100,7 +100,7 @@ def test_a_folder_that_is_gone_is_no_internal_error(
     os.chdir("gone")
     (tmp_path / "gone").rmdir()
     assert main(["list", "--store", str(store)]) == 1
-    assert capsys.readouterr().err == "steplab: the current folder was removed; change into another one\n"
+    assert capsys.readouterr().err == "steplab: the current folder was removed; change to another one\n"
 
 
 @pytest.mark.parametrize("columns", ["1", "2", "20"])
@@ -136,7 +136,7 @@ def test_no_home_is_one_line(store: Path, tmp_path: Path, monkeypatch: pytest.Mo
     for words in (("list",), ("run", "--model", "tiny"), ("report",)):
         end = run(*words)
         assert (end.code, end.faults) == (1, ())
-        assert "name the store with --store or STEPLAB_STORE" in end.stderr
+        assert "set the store by --store or STEPLAB_STORE" in end.stderr
     assert run("list", "--store", str(store)).code == 0
 
 

@@ -135,7 +135,7 @@ def run_apart(*arguments: str, limit_s: float, most_bytes: int) -> End:
 def judged(code: int, stdout: str, stderr: str, *, raised: bool = False) -> Iterator[str]:
     """What is not accepted about an exit code and what was written; `raised`: the limits were raised."""
     lines = stderr.splitlines()
-    if "there is not enough memory" in stderr and not raised:
+    if "not enough memory" in stderr and not raised:
         yield "took more memory than there is"
     if code not in (*_CODES, -1):
         yield f"exit code {code}"

@@ -218,7 +218,7 @@ def test_cells_of_two_studies_are_paired_by_what_they_measure() -> None:
 
 def test_cells_that_an_allowed_field_alone_tells_apart_are_not_mixed() -> None:
     study = [make_run({"batch": batch}) for batch in ("4", "8")]
-    with pytest.raises(UserError, match="several cells that differ in nothing but batch"):
+    with pytest.raises(UserError, match="several cells that differ only in batch"):
         compared(study, make_run({"batch": "16"}), allow=["batch"])
 
 
@@ -235,7 +235,7 @@ def test_a_comparison_notes_failed_records_beside_successful_ones() -> None:
     found = compared(STEADY, [slower(STEADY, 1.0), *failed])
     assert found.failed == ()
     (note,) = found.notes
-    assert note.startswith("2 of 3 records failed in B, and only the others are compared: out of memory")
+    assert note.startswith("2 of 3 records failed in B; the others are compared: out of memory")
     assert note in " ".join(render(compare_document(found)).split())
 
 

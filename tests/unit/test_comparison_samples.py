@@ -148,7 +148,7 @@ def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> Non
     assert found.low is not None
     assert found.low > 1 + found.threshold
     assert found.decision == "undecided"
-    assert found.why == ("the interval is beyond the threshold, but p is 0.68, and only less than 0.05 decides")
+    assert found.why == ("the interval exceeds the threshold, but p is 0.68, not below 0.05")
     far = compare_samples([[1.0] * 10], [[1.0] * 7 + [3.0] * 3], in_turns=False)
     assert far.decision not in ("higher", "lower")
     assert compare_samples([[1.0] * 10], [[2.0] * 10], in_turns=False).why == ""

@@ -62,7 +62,7 @@ def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkey
     monkeypatch.setattr("steplab.cli.defaults._ROOT", others)
     assert asked("run")["measured"].step.fields()["steps"] == "7"  # of a colleague, in a folder that is not open to all
     project.chmod(0o777)
-    with pytest.warns(Remark, match="is not read: it is another user's"):
+    with pytest.warns(Remark, match="is ignored: another user owns it"):
         given = asked("run")
     assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
@@ -79,7 +79,7 @@ def test_what_another_user_put_into_a_shared_folder_stops_nothing(project: Path,
     else:
         there.symlink_to({"a link": mine, "a link to nowhere": project / "gone"}.get(what, Path("/proc/1/mem")))
     os.lchown(there, 4321, -1)
-    with pytest.warns(Remark, match="is not read: it is another user's"):
+    with pytest.warns(Remark, match="is ignored: another user owns it"):
         given = asked("run")
     assert "measured" not in given or "steps" not in given["measured"].step.fields()
 
@@ -96,12 +96,12 @@ def test_the_nearest_file_is_read_alone(project: Path) -> None:
     [
         ('[rum]\nmodel = "tiny"', ("[rum]", "did you mean [rm]?")),
         ('[plan.memry]\nmodel = "tiny"', ("[memry]", "did you mean [memory]?")),
-        ('model = "tiny"', ("'model' is in no command's table", "only store may stand")),
+        ('model = "tiny"', ("'model' is in no command's table", "only store may be")),
         ('format = "csv"', ("'format' is in no command's table",)),
-        ('[run]\nmodle = "tiny"', ("'modle' in the table [run] is no option of `steplab run`; did you mean 'model'?",)),
+        ('[run]\nmodle = "tiny"', ("'modle' in [run] is not an option of `steplab run`; did you mean 'model'?",)),
         (
             "[plan.memory]\nwholly_other = 3",
-            ("'wholly_other' in the table [plan.memory] is no option", "`steplab plan memory --help`"),
+            ("'wholly_other' in [plan.memory] is not an option", "`steplab plan memory --help`"),
         ),
         ("[run]\ncontext = [1, 2]", ("context",)),
         ('[run]\noutput = "x.json"', ("'output'", "--output")),

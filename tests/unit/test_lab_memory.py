@@ -113,7 +113,7 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
 @pytest.mark.parametrize(
     ("written", "why"),
     [
-        (b"{", "holds no marks of a memory snapshot"),
+        (b"{", "not the marks of a memory snapshot"),
         (b'{"schema": "steplab.memory_marks/2"}', "this version reads steplab.memory_marks/1"),
         (encode(dataclasses.replace(MARKS, block_bytes=(100, -30))), "Expected `int` >= 0 - at `$.block_bytes[1]`"),
         (encode(MARKS).replace(b":4096", b":9223372036854775808"), "at `$.owned[0].address`"),
@@ -124,11 +124,11 @@ def test_what_was_kept_gives_the_same_profile_when_it_is_imported(
         (encode(MARKS).replace(b"schema", b"scheme"), "missing required field `schema`"),
         (b'{"schema": "steplab.memory_marks/1"}', "does not name its snapshot"),
         (encode(dataclasses.replace(MARKS, device_index=1)), "the snapshot has no device 1"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block in it is smaller"),
-        (encode(MARKS).replace(b":4096", b":4160"), "the snapshot has 0 of the 1 addresses in it"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(100, 29))), "a block is smaller"),
+        (encode(MARKS).replace(b":4096", b":4160"), "only 0 of its 1 addresses match"),
         (encode(dataclasses.replace(MARKS, phases=(Stretch(name="forward", start=0, end=2),), owned=())),
-         "none of the model's parameters"),
-        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "its digest is not that of"),
+         "no parameters of the model"),
+        (encode(dataclasses.replace(MARKS, block_bytes=(), history_sha256="0" * 64)), "its digest differs from"),
     ],
 )  # fmt: skip
 def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path, written: bytes, why: str) -> None:

@@ -240,7 +240,7 @@ def test_another_database_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "other.db"
     with closing(sqlite3.connect(path)) as connection:
         connection.execute("CREATE TABLE runs (id)")
-    with pytest.raises(UserError, match=r"other.db is an SQLite database, but no export of Nsight Systems"):
+    with pytest.raises(UserError, match=r"other.db is an SQLite database, but not an export of Nsight Systems"):
         read_trace(path)
 
 
@@ -254,13 +254,13 @@ def test_a_damaged_export_gives_what_it_can(tmp_path: Path) -> None:
     assert 10_000 < len(trace.work.name) < 50_000
     assert len(trace.calls.name) == 4
     assert len(trace.notes) == 1
-    assert trace.notes[0].startswith("table CUPTI_ACTIVITY_KIND_KERNEL could not be read to its end: ")
+    assert trace.notes[0].startswith("table CUPTI_ACTIVITY_KIND_KERNEL is unreadable in part: ")
 
 
 def test_a_cut_export_is_refused_in_one_line(tmp_path: Path) -> None:
     path = export(tmp_path / "t.sqlite")
     path.write_bytes(path.read_bytes()[:3000])
-    with pytest.raises(UserError, match="cannot be read as one: database disk image is malformed"):
+    with pytest.raises(UserError, match="is a damaged SQLite database: database disk image is malformed"):
         read_trace(path)
 
 
@@ -283,9 +283,9 @@ def test_values_of_other_types_are_left_out_and_counted(tmp_path: Path) -> None:
     assert len(trace.calls.name) == 3
     assert trace.device_name is None
     notes = " ".join(trace.notes)
-    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL left out because they do not end" in notes
-    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL with values of the wrong type, which are left out: 1" in notes
-    assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of the wrong type, which are left out: 1" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL left out, without an end" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_KERNEL with values of a wrong type, which are left out: 1" in notes
+    assert "rows of CUPTI_ACTIVITY_KIND_RUNTIME with values of a wrong type, which are left out: 1" in notes
 
 
 @pytest.mark.parametrize(
@@ -304,7 +304,7 @@ def test_what_no_exporter_writes_is_refused(statement: str, what: str, tmp_path:
     path = export(tmp_path / "t.sqlite")
     with closing(sqlite3.connect(path)) as connection:
         connection.execute(statement)
-    with pytest.raises(UserError, match=f"'{what}', which no export of Nsight Systems has"):
+    with pytest.raises(UserError, match=f"'{what}', unlike an export of Nsight Systems"):
         read_trace(path)
 
 

@@ -77,8 +77,8 @@ def test_what_has_no_steps_is_told_of_once_it_takes_long_and_not_after_its_end(
 @pytest.mark.parametrize(
     ("resume", "skipped", "said"),
     [
-        (True, 3, "3 measurements made already, 2 to go\n"),
-        (True, 0, "nothing to resume: no finished measurement of this study is in the store, 2 to go\n"),
+        (True, 3, "3 measurements already made, 2 to go\n"),
+        (True, 0, "nothing to resume: the store has no finished measurement of this study, 2 to go\n"),
         (False, 0, ""),
     ],
 )

@@ -209,7 +209,7 @@ def test_a_report_replaces_no_file_of_another_kind(filled: str, tmp_path: Path) 
     assert view.save(taken).read_text().startswith("<!doctype html>")
     with pytest.raises(UserError):
         view.save(filled, "html", force=True)
-    with pytest.raises(UserError, match="does not say a format"):
+    with pytest.raises(UserError, match="unknown format for"):
         view.save(tmp_path / "page.pdf")
 
 

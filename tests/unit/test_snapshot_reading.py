@@ -170,7 +170,7 @@ def test_objects_that_are_no_containers_or_scalars_are_refused_by_name(
         (b"N}b", "no attribute '__dict__'"),
         (b"\x97", "no *buffers* argument was given"),
         (b"\x8c\x05posix\x8c\x07sys\ntem\x93", "import posix.'sys\\ntem'"),
-        (b"\x93", "no whole pickle"),
+        (b"\x93", "the pickle is damaged"),
     ],
 )
 def test_every_instruction_that_reaches_outside_is_refused(tmp_path: Path, code: bytes, wanted: str) -> None:
@@ -191,7 +191,7 @@ def test_every_instruction_that_reaches_outside_is_refused(tmp_path: Path, code:
 def test_a_length_is_not_believed(tmp_path: Path, code: bytes) -> None:
     tracemalloc.start()
     try:
-        assert "no whole pickle" in refusal(written(tmp_path, b"\x80\x04" + code + b"x" * 100 + b"."))
+        assert "the pickle is damaged" in refusal(written(tmp_path, b"\x80\x04" + code + b"x" * 100 + b"."))
         assert tracemalloc.get_traced_memory()[1] < 10e6
     finally:
         tracemalloc.stop()
@@ -217,26 +217,26 @@ def zipped() -> bytes:
     [
         (b"", "it is empty"),
         (gzip.compress(b"", mtime=0), "it is empty"),
-        (zipped(), "it is a zip archive, such as torch.save writes"),
-        (b'{"traceEvents": []}', "it is no pickle of protocol 2 or later"),
-        (pickle.dumps([], 0), "it is no pickle of protocol 2 or later"),
+        (zipped(), "it is a zip archive, such as torch.save's"),
+        (b'{"traceEvents": []}', "it is not a pickle of protocol 2 or later"),
+        (pickle.dumps([], 0), "it is not a pickle of protocol 2 or later"),
         (b"\x80\x06N.", "unsupported pickle protocol: 6"),
-        (b"\x80\x04.", "it is no whole pickle"),
-        (b"\x80\x04a.", "it is no whole pickle"),
-        (b"\x80\x04NNa.", "it is no whole pickle"),
-        (b"\x80\x04]Ns.", "it is no whole pickle"),
-        (b"\x80\x04t.", "it is no whole pickle"),
-        (b"\x80\x04h\x05.", "it is no whole pickle"),
-        (b"\x80\x04\xffN.", "it is no whole pickle"),
-        (b"\x80\x04\x8c\x02\xff\xfe.", "it is no whole pickle"),
-        (pickle.dumps({"weights": [1, 2]}), "it is a pickle, but holds no memory snapshot"),
-        (pickle.dumps(5), "it is a pickle, but holds no memory snapshot"),
+        (b"\x80\x04.", "the pickle is damaged"),
+        (b"\x80\x04a.", "the pickle is damaged"),
+        (b"\x80\x04NNa.", "the pickle is damaged"),
+        (b"\x80\x04]Ns.", "the pickle is damaged"),
+        (b"\x80\x04t.", "the pickle is damaged"),
+        (b"\x80\x04h\x05.", "the pickle is damaged"),
+        (b"\x80\x04\xffN.", "the pickle is damaged"),
+        (b"\x80\x04\x8c\x02\xff\xfe.", "the pickle is damaged"),
+        (pickle.dumps({"weights": [1, 2]}), "it is a pickle without a memory snapshot"),
+        (pickle.dumps(5), "it is a pickle without a memory snapshot"),
         (pickle.dumps({"segments": 5}), "segments is not a list"),
         (pickle.dumps({"segments": [], "device_traces": [[5]]}), "an event is not a dict"),
         (pickle.dumps({"segments": [], "device_traces": [[{}]]}), "an event of its history has no action"),
         (pickle.dumps(snapshot([event("alloc", 1 << 70, 1)])), "addr is not a number of 64 bits"),
-        (pickle.dumps(snapshot([event("alloc", 1, 1, [{"line": 1}])])), "a frame of its stacks has no filename"),
-        (pickle.dumps({"segments": [{"blocks": [{"size": 1}]}]}), "a block of its segments has no state"),
+        (pickle.dumps(snapshot([event("alloc", 1, 1, [{"line": 1}])])), "a stack frame lacks filename"),
+        (pickle.dumps({"segments": [{"blocks": [{"size": 1}]}]}), "a block has no state"),
         (gzip.compress(pickle.dumps(snapshot([])), mtime=0)[:-30], "its gzip stream ends early"),
         (b"\x1f\x8b" + b"no gzip at all", "its gzip stream is damaged"),
     ],
@@ -294,7 +294,7 @@ def test_sizes_and_addresses_that_no_allocator_has_are_refused(
     else:
         changed[key] = value
     assert refusal(written(tmp_path, pickle.dumps(whole, protocol))).startswith(
-        (why, f"it is a pickle, but no memory snapshot: {why}")
+        (why, f"it is a pickle without a memory snapshot: {why}")
     )
 
 
@@ -357,7 +357,7 @@ def test_a_snapshot_cut_anywhere_is_refused(protocol: int) -> None:
     whole = pickle.dumps(snapshot(events), protocol)
     assert run(whole)
     for length in range(2, len(whole)):
-        with pytest.raises(Refused, match="no whole pickle"):
+        with pytest.raises(Refused, match="the pickle is damaged"):
             run(whole[:length])
 
 

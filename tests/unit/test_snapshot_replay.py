@@ -181,7 +181,7 @@ def test_an_allocation_where_no_free_block_is_known_is_told_of() -> None:
     events = [event for event in allocator.events if not event["action"].startswith("segment")]
     lifetimes = replayed(allocator.snapshot() | {"device_traces": [events]})
     assert max(alive_bytes(lifetimes)) == 19 * MIB
-    assert any("began where the snapshot shows no free block" in note for note in lifetimes.notes)
+    assert any("began without a free block in the snapshot" in note for note in lifetimes.notes)
 
 
 def test_requests_that_were_not_recorded_leave_the_completions() -> None:
@@ -252,7 +252,7 @@ def test_the_marks_beside_it_are_taken_as_its_own_and_no_others(history: History
             UserError, match=r"step\.marks\.json: it belongs to another snapshot: .* of the 1178 addresses"
         ):
             check_same_history(dataclasses.replace(marks, owned=owned), history, path)
-    with pytest.raises(UserError, match="none of the model's parameters"):
+    with pytest.raises(UserError, match="no parameters of the model"):
         check_same_history(dataclasses.replace(marks, owned=()), history, path)
 
 

@@ -78,9 +78,9 @@ def test_a_damaged_record_is_named_with_its_fix_and_the_fix_works(
     assert main(["store", "check"]) == 1
     out = capsys.readouterr().out
     for seq in (3, 4):
-        assert f"`steplab rm {seq - 1:012x}` removes it" in out
+        assert f"remove it: `steplab rm {seq - 1:012x}`" in out
         assert main(["rm", f"{seq - 1:012x}", "--yes"]) == 0
-    assert f"the figures of record {4:012x} in lists are damaged" in out
+    assert f"the listed figures of record {4:012x} are damaged" in out
     assert main(["export", f"{4:012x}", "--output", str(path.parent / "one.jsonl")]) == 0
     assert main(["rm", f"{4:012x}", "--yes"]) == 0
     assert main(["import", str(path.parent / "one.jsonl")]) == 0
@@ -96,7 +96,7 @@ def test_a_damaged_page_is_reported_and_sqlite_can_save_the_rest(
 ) -> None:
     damaged_page(path, f"{9:012x}")
     assert main(["store", "check", "--store", str(path)]) == 1
-    assert f"`sqlite3 {path} .recover | sqlite3 new.db` saves what can be read" in capsys.readouterr().out
+    assert f"`sqlite3 {path} .recover | sqlite3 new.db` recovers what it can" in capsys.readouterr().out
     assert check_store(path).num_records < 20
 
 
@@ -118,7 +118,7 @@ def test_what_a_newer_steplab_stored_is_no_damage(path: Path) -> None:
         sqlite.execute("UPDATE record SET body = ? WHERE seq = 4", (newer.replace(b"steplab.", b"st\xc3\xa9plab."),))
         sqlite.commit()
     (line,) = check_store(path).records
-    assert f"`steplab rm {3:012x}` removes it" in line
+    assert f"remove it: `steplab rm {3:012x}`" in line
 
 
 def test_vacuum_gives_back_what_removed_records_left(path: Path) -> None:
@@ -199,5 +199,5 @@ class LockFails:
 
 def test_a_file_system_without_locks_is_named_as_the_cause(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "_connect", lambda *arguments: LockFails())
-    with pytest.raises(SteplabError, match=r"file system of the store .* has no working locks"):
+    with pytest.raises(SteplabError, match=r"file system of the store .* lacks working locks"):
         Store.open(path, write=True)

@@ -25,9 +25,7 @@ def test_a_device_is_not_busy_while_another_one_works() -> None:
     assert profile.phases[0].busy_s == pytest.approx(30e-6)
     assert (profile.kernels, profile.timeline) == (expected.kernels, expected.timeline)
     assert profile.num_launches == 2
-    assert (
-        "devices: the figures are those of cuda:1, which has the most work; the trace also has cuda:0" in profile.notes
-    )
+    assert "devices: figures show cuda:1, with the most work; the trace also has cuda:0" in profile.notes
 
 
 @pytest.mark.parametrize("device", [0, 1])
