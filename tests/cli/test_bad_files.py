@@ -1,5 +1,3 @@
-"""A file that the user names and that is not what it should be is a wrong request, whichever command reads it."""
-
 import gzip
 import json
 import os
@@ -20,7 +18,6 @@ READERS = {
     "plan": ("config.json", ("plan", "memory", "--model", "hf:{}")),
     "run": ("config.json", ("run", "--model", "hf:{}")),
 }
-"""A command that reads a file, and the name of one that it takes for its own."""
 
 
 def _folder(path: Path) -> None:

@@ -1,5 +1,3 @@
-"""What cannot be done is refused in one line, with the right exit code, and leaves the store as it was."""
-
 import gzip
 import json
 import sqlite3
@@ -49,7 +47,6 @@ not_callable = 3
 
 @pytest.fixture
 def guarded(filled: Program) -> Iterator[Program]:
-    """The program with a measured store, which must be the same after the test, byte for byte."""
     before = digests(filled.store.parent)
     yield filled
     assert digests(filled.store.parent) == before
@@ -356,7 +353,6 @@ def test_reading_before_anything_was_measured_says_how_to_begin(steplab: Program
 
 @pytest.fixture
 def lines(filled: Program) -> list[str]:
-    """Three exported records, of which the program's store now holds the first alone."""
     exported = filled("export").stdout.splitlines()
     filled.store.unlink()
     assert filled("import", _file(filled, "first.jsonl", exported[:1])).code == 0

@@ -1,5 +1,3 @@
-"""Records that cannot be right are refused on the way in; one in the store harms no other, and can be removed."""
-
 import gzip
 import io
 import json
@@ -30,7 +28,6 @@ PROFILED = launch_bound_run(id="bbbb00000001", name="bad")
 
 
 def with_columns_unlike(run: Run) -> Run:
-    """A run that types allow, and no picture can be drawn of."""
     assert run.profile is not None
     assert run.profile.timeline is not None
     timeline = replace(run.profile.timeline, stream=(1,))
@@ -39,7 +36,6 @@ def with_columns_unlike(run: Run) -> Run:
 
 @pytest.fixture(autouse=True)
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A store of its own, and nothing of the caller's terminal."""
     path = tmp_path / "store.db"
     monkeypatch.setenv("STEPLAB_STORE", str(path))
     monkeypatch.chdir(tmp_path)
@@ -48,7 +44,7 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def put(store: Path, *records: Record) -> None:
-    """Into the store as a measurement would, past every check of imports."""
+    """Stores past all checks of imports."""
     with Store.open(store, write=True) as opened:
         for record in records:
             opened.add(record)

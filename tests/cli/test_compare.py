@@ -1,5 +1,3 @@
-"""steplab compare, as users type it: what A and B may be, and the exit codes."""
-
 import dataclasses
 import json
 import lzma
@@ -27,7 +25,6 @@ def imported(program: Program, *runs: Run, file: str = "runs.jsonl", options: tu
 
 @pytest.fixture
 def stored(steplab: Program) -> Program:
-    """The program with four runs, of which `last` is slow."""
     imported(steplab, RUN, SAME, SLOW, OTHER)
     return steplab
 

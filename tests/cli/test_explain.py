@@ -1,5 +1,3 @@
-"""steplab explain, as users type it: of stored records, and with the changes tried on this machine's CPU."""
-
 import dataclasses
 import json
 from pathlib import Path
@@ -24,7 +22,6 @@ PROFILED = own({"model": "small", "precision": "bf16"}, profile(CHAIN), timing(3
 
 @pytest.fixture
 def stored(steplab: Program) -> Program:
-    """The program with a profiled run, an imported trace, and a timed and a failed run newer than both."""
     runs = [
         dataclasses.replace(PROFILED, id="aaaa00000000", created_utc="2026-11-21T08:00:00Z"),
         foreign(profile(CHAIN), id="bbbb00000000", created_utc="2026-11-21T07:00:00Z"),
@@ -109,8 +106,6 @@ STEP = tiny(optimizer="adamw_loop", context="16")
 
 @pytest.fixture(scope="module")
 def tried(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with the store of a step that was explained and whose changes were tried, and what was said."""
-
     def make(folder: Path) -> None:
         program = Program(folder)
         assert program("run", *STEP).code == 0

@@ -1,5 +1,3 @@
-"""steplab import-snapshot: anyone's pickle becomes a record, a table, rows and a page; a hostile one becomes a line."""
-
 import gzip
 import json
 import os
@@ -18,7 +16,6 @@ PAGE_BYTES = 3_000_000
 
 @pytest.fixture(autouse=True)
 def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A store of its own, and nothing of the caller's terminal."""
     monkeypatch.setenv("STEPLAB_STORE", str(tmp_path / "store.db"))
     monkeypatch.chdir(tmp_path)
     for name in ("NO_COLOR", "FORCE_COLOR", "CI"):

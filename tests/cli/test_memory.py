@@ -1,5 +1,3 @@
-"""steplab memory, as users type it."""
-
 import json
 import pickle
 from pathlib import Path
@@ -36,8 +34,6 @@ def build():
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store of one watched run, its snapshot, and what the command said."""
-
     def make(folder: Path) -> None:
         program = Program(folder)
         watched = program(
@@ -50,7 +46,6 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def watched(seen: Path) -> Result:
-    """What `steplab memory --predict --format json` gave."""
     return kept_result(seen / "memory.json")
 
 

@@ -1,5 +1,3 @@
-"""steplab precision, as users type it."""
-
 import json
 
 import pytest

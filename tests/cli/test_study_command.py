@@ -1,5 +1,3 @@
-"""A whole study as one job: every kind of measurement in one record each, a page of all, and what could not be made."""
-
 from pathlib import Path
 
 import pytest
@@ -37,8 +35,6 @@ gpus = 1000
 
 @pytest.fixture(scope="session")
 def studied(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a store and the page of a study."""
-
     def measure(folder: Path) -> None:
         program = Program(folder)
         program.write("little.toml", STUDY)

@@ -1,5 +1,3 @@
-"""`steplab run` in several processes: started by steplab or by torchrun, ended whole, clear about what went wrong."""
-
 import json
 import socket
 import time
@@ -18,12 +16,11 @@ from steplab.records.run import Run
 
 HERE = socket.gethostname()
 PROMPTLY_S = 30.0
-"""Far above what an end takes, and far below any of the timeouts that must not be what ends a run."""
+"""Seconds far above a normal end, and far below the timeouts under test."""
 
 
 @pytest.fixture
 def steplab(tmp_path: Path) -> Iterator[Program]:
-    """The program, with the faulty models at hand, that leaves no process."""
     program = Program(tmp_path)
     program.write("faulty.py", Path(__file__).with_name("faulty.py").read_text(encoding="utf-8"))
     yield program
@@ -32,7 +29,7 @@ def steplab(tmp_path: Path) -> Iterator[Program]:
 
 
 def processes_in(folder: Path) -> list[psutil.Process]:
-    """Those that work there: ranks lead sessions of their own, and are nobody's children once a command is killed."""
+    """Processes with this working folder: ranks lead sessions, and have no parent once a command is killed."""
     return [process for process in psutil.process_iter() if _works_in(process, folder)]
 
 
@@ -56,7 +53,6 @@ def test_two_processes_make_one_record(steplab: Program) -> None:
 
 
 def check_two_ranks(run: Run) -> None:
-    """Samples of the same steps from both, and figures of both together."""
     assert run.spec is not None
     assert run.timing is not None
     assert run.environment is not None
@@ -140,7 +136,6 @@ def test_no_rank_outlives_a_command_that_is_killed(steplab: Program) -> None:
 
 
 def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
-    """As on two machines: each torchrun starts one of the two ranks, and the folders they store in are different."""
     other = Program(steplab.folder / "other machine", started=steplab.started)
     port = free_port()
     launchers = [
@@ -156,7 +151,6 @@ def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
 
 
 def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) -> None:
-    """Under a launcher that sets torchrun's variables and serves no store itself."""
     variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
     commands = []
     for rank in ("0", "1"):
@@ -202,28 +196,24 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
 
 
 def torchrun(program: Program, *words: str) -> Started:
-    """Start `steplab run` under torchrun, as a user would."""
     around = ("--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1", *words)
     run = ("-m", "steplab", "run", *tiny(), "--format", "json")
     return program.start(*around, *run, module="torch.distributed.run")
 
 
 def free_port() -> int:
-    """One that nobody listens on."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         return int(free.getsockname()[1])
 
 
 def without_device() -> tuple[str, ...]:
-    """Options of the least that is a measurement, without a device."""
     words = tiny()
     at = words.index("--device")
     return words[:at] + words[at + 2 :]
 
 
 def shown(program: Program, identity: str) -> Run:
-    """The whole record."""
     record: Any = decode(program("show", identity, "--format", "json").stdout)
     assert isinstance(record, Run)
     return record

@@ -1,5 +1,3 @@
-"""A disk that is full in mid-sweep: the cause is one line, what was finished is kept, and --resume goes on."""
-
 import errno
 import json
 import os

@@ -1,5 +1,3 @@
-"""What the tests that measure in their own process need."""
-
 import gc
 from collections.abc import Iterator
 
@@ -8,7 +6,7 @@ import pytest
 
 @pytest.fixture
 def torch_settings_put_back() -> Iterator[None]:
-    """Measuring sets torch's process-wide options, for a process of its own: here they are put back."""
+    """Restores torch's process-wide options, which measuring sets."""
     import torch
 
     precision, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
@@ -19,6 +17,6 @@ def torch_settings_put_back() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def earlier_tests_left_no_garbage() -> None:
-    """Collect it, and have what is there now stay: where earlier tests left much, each search took half a second."""
+    """Collect and freeze: searches took half a second after leaky tests."""
     gc.collect()
     gc.freeze()

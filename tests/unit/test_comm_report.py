@@ -1,5 +1,3 @@
-"""A benchmark of collectives stored, and shown: every figure comes from the samples of its slowest rank."""
-
 import dataclasses
 import re
 from collections.abc import Callable, Sequence
@@ -252,7 +250,7 @@ def test_a_page_has_time_over_size_with_the_fit_and_over_ranks(gpus: CommRun) ->
 def test_the_line_of_a_fit_is_its_latency_and_the_time_of_the_bytes_on_the_wire(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of an all-reduce over 4 ranks each sends 2 (4 - 1) / 4 of the message."""
+    """Each of 4 ranks sends 2 (4 - 1) / 4 of an all-reduce's message."""
     drawn: list[tuple[Any, ...]] = []
     plot = Axes.plot
 
@@ -321,7 +319,6 @@ def test_failures_are_marked_in_pictures_and_tables() -> None:
 
 @pytest.mark.parametrize("told", [True, False])
 def test_a_residual_is_explained_where_there_is_one(told: bool) -> None:
-    """There is none in a record of before, whose line was through two points."""
     run = make_comm({"size": ["1MB", "10MB", "100MB"], "world_size": [2]}, ranks=2)
     if not told:
         fits = [dataclasses.replace(fit, num_points=2, rms_relative=None, worst_relative=None) for fit in run.profile]

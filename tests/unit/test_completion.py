@@ -1,5 +1,3 @@
-"""`steplab completion` installs what a shell completes from."""
-
 import shutil
 import subprocess
 from functools import cache, partial
@@ -16,7 +14,6 @@ generated = cache(partial(App.generate_completion, app))
 
 @pytest.fixture(autouse=True)
 def _each_script_is_generated_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes a second or two, and is the same each time."""
     monkeypatch.setattr(App, "generate_completion", lambda _, **shell: generated(**shell))
 
 

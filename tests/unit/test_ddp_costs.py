@@ -1,5 +1,3 @@
-"""The formulas of data parallelism against what they stand for, played through bucket by bucket."""
-
 import math
 
 import pytest
@@ -14,7 +12,6 @@ counts = st.integers(1, 400)
 
 
 def played_through_s(link: Link, num_bytes: float, num_buckets: int, backward_s: float) -> float:
-    """When the last of equal buckets has been sent, one at a time and none before its gradients are there."""
     free_s = 0.0
     for bucket in range(1, num_buckets + 1):
         ready_s = backward_s * bucket / num_buckets

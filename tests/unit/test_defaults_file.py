@@ -1,5 +1,3 @@
-"""Defaults of options from steplab.toml; the command line beats them, a mistake is told in a line."""
-
 import os
 from pathlib import Path
 from typing import Any
@@ -14,7 +12,6 @@ from steplab.errors import Remark
 
 @pytest.fixture
 def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with one below it, in which commands are given."""
     below = tmp_path / "below"
     below.mkdir()
     monkeypatch.chdir(below)
@@ -22,7 +19,6 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def asked(*words: str) -> dict[str, Any]:
-    """The options that a command is called with."""
     _, bound, _ = app.parse_args(words, exit_on_error=False, print_error=False)
     return bound.arguments
 
@@ -55,7 +51,7 @@ def test_the_example_in_the_docs_is_understood(project: Path) -> None:
 
 
 def test_a_file_that_anyone_may_have_put_there_is_not_read(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As /tmp/steplab.toml for who works below /tmp: `model = "http.server:test"` would open a port to the network."""
+    """As /tmp/steplab.toml for work below /tmp: `model = "http.server:test"` would open a port to the network."""
     (project / "steplab.toml").write_text("[run]\nsteps = 7\n")
     others = project.stat().st_uid + 1
     monkeypatch.setattr("os.getuid", lambda: others)

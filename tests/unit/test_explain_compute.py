@@ -1,5 +1,3 @@
-"""Precision, fusing and casts: what the device does that it need not."""
-
 import dataclasses
 from typing import Any
 
@@ -158,7 +156,7 @@ def test_without_a_dry_run_fusing_is_predicted_to_leave_the_largest_recorded_sha
 
 
 def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
-    """The shares are those of steps on an H200."""
+    """Its shares are from steps on an H200."""
     seen = seen_with(compiled=None, device="cpu")
     found = fusable_elementwise(case(own({"precision": "bf16"}, seen, timing(33.0))))
     assert found is not None

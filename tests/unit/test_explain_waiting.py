@@ -1,5 +1,3 @@
-"""Waiting for the host: launches, copies and synchronisations."""
-
 import dataclasses
 
 import pytest

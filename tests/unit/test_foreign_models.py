@@ -1,5 +1,3 @@
-"""Models of transformers of every kind: what is built of a configuration, its FLOPs, and its operators."""
-
 import dataclasses
 import gzip
 import json
@@ -113,7 +111,6 @@ def test_fused_attention_is_counted_where_heads_share_keys() -> None:
 
 
 SHARED = ((2, 4, 32, 16), (2, 2, 32, 16), (2, 2, 32, 16))
-"""Shapes of queries, keys and values."""
 
 
 def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
@@ -122,8 +119,6 @@ def test_a_dict_with_a_scalar_loss_is_a_loss() -> None:
 
 
 class Operators(TorchDispatchMode):
-    """Names of the operators that compute, by how often each runs."""
-
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.found = Counter[str]()
@@ -135,7 +130,6 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("config", [LLAMA, BERT, mixtral(4)], ids=lambda config: config["model_type"])
 def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
-    """Products and fused attention of a step on the CPU, and of the traced one."""
     spec = of_config(config, attention="sdpa_math", **{"pass": "forward_backward"}, precision="bf16_pure")
     step = ModelStep(build_workload(spec, CPU), spec, CPU)
     with Operators() as seen:
@@ -147,7 +141,7 @@ def test_masks_are_those_of_a_real_step(config: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("config", [LLAMA, MLA], ids=lambda config: config["model_type"])
 def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[str, Any]) -> None:
-    """Flash attention does not serve values that are wider than queries."""
+    """Flash attention does not serve values wider than queries."""
     flops = {}
     for compiled in ("off", "default"):
         operators = operators_of_fake(of_config(config, attention="sdpa", precision="bf16", compile=compiled))
@@ -161,8 +155,6 @@ def test_attention_is_causal_without_a_mask_but_under_a_compiler(config: dict[st
 
 
 class Adapted(nn.Module):
-    """A frozen layer with an adapter."""
-
     def __init__(self, base: nn.Linear) -> None:
         super().__init__()
         self.base = base
@@ -175,7 +167,6 @@ class Adapted(nn.Module):
 
 
 def adapted(batch: int, context: int, device: torch.device) -> tuple[nn.Module, Any]:
-    """A llama with frozen weights and adapters of its queries."""
     workload = build_workload(of_config(LLAMA, batch=batch, context=context, attention="sdpa"), device)
     model: Any = workload.module
     model.requires_grad_(False)
@@ -233,13 +224,11 @@ def test_every_command_has_one_answer(name: str, precision: str) -> None:
 
 @cache
 def recorded() -> tuple[Run, ...]:
-    """Steps of models of transformers on one H200 and on two, which no rate is fitted to."""
     content = (ROOT / "benchmarks/results/foreign_models_h200_202611.jsonl.gz").read_bytes()
     return tuple(run for run in map(decode, gzip.decompress(content).splitlines()) if isinstance(run, Run))
 
 
 def told() -> list[Run]:
-    """All compiled steps and all on two GPUs, and of eager ones the smallest of each family."""
     small = [
         run for run in recorded() if run.spec and (run.spec.model.label.endswith("-S") or run.spec.compile != "off")
     ]
@@ -254,7 +243,6 @@ _LONG = (
     "qwen3-S-off",
     "mixtral-S-off",
 )
-"""Steps whose traces take ten seconds and more."""
 
 
 def _case(run: Run) -> Any:

@@ -1,5 +1,3 @@
-"""The catalogue of GPUs against what can be worked out without it."""
-
 import dataclasses
 import math
 import re

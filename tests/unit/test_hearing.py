@@ -1,5 +1,3 @@
-"""What becomes of a run of several processes, by what is heard of each; the ranks are played by this process."""
-
 import signal
 import socket
 import time
@@ -29,7 +27,6 @@ LOST = Failure(kind="error", message="RuntimeError: gloo/transport: Connection c
 
 
 OPENED = list[Channel]()
-"""The connections of a test's ranks."""
 
 
 @pytest.fixture(autouse=True)
@@ -40,8 +37,6 @@ def closed_at_the_end() -> Iterator[None]:
 
 
 class Process:
-    """The process of a rank, as far as its parent looks at it."""
-
     def __init__(self) -> None:
         self.code: int | None = None
 
@@ -53,8 +48,6 @@ class Process:
 
 
 class World:
-    """A hub and two ranks that are measuring: started here or, but for the first, `joined` by torchrun."""
-
     def __init__(self, hub: Hub, *, size: int = 2, joined: int = 0) -> None:
         self.hub, self.heard = hub, list[Progress]()
         self.listener = Listener(JOBS["step"], self.heard.append)
@@ -80,7 +73,6 @@ class World:
 
 
 def joined_by(hub: Hub, port: int, rank: int) -> tuple[Channel, list[Event]]:
-    """Connect as a rank of torchrun's while the hub listens; gives what it has heard meanwhile."""
     events: list[Event] = []
     with ThreadPoolExecutor() as threads:
         connecting = threads.submit(connect, LOOPBACK, port, hub.token, rank)
@@ -110,12 +102,10 @@ def world(hub: Hub) -> World:
 
 @pytest.fixture
 def joined_world(hub: Hub) -> World:
-    """As torchrun has started it: the first rank here, and another one."""
     return World(hub, joined=2)
 
 
 def end(channel: Channel) -> None:
-    """As the end of its process does."""
     channel._socket.shutdown(socket.SHUT_RDWR)
 
 
@@ -334,7 +324,6 @@ def test_idle_connections_keep_no_rank_out(hub: Hub, port: int) -> None:
 
 
 def test_a_rank_that_is_cut_off_unheard_tries_again(hub: Hub, port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when many others come between its connection and its hello."""
     admitted, cut_off = Hub._examine, list[hub_module._Connection]()
 
     def cut_off_once(self: Hub, connection: hub_module._Connection) -> Iterator[Event]:

@@ -1,5 +1,3 @@
-"""Watching a step from Python: what is kept when something fails, and what a run is set against."""
-
 import dataclasses
 import gc
 import gzip
@@ -57,8 +55,6 @@ MARKS = Marks(
 
 
 def measuring(monkeypatch: pytest.MonkeyPatch, run: Run, snapshot: bytes | None) -> None:
-    """In place of the child: it leaves that snapshot and gives that run."""
-
     def measure(task: StepTask, **others: object) -> Run:
         if snapshot is not None:
             assert task.snapshot is not None
@@ -143,7 +139,6 @@ def test_marks_that_no_recorder_wrote_of_the_snapshot_are_refused(tmp_path: Path
 
 
 def test_marks_know_their_history_by_every_address_size_and_action_in_it(tmp_path: Path) -> None:
-    """The digest is worked out here from its definition, and each number of the history is changed in turn."""
     trace = SNAPSHOT["device_traces"][0]
     columns = [[["alloc", "free_requested", "free_completed"].index(entry["action"]) for entry in trace]]
     columns += [[entry[key] for entry in trace] for key in ("addr", "size")]
@@ -232,7 +227,6 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
 def test_what_micro_steps_add_to_a_step_on_the_cpu_is_what_was_predicted(
     tmp_path: Path, fields: dict[str, object]
 ) -> None:
-    """To the byte, category by category: from the second micro-step on all gradients are there when the peak comes."""
     sizes = {"num_layers": 2, "d_model": 32, "d_ff": 80, "num_heads": 4, "vocab_size": 5000}
     step: dict[str, object] = {f"model.{name}": size for name, size in sizes.items()}
     step |= {"batch": 2, "context": 48, "warmup": 1, "steps": 1, "device": "cpu"} | fields

@@ -1,5 +1,3 @@
-"""Histories small enough to add up by hand, digested."""
-
 import random
 from itertools import pairwise
 from typing import Any
@@ -31,10 +29,10 @@ def told(snapshot: Any, marks: Marks | None = None, **more: Any) -> MemoryProfil
 
 
 class Step:
-    """A training step of two layers, and the marks that a recorder would make of it.
+    """A training step of two layers, with a recorder's marks.
 
     Layer: parameters 10 MiB, activation 4 MiB + 100 B, a temporary of 1000 B. History and marks begin with the forward
-    pass; everything before it is in no event.
+    pass; earlier memory is in no event.
     """
 
     def __init__(self, *, recomputed: bool = False) -> None:
@@ -121,7 +119,7 @@ ALWAYS = {"parameters": 20 * MIB, "optimizer_state": 40 * MIB, "inputs": 8 * KIB
 
 
 def test_the_peak_of_a_step_by_hand() -> None:
-    """Reached with the second gradient, when one activation, the loss and its gradient are still there."""
+    """Reached with the second gradient, while one activation, the loss and its gradient remain."""
     step = Step()
     profile = told(step.snapshot(), step.marks(counted_peak_bytes=1))
     activation = 4 * MIB + 100
@@ -178,7 +176,6 @@ def test_of_two_owners_the_first_one_named_has_it() -> None:
 
 
 def test_inference_keeps_no_activations() -> None:
-    """What outlives its forward pass there is its output."""
     step = Step()
     profile = told(step.snapshot(), step.marks(phases=(step.forward_phase,)))
     assert profile.at_peak["activations"] == 0
@@ -353,7 +350,6 @@ def test_events_without_times_are_counted() -> None:
 
 
 def test_a_history_made_elsewhere_has_the_sizes_it_says() -> None:
-    """As of a CPU: a segment a block, completions alone, and nothing rounded."""
     held = {"address": 64, "size": 1000, "requested_size": 1000, "state": "active_allocated", "frames": []}
     events = [
         {"action": "alloc", "addr": 4096, "size": 3_000_001, "stream": 0, "time_us": 1},

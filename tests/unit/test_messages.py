@@ -1,5 +1,3 @@
-"""What one process hears of another is checked where it enters: at the hub, and in a rank."""
-
 import io
 import os
 import socket
@@ -28,7 +26,6 @@ REQUEST = Request(job="step", task=msgspec.Raw(b"null"))
 
 
 def heard(folder: Path, program: str) -> Failure:
-    """What becomes of a child that does this with its connection, the descriptor `fd`."""
     (folder / "sayer.py").write_text(f"import os, sys, time\nmain, fd = int, int(sys.argv[1])\n{program}\n")
     found_there = Surroundings(environment=os.environ | {"PYTHONPATH": str(folder)})
     with (
@@ -161,7 +158,6 @@ def test_a_rank_ends_by_what_is_no_message_of_the_hub(said: bytes, why: str) -> 
     "answer", [b"", b"x", b"HTTP/1.1 400 Bad Request\r\n", b"\n", b'{"kind": "where"}\n', b"x" * 5000]
 )
 def test_what_is_no_hub_is_not_waited_for(answer: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another program has the port, and says nothing, half a line or something else."""
     monkeypatch.setattr(channel, "_CONNECT_S", 0.15)
     with socket.create_server((LOOPBACK, 0)) as other:
         others = list[socket.socket]()

@@ -1,5 +1,3 @@
-"""Nsight Systems exports: of the schema 3.16 (nsys 2024.6), and of others, and what is missing from them."""
-
 import hashlib
 import sqlite3
 from collections.abc import Sequence
@@ -65,7 +63,6 @@ ROWS: dict[str, list[Sequence[Any]]] = {
 
 
 def export(path: Path, rows: dict[str, list[Sequence[Any]]] = ROWS, renamed: dict[str, str] | None = None) -> Path:
-    """An export with these tables."""
     with closing(sqlite3.connect(path)) as connection:
         for table, content in rows.items():
             name = (renamed or {}).get(table, table)
@@ -163,7 +160,6 @@ def test_columns_of_an_older_schema(tmp_path: Path) -> None:
 
 
 def test_every_process_counts_its_own_correlations(tmp_path: Path) -> None:
-    """A kernel goes with the call of its own process, though both have the number 11."""
     rows = dict(ROWS)
     kernel, call = ROWS["CUPTI_ACTIVITY_KIND_KERNEL"][1], ROWS["CUPTI_ACTIVITY_KIND_RUNTIME"][0]
     rows["CUPTI_ACTIVITY_KIND_KERNEL"] = [kernel, (700, 750, *kernel[2:7], OTHER_PID, *kernel[8:])]

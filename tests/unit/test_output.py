@@ -1,5 +1,3 @@
-"""Where data goes: a file is replaced whole, a device or pipe is written to, and nothing else is harmed."""
-
 import gzip
 import os
 import pickle
@@ -36,7 +34,6 @@ PROFILED = profiled_run()
 
 
 def to(output: Path, **others: Any) -> FileOptions:
-    """The options of a command that writes that file, and has a store elsewhere."""
     return FileOptions(**{"output": output, "store": output.parent / "elsewhere" / "store.db"} | others)
 
 
@@ -70,7 +67,6 @@ def test_a_failing_output_of_a_measurement_says_where_its_record_is() -> None:
 
 
 def test_a_file_system_that_takes_no_file_is_known_before_any_work() -> None:
-    """Its folder may seem to be writable, as root's do."""
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc")
     with pytest.raises(SteplabError, match=r"cannot write /proc/table\.md: "):
@@ -142,7 +138,6 @@ def test_a_store_is_not_made_where_its_folder_has_no_folder(tmp_path: Path) -> N
 
 
 def test_a_store_in_a_folder_that_cannot_be_made_blames_that_folder() -> None:
-    """What is around it is there."""
     if not Path("/proc/self").is_dir():
         pytest.skip("no /proc")
     with pytest.raises(SteplabError, match="/proc/nope cannot be created; choose another store"):

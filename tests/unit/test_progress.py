@@ -1,5 +1,3 @@
-"""What progress lines say of a measurement that will take long."""
-
 import threading
 import time
 
@@ -12,7 +10,6 @@ from steplab.measurement.progress import Progress
 
 
 def told(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *, step_s: float, warmup: int) -> str:
-    """What stands on standard error during a measurement of ten steps with steps of this length."""
     now = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now[0])
     with ProgressLine(num_steps=warmup + 10) as line:

@@ -1,5 +1,3 @@
-"""Files of others are read in a process that the operating system bounds, and that ends with who started it."""
-
 import json
 import os
 import signal
@@ -33,14 +31,12 @@ COLLIDING = 2**61 - 1
 
 
 def colliding(path: Path, num_keys: int = 400_000) -> Path:
-    """A snapshot with a dict whose keys all have the hash 0."""
     keys = ((number * COLLIDING).to_bytes(11, "little") for number in range(1, num_keys + 1))
     path.write_bytes(b"\x80\x04}(" + b"".join(b"\x8a\x0b" + key + b"N" for key in keys) + b"u.")
     return path
 
 
 def children() -> set[str]:
-    """The processes that read a file for someone, by number and command line."""
     found = set()
     for process in Path("/proc").glob("[0-9]*"):
         try:
@@ -156,13 +152,10 @@ READERS = {
     "trace.json": ("import-trace", long_trace),
     "trace.sqlite": ("import-trace", long_export),
 }
-"""The command that reads each kind of file, and how one is made that takes long: the first for hours, deaf to
-signals."""
 
 
 @pytest.fixture
 def reading(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[subprocess.Popen[bytes]]:
-    """A command that reads a file that takes long."""
     command_name, make = READERS[name := getattr(request, "param", "snapshot.pickle")]
     words = [command_name, str(make(tmp_path / name)), "--store", str(tmp_path / "store.db")]
     before = children()

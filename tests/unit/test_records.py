@@ -1,5 +1,3 @@
-"""Records survive JSON unchanged, read what newer versions wrote, and come to rows that invent nothing."""
-
 import dataclasses
 import gzip
 import inspect
@@ -168,7 +166,6 @@ def test_fields_of_a_later_version_are_ignored(record: Run | Ceilings, value: ob
 
 
 def with_extra_fields(value: Any, extra: object) -> Any:
-    """A field more in every object that steplab defines, at any depth; free-form mappings are left alone."""
     if isinstance(value, list):
         return [with_extra_fields(item, extra) for item in value]
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Text on a page has enough contrast in both colour schemes (WCAG 2.2, 1.4.3: 4.5 to 1)."""
+"""Contrast of a page's text in both colour schemes (WCAG 2.2, 1.4.3: 4.5 to 1)."""
 
 import re
 from pathlib import Path
@@ -15,13 +15,11 @@ CSS = (Path(steplab.__file__).parent / "report" / "kit" / "page.css").read_text(
 
 
 def scheme(name: str) -> dict[str, str]:
-    """The colours of a scheme by their variables."""
     light, dark = re.findall(r":root \{(.*?)\}", CSS, flags=re.DOTALL)[:2]
     return dict(re.findall(r"--(\w+): (#[0-9a-f]{6})", light if name == "light" else dark))
 
 
 def luminance(color: str) -> float:
-    """Relative luminance (WCAG 2.2)."""
     channels = (int(color[at : at + 2], 16) / 255 for at in (1, 3, 5))
     red, green, blue = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels)
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
@@ -54,8 +52,6 @@ def test_contrast_is_that_of_the_standard() -> None:
 
 
 def palettes() -> list[tuple[NDArray[np.float64], NDArray[np.float64]]]:
-    """Background and the categories' colours, linear RGB: of the light scheme, then of the dark one."""
-
     def linear(text: str) -> NDArray[np.float64]:
         value = np.array([int(text[at : at + 2], 16) / 255 for at in (1, 3, 5)])
         return np.where(value <= 0.04045, value / 12.92, ((value + 0.055) / 1.055) ** 2.4)

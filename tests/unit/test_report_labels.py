@@ -1,5 +1,3 @@
-"""Labels name what tells a cell apart, and fit where they stand."""
-
 import math
 from dataclasses import replace
 

@@ -1,5 +1,3 @@
-"""Snapshots of every condition: read as pickle reads them where they are what they claim, executed never."""
-
 import gzip
 import io
 import os
@@ -29,7 +27,6 @@ FRAMES = [{"filename": f"/app/train_{i}.py", "line": 10 + i, "name": f"step_{i}"
 
 
 def event(action: str, address: int, size: int, frames: object = None, **more: object) -> dict[str, Any]:
-    """An event with torch 2.11's keys, in its order."""
     stated = {"action": action, "addr": address, "size": size, "stream": 0, "time_us": 1_763_000_000_000_000}
     told = {} if frames is None else {"frames": frames}
     return stated | {"compile_context": "", "user_metadata": ""} | more | told
@@ -59,7 +56,6 @@ def snapshot(events: list[dict[str, Any]], **more: object) -> dict[str, Any]:
 
 
 def run(pickled: bytes) -> object:
-    """What the reader makes of a pickle."""
     return _unpickled(Unpacked(io.BytesIO(pickled)))
 
 
@@ -70,7 +66,6 @@ def written(folder: Path, content: bytes, name: str = "snapshot.pickle") -> Path
 
 
 def refusal(path: Path) -> str:
-    """The one line that a file is refused with."""
     with pytest.raises(UserError) as caught:
         read_snapshot(path)
     message = str(caught.value)
@@ -100,8 +95,6 @@ def assert_same(one: History, other: History) -> None:
 
 
 class Reduced:
-    """Pickles as whatever it is told to."""
-
     def __init__(self, *reduced: Any) -> None:
         self.reduced = reduced
 
@@ -322,7 +315,6 @@ def test_sizes_whose_sum_is_beyond_64_bits_are_refused(tmp_path: Path) -> None:
 
 
 def test_a_history_that_no_allocator_has_written_is_told_without_negative_memory(tmp_path: Path) -> None:
-    """Events and segments that contradict one another, by the hundred: an answer, or one line."""
     for seed in range(150):
         chance = random.Random(seed)
         near = [0, 1, 512, 4096, 1 << 20, chance.randrange(1 << 22), 1 << 40, (1 << 40) + chance.randrange(1 << 25)]
@@ -404,7 +396,6 @@ NUMBERS = st.integers(0, 2**63 - 1) | st.sampled_from(
 
 @st.composite
 def histories(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Events of several kinds, as torch writes them, has written them, or might: some share their stacks."""
     chance = draw(st.randoms(use_true_random=False))
     stacks = [[chance.choice(FRAMES) for _ in range(chance.randrange(4))] for _ in range(6)]
     events = []
@@ -464,7 +455,6 @@ def test_progress_is_told_to_the_end(tmp_path: Path, compressed: bool) -> None:
 
 
 def test_devices_states_actions_and_absences(tmp_path: Path) -> None:
-    """Two devices, states by both their names, unknown actions and keys, an event without address or time."""
     blocks = [
         block(4096, 512, "active_allocated", FRAMES[:2], new=1),
         block(4608, 512, "active_pending_free", []),
@@ -502,7 +492,7 @@ def test_devices_states_actions_and_absences(tmp_path: Path) -> None:
 
 
 def test_a_bare_list_of_segments_is_an_older_snapshot(tmp_path: Path) -> None:
-    """As torch 1.12 to 2.0 gave it: blocks follow one another, and their history says what was asked for."""
+    """As torch 1.12 to 2.0 gave it: consecutive blocks, whose history has the requested sizes."""
     old = {
         "history": [{"addr": 4096, "real_size": 900, "frames": FRAMES[:1]}],
         "size": 1024,

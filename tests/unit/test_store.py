@@ -1,5 +1,3 @@
-"""The store against real SQLite files: what it keeps, what it refuses, and what a crash leaves."""
-
 import dataclasses
 import hashlib
 import os
@@ -438,7 +436,7 @@ def test_a_place_that_cannot_be_written_is_refused_before_anything_is_measured()
 
 
 def unprivileged() -> list[str]:
-    """Prefix of a command that has to obey permissions, which root's own processes do not."""
+    """Prefix for commands that must obey permissions, unlike root's."""
     if os.geteuid() != 0:
         return []
     if not shutil.which("setpriv"):
@@ -469,7 +467,6 @@ path = Path(sys.argv[1])
 
 
 def python(script: str, *arguments: object, prefix: list[str] | None = None) -> "subprocess.Popen[str]":
-    """Start `script` in a process of its own, with the names of PREAMBLE at hand."""
     places = os.pathsep.join([str(Path(__file__).parent), *filter(None, sys.path)])
     return subprocess.Popen(
         [*(prefix or []), sys.executable, "-c", PREAMBLE + textwrap.dedent(script), *map(str, arguments)],
@@ -487,7 +484,6 @@ def read_line(process: "subprocess.Popen[str]") -> str:
 
 
 def kill(process: "subprocess.Popen[str]") -> str:
-    """End the process as a power cut would, and return what it had printed until then."""
     process.kill()
     rest = process.communicate()[0]
     assert process.returncode == -signal.SIGKILL
@@ -717,7 +713,7 @@ def test_earlier_records_are_found_by_how_far_back_they_are(store: Store) -> Non
     ],
 )
 def test_a_store_that_computes_is_refused(path: Path, statements: list[str], what: str) -> None:
-    """A view may have no end, and a trigger lets an import say that it added what is not there."""
+    """Views may be endless, and triggers may fake imports."""
     with Store.open(path, write=True) as store:
         store.add(make_run("a"))
     with sqlite3.connect(path) as sqlite:

@@ -1,5 +1,3 @@
-"""`steplab store`: what is damaged is found, and named with its fix."""
-
 import dataclasses
 import json
 import sqlite3
@@ -23,7 +21,6 @@ from steplab.store.database import Store
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A store of twenty records, ten of them of one study."""
     made = tmp_path / "store.db"
     with Store.open(made, write=True) as store:
         for number in range(20):
@@ -45,7 +42,6 @@ def ids(path: Path) -> list[str]:
 
 
 def damaged_page(path: Path, record_id: str) -> None:
-    """Destroy the page of the file that holds this record."""
     with raw(path) as sqlite:
         page_bytes = sqlite.execute("PRAGMA page_size").fetchone()[0]
         sqlite.execute("PRAGMA wal_checkpoint(TRUNCATE)")
@@ -187,8 +183,6 @@ def test_the_file_system_is_that_of_the_innermost_mount(tmp_path: Path, monkeypa
 
 
 class LockFails:
-    """A connection to a file system that has no locks."""
-
     def execute(self, sql: str) -> None:
         error = sqlite3.OperationalError("disk I/O error")
         error.sqlite_errorcode = sqlite3.SQLITE_IOERR_LOCK

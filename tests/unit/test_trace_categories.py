@@ -1,5 +1,3 @@
-"""Rules for names: kernels of eager and compiled steps as real traces name them, operators as torch dispatches them."""
-
 import re
 from pathlib import Path
 
@@ -123,12 +121,10 @@ OWN = {
     "block": {"normalisation", "elementwise"},
     "cross_entropy": {"softmax", "elementwise"},
 }
-"""Operator -> categories of its kernels, which a replayed CUDA graph shows by their names alone."""
 
 
 @pytest.mark.parametrize("operator", OWN)
 def test_kernels_of_this_repository(operator: str) -> None:
-    """Those that are started; what they call (a name that begins with _, or a helper's) is part of them."""
     texts = [
         path.read_text(encoding="utf-8")
         for path in [*OPS_FOLDER.glob(f"{operator}_kernels.py"), *OPS_FOLDER.glob(f"{operator}/*.py")]

@@ -1,5 +1,3 @@
-"""The digest of traces whose figures are worked out by hand, and of a real one against torch's own sums."""
-
 import dataclasses
 from collections import defaultdict
 from pathlib import Path
@@ -26,8 +24,8 @@ US = 1e-6
 def two_phases() -> HandTrace:
     """One step: a product and an addition forward, a product backward on autograd's thread.
 
-    device   |  gemm 10..30 | 30..40 idle | add 40..45 | 45..70 idle | gemm 70..100 |
-    launches | gemm 1..3      add 33..36                 gemm 60..62
+    device   | gemm 10..30 | 30..40 idle | add 40..45 | 45..70 idle | gemm 70..100 |
+    launches | gemm 1..3     add 33..36    gemm 60..62
     """
     trace = HandTrace()
     trace.range("step", 0, 200)
@@ -278,7 +276,6 @@ def test_nothing_ran_is_an_error_in_words() -> None:
 
 @given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 40), st.integers(1, 3), st.booleans()), min_size=1))
 def test_categories_and_idle_time_sum_to_the_window(kernels: list[tuple[int, int, int, bool]]) -> None:
-    """Against a count of every microsecond, for kernels on three streams launched in a forward and a backward."""
     trace = HandTrace()
     trace.range("step", -100, 400)
     trace.range("forward", -100, 150)
@@ -300,7 +297,6 @@ def test_categories_and_idle_time_sum_to_the_window(kernels: list[tuple[int, int
 
 @pytest.fixture(scope="module")
 def real(tmp_path_factory: pytest.TempPathFactory) -> tuple[Profile, dict[str, tuple[float, int]]]:
-    """Two steps of a small model under torch.profiler: our digest, and torch's own self time (s) and calls."""
     import torch
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -1,6 +1,5 @@
-"""Kinds of traces that people have: what is admitted, what is left out, and that the latter is said.
-
-Each is rebuilt small from a public report or file; the right values are counted by hand.
+"""Kinds of traces in the wild: accepted, left out, and reported as such. Each is rebuilt small from a public report;
+values are counted by hand.
 """
 
 import json

@@ -1,5 +1,3 @@
-"""What comes out of a file from outside: whole, up to its damage, and within the limits."""
-
 import gzip
 import io
 import lzma
@@ -20,8 +18,6 @@ CONTENT = bytes(range(256)) * 4000
 
 
 class Trickle(io.BytesIO):
-    """A pipe that gives a few bytes at a time."""
-
     def read(self, size: int | None = -1, /) -> bytes:
         return super().read(min(size or 0, 3))
 

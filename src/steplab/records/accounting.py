@@ -48,6 +48,7 @@ class Question:
     """A question, its answer and the derivation."""
 
     title: str
+    """The question itself."""
     answer: str
     """One sentence with the number."""
     figures: tuple[Figure, ...]

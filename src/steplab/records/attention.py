@@ -83,6 +83,8 @@ class AttentionCell(Outcome):
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class AttentionRun(Benchmark[AttentionCell]):
+    """A stored attention benchmark: every implementation on every shape."""
+
     study: AttentionStudy
     """The requested study."""
     schema: str = "steplab.attention/1"
@@ -102,6 +104,7 @@ class TensorTerm:
     formula: str
     """Size in bytes in symbols of the shape, such as 'B H S K e'."""
     shape: tuple[int, ...]
+    """Size of each dimension."""
     element_bytes: int
     """Bytes per element."""
     kept: bool = False

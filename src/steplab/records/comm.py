@@ -113,6 +113,7 @@ class CommFit:
     """Line through a collective's times: time = alpha + beta · bytes on the wire (+ gamma · ranks)."""
 
     collective: str
+    """Such as all_reduce."""
     way: str
     """Transport (specs.comm.CommSpec.transport)."""
     dtype: str
@@ -143,15 +144,19 @@ class CommFacts:
     """Facts common to all cells, reported by the ranks."""
 
     ranks: tuple[CommRank, ...] = ()
+    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of transport libraries: {'nccl': '2.28.9'}."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class CommRun(Benchmark[CommCell]):
+    """A stored benchmark of collectives by size, world size and backend."""
+
     study: CommStudy
     """The requested study."""
     ranks: tuple[CommRank, ...] = ()
+    """One entry per process."""
     libraries: dict[str, str] = field(default_factory=dict)
     """Versions of transport libraries: {'nccl': '2.28.9'}."""
     profile: tuple[CommFit, ...] = ()

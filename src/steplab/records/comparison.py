@@ -54,6 +54,7 @@ class Unlike:
     """A field that differs between two compared records."""
 
     field: str
+    """Its name in rows."""
     a: Scalar
     """Value in A; None: absent."""
     b: Scalar
@@ -87,6 +88,7 @@ class KernelCount:
     """Calls of a kernel in one step."""
 
     name: str
+    """Demangled name from the profiler."""
     calls: float
     """Calls per step."""
     time_s: float
@@ -100,6 +102,7 @@ class KernelChange:
     cell: str
     """Cell; empty: each side has one."""
     phase: str
+    """forward, backward, optimizer, or outside."""
     range: str
     """Part of the model; empty: unknown."""
     category: str = ""

@@ -263,6 +263,8 @@ class DdpFacts:
 
 @dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class DdpRun(Benchmark[DdpCell]):
+    """A stored study of data-parallel variants of one step."""
+
     study: DdpStudy
     """The requested study."""
     facts: DdpFacts | None = None

@@ -48,7 +48,9 @@ class Environment:
     num_cpus: int
     """Logical processors."""
     python: str
+    """Python version, such as 3.12.0."""
     torch: str
+    """torch version, such as 2.13.0."""
     cuda: str | None = None
     """CUDA version of torch's build; None: without CUDA."""
     cudnn: str | None = None

@@ -112,6 +112,7 @@ class LayoutPlan:
     usable_bytes: int
     """Memory of a GPU that a program can use."""
     candidates: tuple[LayoutCandidate, ...]
+    """All layouts: fitting ones first, fastest first."""
     num_as_fast: int
     """First layouts too close to the fastest: their intervals contain its prediction."""
     network: str = ""
