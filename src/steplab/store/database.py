@@ -24,8 +24,8 @@ class Store(RecordTable, StudyTable):
             with steplab.Store.open() as store:
                 rows = store.rows()  # for pandas.DataFrame(rows) and polars.DataFrame(rows)
 
-        write=True creates a missing store, upgrades an older one and proves it writable. write=False leaves no trace and works on read-only files and folders. `timeout_s`: wait for another
-        process's lock.
+        write=True creates a missing store, upgrades an older one and proves it writable. write=False leaves no trace
+        and works on read-only files and folders. `timeout_s`: wait for another process's lock.
 
         Raises SteplabError for a file that is missing (write=False), not writable (write=True), damaged, locked,
         another program's, or a newer steplab's.
