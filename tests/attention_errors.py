@@ -117,8 +117,7 @@ def least_errors(
     dweights = do @ v.mT
     dscores = weights * (dweights - (do * exact["output"]).sum(-1, keepdim=True)) * factor
 
-    # By how much weights are off, as parts of themselves: each for its own score, rounded when it is summed and when it
-    # is scaled, and all of a row alike.
+    # Relative errors of weights: each from its score, rounded in sum and scale, and one common to the row.
     own = eps_of_sums * torch.where(weights > 0, scores.abs(), 0.0)
     row = eps_of_sums / 2 * exact["log-sum-exp"].unsqueeze(-1).abs()
     rounded = eps * (do * exact["output"]).square().sum(-1, keepdim=True).sqrt()

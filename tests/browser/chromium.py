@@ -118,7 +118,7 @@ class Page:
 
     @property
     def complaints(self) -> list[dict[str, Any]]:
-        self.evaluate("0")  # what was told before has come by then
+        self.evaluate("0")  # earlier events have arrived by then
         return [said for said in self._browser.events if said["method"] in _COMPLAINTS]
 
     def screenshot(self) -> bytes:

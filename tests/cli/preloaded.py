@@ -164,7 +164,7 @@ def _take(streams: tuple[int, ...], keep: tuple[int, ...] = ()) -> None:
         os.dup2(descriptor, number)
     nothing = os.open(os.devnull, os.O_RDWR)
     for descriptor in map(int, os.listdir("/dev/fd")):
-        if descriptor > 2 and descriptor not in (*keep, nothing):  # closed, it would be closed again by what is left
+        if descriptor > 2 and descriptor not in (*keep, nothing):  # a closed one would be closed twice
             os.dup2(nothing, descriptor, inheritable=False)
     encoding, errors = sys.stdout.encoding, sys.stdout.errors
     sys.stdin = open(0, encoding=encoding, errors=errors, closefd=False)  # noqa: SIM115
@@ -208,7 +208,7 @@ def _import_everything() -> None:
     for file in ranks_tests.glob("test_*.py"):
         importlib.import_module(file.stem)
     del sys.path[0]
-    sys.dont_write_bytecode = True  # commands shall leave none beside the models they import
+    sys.dont_write_bytecode = True  # commands leave no bytecode next to the models
     tempfile.tempdir = None  # to be found by the variables of each
     gc.collect()
     gc.freeze()

@@ -135,7 +135,7 @@ def test_import_snapshot_takes_compressed_files(
     assert "stream ends early" in capsys.readouterr().err
 
 
-# What is in the store already
+# Records already stored
 
 
 def test_a_page_leaves_out_what_cannot_be_drawn_and_says_so(

@@ -100,7 +100,7 @@ def test_a_store_without_a_profile_says_how_to_make_one(filled: Program) -> None
 
 # --- --try ------------------------------------------------------------------------------------------------
 
-# On a CPU whose bandwidth nobody measured: the optimizer's gain is not predicted, and still tried.
+# On a CPU without measured bandwidth, the optimizer's gain is not predicted but still tried.
 STEP = tiny(optimizer="adamw_loop", context="16")
 
 

@@ -261,7 +261,7 @@ def test_two_sweeps_share_a_store(steplab: Program) -> None:
     assert [study["num_ok"] for study in studies] == [2, 2]
 
 
-# What the measuring process has started itself
+# The measuring process's own children
 
 
 @pytest.fixture

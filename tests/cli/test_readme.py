@@ -138,7 +138,7 @@ def check_without_running(program: Program, piece: Piece) -> None:
             app.parse_args(words[1:], exit_on_error=False, print_error=False)
         except CycloptsError as error:
             pytest.fail(f"{piece}\n{error}")
-        if words[1] == "run":  # a run's fields are those of a sweep of one cell
+        if words[1] == "run":  # a run has the fields of a one-cell sweep
             fields = without_options(words[2:], ("--name", "--format", "--output", "--timeout", "--store", "--gpus"))
             if "--gpus" in words and "--layout" not in words:  # what run takes from --gpus
                 fields += ["--layout", f"dp={words[words.index('--gpus') + 1]}"]

@@ -56,7 +56,7 @@ def hangs(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
 
 
 def held(device: torch.device) -> tuple[nn.Module, Callable[[], Tensor]]:
-    """Waits while the working folder has a file `hold`; a file `reached` tells so."""
+    """Waits while the working folder has a file `hold`; it writes a file `reached`."""
 
     def fault() -> None:
         Path("reached").touch()

@@ -227,7 +227,7 @@ def parameter_elements(spec: StepSpec, rank: int) -> int:
     outputs = [WIDTH, shape.kv_width, shape.kv_width, *[FF] * (len(shape.feed_forward_layers) - 1)]
     norm = kept(WIDTH, 1) * (2 if shape.has_norm_biases else 1)
     block = sum(kept(width // tp, WIDTH) for width in outputs) + kept(WIDTH, WIDTH // tp) + kept(WIDTH, FF // tp)
-    if shape.biases == "all":  # those of what is split by its inputs are whole on each rank of tp
+    if shape.biases == "all":  # biases of input-split layers are whole on each rank of tp
         block += sum(kept(width // tp, 1) for width in outputs) + 2 * kept(WIDTH, 1)
     table, positions = kept(VOCABULARY // tp, WIDTH), kept(shape.learned_positions // tp, WIDTH)
     heads = 0 if shape.head == "tied" else table

@@ -128,7 +128,7 @@ def _serve(rank: int, size: int, folder: str, pipe: Connection) -> None:
             pipe.send("")
     except BaseException:
         pipe.send(traceback.format_exc())
-        time.sleep(GRACE_S)  # the others shall fail by what they did, and not because this one is gone
+        time.sleep(GRACE_S)  # the others must fail by their own faults, not by this one's absence
 
 
 def _join(rank: int, size: int, folder: str) -> None:

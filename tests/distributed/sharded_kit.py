@@ -19,7 +19,7 @@ OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
     "AdamW amsgrad": (torch.optim.AdamW, {"lr": 0.01, "amsgrad": True}),
     "Adam": (torch.optim.Adam, {"lr": 0.01, "weight_decay": 0.1}),
     "Adagrad": (torch.optim.Adagrad, {"lr": 0.1}),
-    # its default of eps is that of the dtype that stands first in a group, which is another one on another rank
+    # its default eps depends on a group's first dtype, which differs between ranks
     "Adafactor": (torch.optim.Adafactor, {"lr": 0.1, "eps": (1e-7, 1e-3)}),
     "RMSprop": (torch.optim.RMSprop, {"lr": 0.01, "centered": True}),
     "Muon": (torch.optim.Muon, {"lr": 0.01}),

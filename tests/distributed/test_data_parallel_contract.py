@@ -118,7 +118,7 @@ def gradients_live_in_their_bucket() -> None:
         model.finish_gradient_synchronization()
         places.append([p.grad.data_ptr() for p in model.parameters() if p.grad is not None])
         for parameter in itemgetter(0, 4, 5)(list(model.parameters())):  # each alone
-            while is_shared(parameter.grad):  # gloo's threads let go a moment after they have told that they are done
+            while is_shared(parameter.grad):  # gloo's threads release memory a moment after completion
                 time.sleep(0.001)
         shared = {p.grad.untyped_storage().data_ptr() for p in model.parameters() if p.grad is not None}
         assert len(shared) == len(model.buckets) == 4

@@ -133,8 +133,8 @@ SPLIT = {"all_gather_into_tensor": 2 * L + 1, "reduce_scatter_tensor": 2 * L + 1
         # All but the root are gathered once more.
         ("fsdp=2", {}, [SHARDED[0], SHARDED[1] | {"_allgather_base_": L + 1}, {}]),
         ("fsdp=2", {"reshard_after_forward": "never"}, [*SHARDED, {}]),
-        # The loss takes the largest logit, the sum of exponentials and the target's logit; the optimizer the gradients
-        # of the norms, of which each rank has the part of its tokens.
+        # The loss takes the largest logit, the sum of exponentials and the target's logit. The optimizer sums norm
+        # gradients, which each rank has for its tokens.
         ("tp=2", {}, [SPLIT | {"all_reduce": 3}, SPLIT, {"all_reduce": 2 * L + 1}]),
     ],
     ids=["sharded", "sharded and kept", "split"],

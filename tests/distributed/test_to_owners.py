@@ -47,7 +47,7 @@ def assert_trains_as_the_whole_optimizer(
     set_to_none: bool = True,
     overlapped: Callable[[nn.Module], list[nn.Module]] = lambda module: [],
 ) -> tuple[DataParallel, ShardedOptimizer]:
-    """Weights equal those of the same optimizer on every rank.
+    """Weights equal those of an unsharded optimizer.
 
     Bit for bit with AdamW if two ranks send all at once, as a sum of two has one order. Otherwise with SGD, within a
     rounding per gradient, rank and pass in each step: Adam's quotients would magnify roundings of sums near zero.

@@ -498,7 +498,7 @@ def test_it_runs_on_the_stream_that_is_current() -> None:
     torch.cuda.synchronize()
     side = torch.cuda.Stream()
     with torch.cuda.stream(side), torch.no_grad():
-        torch.cuda._sleep(20_000_000)  # cycles: whoever does not wait for this reads what is not there yet
+        torch.cuda._sleep(20_000_000)  # cycles: a reader that does not wait sees old values
         found = FlashAttentionTriton.apply(q.clone(), k.clone(), v.clone(), True)
     side.synchronize()
     assert torch.equal(found, right)

@@ -96,7 +96,7 @@ def lines_of_handover() -> set[tuple[str, int]]:
         module = importlib.import_module(f"steplab.ops.attention.{file}")
         source, first = inspect.getsourcelines(getattr(module, name).fn)
         calls = [number for number, line in enumerate(source) if "gl.warp_specialize(" in line]
-        # One that depends on a condition is said to be where that is.
+        # A conditional access is reported at its condition.
         calls += [number - 1 for number in calls if source[number - 1].lstrip().startswith("if ")]
         head = next(number for number, line in enumerate(source) if line.startswith("def "))
         lines |= {(file, first + number) for number in (head, *calls)}

@@ -153,7 +153,7 @@ def test_phases_and_memory_of_a_replayed_step_are_those_of_a_launched_one(tmp_pa
         # The same tensors, in blocks that are filled up less: a graph's pool was empty when it was recorded.
         saved = expected.peak_allocated_bytes - peak.peak_allocated_bytes  # 40.6 MB of 79 on an H200
         assert -(2**20) < saved < filled_up
-        # Graphs do not fill up the blocks of which the state of the steps before them takes a part.
+        # Graphs leave blocks half empty that earlier steps' state uses.
         assert peak.peak_reserved_bytes <= 1.3 * expected.peak_reserved_bytes
     assert graph.median_s is not None
     assert plain.median_s is not None

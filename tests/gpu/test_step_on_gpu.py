@@ -70,7 +70,7 @@ def test_the_host_is_ahead_by_what_it_has_given_the_device() -> None:
     (spinning, *_), _ = run_back_to_back([spin], device, 3, lambda step: None)
     assert spinning.lead_s is not None
     assert spinning.device_s is not None
-    # The first lead is the kernel's own length, and each further one is that of one kernel more.
+    # The first lead is one kernel's length; each further one adds a kernel.
     totals = list(itertools.accumulate(spinning.device_s))
     assert spinning.lead_s == pytest.approx(totals, rel=0.1)
     (waiting, *_), _ = run_back_to_back([Phase(name="late", run=late)], device, 3, lambda step: None)

@@ -71,7 +71,7 @@ def test_a_failure_has_no_figures() -> None:
 def mlflow_here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     pytest.importorskip("mlflow", reason="mlflow is missing: pip install 'steplab[mlflow]'")
     pytest.importorskip("alembic", reason="alembic is missing: pip install 'steplab[mlflow]'")
-    monkeypatch.chdir(tmp_path)  # for the artifacts, which MLflow puts beside the program
+    monkeypatch.chdir(tmp_path)  # for artifacts, which MLflow puts next to the program
     path = tmp_path / "mlflow.db"
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{path}")
     return path

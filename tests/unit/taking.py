@@ -75,7 +75,7 @@ class FakeSession:
         taken = side.run.turns.turns if side.run and side.run.turns else ()
         taken += (Turn(place=self._place, steps=steps),)
         self._place += 1
-        # A little noise that repeats, so that medians and intervals are those of the time told.
+        # A little periodic noise, so medians and intervals match the given time.
         samples = tuple(
             seconds * (1 + 0.0005 * (number % 5 - 2)) for number in range(sum(turn.steps for turn in taken))
         )

@@ -71,8 +71,8 @@ def test_a_step_is_as_near_to_float64_as_float32_allows() -> None:
     for master, before, gradient in zip(values, exact, gradients(1), strict=True):
         x, first, second = before.clone(), torch.zeros_like(before), torch.zeros_like(before)
         adamw_step(x, gradient.double(), first, second, rates)
-        # Decay and product round the parameter twice and its difference once; of the update of lr, what is rounded are
-        # two moments, a root, two corrections, a quotient and a product.
+        # Decay and product round the parameter twice and its difference once. The update of lr rounds two moments, a
+        # root, two corrections, a quotient and a product.
         assert ((master.double() - x).abs() <= u * (3 * before.abs() + 1e-2 * 10)).all()
 
 

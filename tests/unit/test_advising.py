@@ -347,7 +347,7 @@ def test_a_budget_counts_from_the_start(
 def test_a_budget_holds_for_what_makes_room_too(
     tmp_path: Path, recwarn: pytest.WarningsRecorder, budget_s: float | None, num_built: int
 ) -> None:
-    """Building a step takes 10 s, and the third is the first that fits."""
+    """Building a step takes 10 s; only the third fits."""
     now = 0.0
 
     class Slow(FakeSession):

@@ -85,7 +85,7 @@ def test_every_grid_that_comes_along_is_one(name: str) -> None:
 def test_lists_take_the_place_of_the_grids_own() -> None:
     _, _, cells = cells_of_grid("peers", {"sequence": ["64"], "dim": [16], "batch": [2]}, {"dtype": ["fp32"]})
     assert {c.queries for c in cells} == {64}
-    assert {c.dtype for c in cells} == {"bf16"}  # the grid's own; a default serves for what it leaves out
+    assert {c.dtype for c in cells} == {"bf16"}  # the grid's own, else the default
     _, _, apart = cells_of_grid("peers", {"queries": ["1"], "keys": [64]})
     assert {(c.queries, c.keys) for c in apart} == {(1, 64)}
 

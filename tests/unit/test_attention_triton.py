@@ -33,7 +33,7 @@ pytestmark = [
     pytest.mark.skipif(
         os.environ.get("TRITON_INTERPRET") != "1", reason="needs TRITON_INTERPRET=1 (where there is a GPU, tests/gpu)"
     ),
-    # The interpreter computes with numpy, which warns of what the kernels mean to do with infinities.
+    # The interpreter's numpy warns about intended infinities.
     pytest.mark.filterwarnings("ignore::RuntimeWarning"),
 ]
 

@@ -116,7 +116,7 @@ def test_programs_share_out_heads_and_batches(num_heads: int, sharing: int, in_a
     ]
     assert all(x["kv_head"] == x["head"] // sharing for x in told)
     assert all(x["b_kv_head"] == x["b"] * (num_heads // sharing) + x["kv_head"] for x in told)
-    # A head waits for what those before it have of the keys that they share.
+    # A head waits for earlier heads' parts of shared keys.
     order = {(x["b"], x["head"], x["first_key"]): program for program, x in enumerate(told)}
     for b, head, first_key in order:
         if head % sharing:
@@ -166,7 +166,7 @@ def test_turns_come_to_all_and_wait_for_lower_programs_alone(
     visible = range(-(-num_queries // KEYS))
     of_blocks = [min(q, -(-num_keys // KEYS) - 1) + 1 if causal else -(-num_keys // KEYS) for q in visible]
     assert turns == [count for count in of_blocks * heads for consumer in range(2)]
-    # The first that comes to a tile stores, and all others add.
+    # The first at a tile stores, later ones add.
     assert all(stored == [True] + [False] * (len(stored) - 1) for stored in first_of_tile.values())
     # Each in pieces of 64 queries and 32 columns, as `attention_finish` takes them.
     tiles = -(-num_queries // rows)

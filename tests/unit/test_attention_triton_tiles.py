@@ -167,7 +167,7 @@ def test_rows_of_the_table_are_ones_that_kernels_can_be_made_for() -> None:
                 assert (row.queries, row.keys) == (128 if row.box <= 64 else 64, 128), row  # what its registers hold
             else:
                 assert row.queries in ((128, 192) if row.box <= 64 else (128,)), row  # two consumers of 64, or three
-            assert row.stages >= 2, row  # a tile is multiplied one round after the next one is asked for
+            assert row.stages >= 2, row  # a tile is multiplied a round after requesting the next
         assert row.columns is None or row.box // 2 < row.columns < row.box, row
 
 

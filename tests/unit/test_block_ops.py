@@ -139,7 +139,7 @@ def check_norms(shape: tuple[int, ...], wide: torch.dtype, dtype: torch.dtype, d
     assert ((rounded - exact).abs() <= torch.finfo(wide).eps * exact.abs()).all()
 
     def plain(x: Tensor, branch: Tensor, weight: Tensor) -> Sequence[Tensor]:
-        # The norm is that of the sum as it is in memory.
+        # The norm uses the sum as stored in memory.
         total = x + branch
         total = total + (rounded.to(total.dtype) - total).detach()
         return plain_add_rms_norm(total, torch.zeros_like(total), weight, 1e-5)
@@ -191,7 +191,7 @@ def test_what_the_kernels_do_not_take_is_refused(monkeypatch: pytest.MonkeyPatch
     with pytest.raises(UserError, match=r"not \[1, 2, 12\] and \[2, 2, 2\] of torch.float32 with 2 heads"):
         rotary_heads(torch.zeros(1, 2, 12), torch.zeros(2, 2, 2), 2)
     for table, num_heads in (
-        (torch.zeros(2, 2), 1),  # read as one of two positions, of which the kernel would read past the end
+        (torch.zeros(2, 2), 1),  # read as two positions, past the end
         (torch.zeros(1, 2, 2), 1),
         (torch.zeros(2, 2, 0), 1),
         (torch.zeros(2, 1, 2), 1),
@@ -499,7 +499,7 @@ def test_what_else_reads_a_product_keeps_it_as_it_is() -> None:
     plain = [aten.mm.default, aten.permute.default, prims.convert_element_type.default]
     assert products_of(graph_of("cuda", read_again=True)) == plain
     assert products_of(graph_of("cuda", leaves=False)) == [*plain, aten.neg.default]
-    assert products_of(graph_of("cpu")) == plain  # of which torch has no such product
+    assert products_of(graph_of("cpu")) == plain  # torch lacks this product there
 
 
 @pytest.mark.parametrize("has_product", [True, False])

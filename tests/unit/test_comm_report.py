@@ -83,7 +83,7 @@ def test_a_benchmark_is_stored_listed_exported_and_imported(run: Any, counts: tu
 def test_a_listing_tells_benchmarks_apart_also_from_older_ones(gpus: CommRun) -> None:
     cpu = make_comm({"backend": ["gloo"], "collective": ["broadcast", "all_reduce"]}, ranks=2)
     older = {key: value for key, value in comm_row(gpus).items() if key not in ("backend", "collectives")}
-    text = render(rows_document([older, comm_row(cpu)]), width=119)  # of which nobody knows that it was gloo's
+    text = render(rows_document([older, comm_row(cpu)]), width=119)  # not known to be gloo's
     assert re.search(rf"{gpus.id} +4 +– +– +48 ", text)
     assert re.search(rf"{cpu.id} +2 +gloo +broadcast, all_reduce +8 ", text)
     studies = [make_ddp_run(("flat", "bucketed")), make_ddp_run(("torch_ddp",))]

@@ -150,7 +150,7 @@ def test_an_interval_beyond_the_threshold_that_decides_nothing_says_why() -> Non
 
 
 def test_processes_are_the_units_where_there_are_enough() -> None:
-    """Samples of a process are similar, those of several are not: more samples add nothing."""
+    """Samples of one process are similar, so more of them add nothing."""
     random = np.random.default_rng(5)
     a = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]
     b = [random.normal(level, 0.0001, 50) for level in random.normal(1, 0.05, 8)]

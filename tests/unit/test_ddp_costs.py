@@ -66,7 +66,7 @@ def test_a_link_is_found_again_from_what_it_takes(link: Link, num_bytes: float, 
     found = fit_link(calls, num_bytes, [link.alone_s(num_bytes, count) for count in calls])
     shares = [count * link.call_s / link.alone_s(num_bytes, count) for count in calls]
     if found is None or not (max(shares) > 0.01 and min(shares) < 0.99):
-        return  # one of the two is too small beside the other to be seen
+        return  # one is too small next to the other
     for count in (*calls, 1000):
         assert math.isclose(found.alone_s(num_bytes, count), link.alone_s(num_bytes, count), rel_tol=1e-3)
 

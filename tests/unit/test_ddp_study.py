@@ -306,7 +306,7 @@ def test_a_slow_host_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
         [(6,) * 4, (6,) * 4, (12,) * 4],
     ]
     assert all(min(samples.lead_s or (0.0,)) > 0 for phases in found for samples in phases)
-    assert [held_s for _, held_s in turns] == [1.5 * 2, 1.5 * 18]  # of what Python takes for a step
+    assert [held_s for _, held_s in turns] == [1.5 * 2, 1.5 * 18]  # of Python's time per step
 
 
 def test_a_step_in_which_python_stalled_is_made_again_after_a_longer_hold(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -396,7 +396,7 @@ def test_what_stays_is_told_of_and_counts_as_held_by_others(monkeypatch: pytest.
 
 
 OTHERS, OWN, SHARED = 5000, 40, 1000
-"""Bytes: of other contenders, of this one besides parameters and gradients, and shared with other ranks."""
+"""Bytes of other contenders, of this one's other tensors, and shared with other ranks."""
 
 
 def test_what_is_shared_is_other_until_gradients_lie_in_it() -> None:

@@ -73,7 +73,7 @@ def test_a_gpu_that_waits_for_its_host_is_a_warning() -> None:
     ("other_cpus", "load_average", "word"),
     [
         (1.0, 1.0, ["busy machine"]),
-        (0.1, 9.0, []),  # what others really used is known, and the load was that of earlier measurements
+        (0.1, 9.0, []),  # others' real use is known; the load came from earlier measurements
         (None, 3.1, ["busy machine"]),
         (None, 2.9, []),
         (None, None, []),

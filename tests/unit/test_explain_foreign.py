@@ -173,7 +173,7 @@ def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
     if finding.kind == "fusable_elementwise":
         products_s = max(seconds.get("device time that matrix products save", 0.0), 0.0)
         return next(iter(seconds.values())) + products_s + idle_s
-    if finding.kind == "weight_casts":  # with them goes half of what autocast computes in fp32
+    if finding.kind == "weight_casts":  # half of autocast's fp32 work goes with them
         return busy_s
     return min(own_s, length_s)
 

@@ -107,7 +107,7 @@ def test_an_overlapped_update_has_its_peak_in_the_backward_pass() -> None:
     assert dry.phase_peaks.keys() == fake.phase_peaks.keys() == {"forward", "backward"}
     assert fake.peak().phase == dry.peak().phase == "backward"
     assert fake.peak().num_bytes == pytest.approx(dry.peak().num_bytes, abs=2 * MIB)
-    assert "optimizer" in {op.phase for op in operators_of_fake(spec)}  # its time is told apart, to say what is hidden
+    assert "optimizer" in {op.phase for op in operators_of_fake(spec)}  # its time is separate, for the hidden share
 
 
 def by_category(peak: Peak) -> Counter[str]:

@@ -23,7 +23,7 @@ from steplab.records.run import Run
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 CASES = {
-    # finding: (a profile that has the fault, one that has not)
+    # finding: (a profile with the fault, one without)
     "launch_bound": ("small-256-bf16-off", "2.7b-1024-fp32-off"),
     "scores_materialised": ("large-1024-fp32-off", "head dimension"),
     "fp32_matmul": ("large-1024-fp32-off", "large-1024-bf16-off"),

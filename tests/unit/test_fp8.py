@@ -23,7 +23,7 @@ FORMATS = [E4M3, E5M2]
 SHAPES = [(3, 7), (70, 130), (1, 16), (80, 48)]
 WEIGHT_GRADIENTS: list[WeightGradient] = ["fp8", "bf16"]
 FAST_BITS = 13
-"""Bits after the leading one that Hopper's tensor cores keep of a fast sum."""
+"""Bits of a fast sum behind the leading one on Hopper's tensor cores."""
 
 
 # --- casts ----------------------------------------------------------------------------------------------------------
@@ -55,7 +55,7 @@ def check_casts(x: Tensor, largest: Tensor, dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("largest", [448.0, 57344.0, 3.0, 1e-3, 1e30, 0.0])
 def test_every_number_is_cast_as_by_torch(largest: float, dtype: torch.dtype) -> None:
     x = every_bf16_number("cpu")
-    x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # of which the interpreter makes other float32 numbers
+    x[x.abs() < torch.finfo(x.dtype).smallest_normal] = 0  # the interpreter changes subnormals
     check_casts(x, torch.tensor(largest), dtype)
 
 

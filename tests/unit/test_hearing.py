@@ -281,7 +281,7 @@ def stranger(port: int, says: bytes = b"") -> socket.socket:
 def test_a_stranger_is_cut_off_alone(hub: Hub, port: int, says: bytes) -> None:
     first, _ = joined_by(hub, port, 1)
     with stranger(port) as cut_off:
-        with suppress(ConnectionError):  # cut off before all was said
+        with suppress(ConnectionError):  # cut off midway
             cut_off.sendall(says)
         for _ in range(5):
             assert list(hub.poll(0.05)) == []

@@ -218,7 +218,7 @@ def test_a_run_is_set_against_the_newest_like_it_in_fp32_and_without_checkpointi
             store.add(record)
     found = memory_references([run, others[1], others[2]], tmp_path / "store.db")
     assert [other.id for other in found.others] == [newer.id, whole.id]
-    assert found.forecasts == {}  # what has a cell in fp32 needs none
+    assert found.forecasts == {}  # cells measured in fp32 need none
     assert memory_references([others[1]], tmp_path / "store.db") == MemoryReferences()
 
 

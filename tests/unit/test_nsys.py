@@ -215,7 +215,7 @@ def test_bad_utf8_in_a_name_is_replaced(tmp_path: Path) -> None:
 def test_the_file_is_not_touched(tmp_path: Path) -> None:
     path = export(tmp_path / "a name with ? and # and %20.sqlite")
     with closing(sqlite3.connect(path)) as connection:
-        # In this mode SQLite keeps files beside the database for as long as it is open, even for reading.
+        # In this mode SQLite keeps files next to an open database, even for reading.
         connection.execute("PRAGMA journal_mode = WAL")
     before = hashlib.sha256(path.read_bytes()).hexdigest(), path.stat().st_mtime_ns
     seen = list[tuple[int, int]]()

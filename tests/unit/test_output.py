@@ -152,7 +152,7 @@ def test_tokens_of_a_loop_are_at_least_one(tmp_path: Path) -> None:
         pass
 
 
-# What is never replaced
+# Files that are never replaced
 
 
 def _linked(store: Path) -> Path:

@@ -122,7 +122,7 @@ def test_the_peak_of_every_recorded_variant_is_within_one_and_a_half_percent() -
         if cell.contender.kind == "torch_ddp" and real > 1.03 * found:
             again = study.facts.gradient_bytes if study.facts else 0  # both sets of buckets are there for a while
             found += again
-        if cell.contender.kind == "sharded":  # its gradients go one by one, of which the plan keeps some too long
+        if cell.contender.kind == "sharded":  # its gradients leave one by one; the plan keeps some too long
             of_sharded.append(found / real - 1)
             assert 0 < found / real - 1 < 0.035
             continue

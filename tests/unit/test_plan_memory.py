@@ -192,7 +192,7 @@ def test_checkpointing_keeps_one_residual_stream_a_block() -> None:
     block = 4 * (8 * STREAM + 4 * INNER + SCORES + 2 * ROWS) + T * T
     assert every.at_peak["activations"] == 2 * 4 * STREAM + block + head + 4
     selective = predict(checkpointing="selective", **{"pass": "forward_backward"})
-    products = 4 * (6 * STREAM + 2 * INNER + SCORES)  # seven linear layers' outputs and those of both batched products
+    products = 4 * (6 * STREAM + 2 * INNER + SCORES)  # outputs of seven linear layers and both batched products
     assert selective.at_peak["activations"] == L * (products + 4 * STREAM) + head + 4
 
 
@@ -207,7 +207,7 @@ def test_from_the_second_micro_step_on_gradients_are_there_at_the_peak_by_hand()
         assert three.at_peak["temporaries"] == one.at_peak["temporaries"] + scalars
         million = predict(accumulation=1_000_000, **fields)  # which is not run a million times
         assert (million.peak_bytes, million.phase_peaks) == (three.peak_bytes, three.phase_peaks)
-    # Of a model compiled as a whole all gradients of a micro-step are there before they are added up.
+    # A model compiled as a whole has all gradients of a micro-step before adding them.
     compiled = predict(accumulation=2, compile="default", batch=1, context=1)
     assert compiled.phase_peaks["backward"] >= 4 * N + ROTARY // T + 2 * 4 * N + 8 * N
 

@@ -342,7 +342,7 @@ def test_casts_of_weights_that_a_compiled_graph_keeps_are_no_activations() -> No
     assert "Of the 350 MiB of activations saved for backward, 85.7 % is bfloat16; 50.0 MiB stay in float32" in total
     assert "would take 300 MiB more, so autocast lowers this peak by at most that" in bound
     assert "100 MiB of weight copies" in bound
-    # 60 MiB of what was kept is gone by the peak: perhaps casts, so that the bound counts on 40 MiB of them alone.
+    # 60 MiB are freed before the peak, perhaps casts, so the bound counts only 40 MiB.
     *_, late = precision_sentences(like(COMPILED, STATES | {"activations": 390}, saved=kept), None)
     assert "40.0 MiB of weight copies" in late
 

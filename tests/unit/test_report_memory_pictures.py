@@ -25,7 +25,7 @@ FP32, BF16 = watched_run({"context": 512}), watched_run({"context": 512, "precis
 CHECKPOINTED = watched_run({"context": 512, "checkpointing": "full"}, checkpointed=True)
 ALL = {"fp32": FP32, "bf16": BF16, "checkpointed": CHECKPOINTED, "imported": imported_snapshot(), "cpu": cpu_run()}
 HALF_A_STEP = 0.35  # pixels: edges are drawn at half pixels, the rules that the scale is read off at tenths
-SMALLEST = 210  # pixels of the bytes' axis in a picture beside others
+SMALLEST = 210  # pixels of the bytes' axis in a small multiple
 Point = tuple[float, float]
 
 

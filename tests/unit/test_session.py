@@ -555,7 +555,7 @@ def overflowing() -> tuple[nn.Module, Callable[[], Tensor]]:
     module = Linear()
     with torch.no_grad():
         next(module.parameters()).zero_()
-    return module, lambda: torch.full((5, 8), 3e38)  # of which the gradients' sum over a batch is infinite
+    return module, lambda: torch.full((5, 8), 3e38)  # gradients sum to infinity over a batch
 
 
 def needing_more(batch: int, ctx: int, *, width: int = 8) -> tuple[nn.Module, Callable[[], Tensor]]:

@@ -296,7 +296,7 @@ def test_every_event_of_memory_has_a_size(tmp_path: Path, action: str) -> None:
     made = event(action, 4096, 512)
     del made["size"]
     if action == "oom":
-        del made["addr"]  # torch tells device_free in its place
+        del made["addr"]  # torch reports device_free instead
     message = refusal(written(tmp_path, pickle.dumps(snapshot([made]))))
     assert message.startswith(f"the size of an event ({action}) is missing or negative")
 

@@ -92,7 +92,7 @@ def test_a_history_that_lost_its_start_is_told_from_its_end(
     alive = alive_bytes(lifetimes)
     if not lifetimes.notes:
         assert alive == allocated
-    else:  # what is assumed is told, and is at most what the allocator does not cut off
+    else:  # assumptions are reported, and at most the allocator's uncut rest
         (note,) = lifetimes.notes
         assert "before the history" in note
         count = int(note.split()[1])

@@ -33,7 +33,7 @@ def interval_by_counting(n: int, confidence: float) -> tuple[int, int] | None:
 @given(SAMPLES)
 def test_a_summary_says_what_the_standard_library_says(samples: list[float]) -> None:
     summary = summarize(samples)
-    # The mean of n doubles, summed in any order, is off by n - 1 roundings and that of the division.
+    # The mean of n doubles, summed in any order, is off by n roundings.
     slack = len(samples) * ROUNDING
     assert summary.count == len(samples)
     assert (summary.minimum, summary.maximum) == (min(samples), max(samples))

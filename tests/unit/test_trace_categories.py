@@ -38,7 +38,7 @@ KERNELS = {
     "void at_cuda_detail::cub::DeviceRadixSortOnesweepKernel<policy, false, long, int>": "other",
     "void fbgemm_gpu::permute_2D_data_kernel<false, int, int>": "uncategorised",
     "my_very_own_kernel": "uncategorised",
-    # Inductor lists the operators beside a kernel too.
+    # Inductor also lists neighbouring operators.
     "triton_poi_fused__scaled_dot_product_flash_attention_cat_transpose_view_10": "elementwise",
     "triton_red_fused__scaled_dot_product_flash_attention_native_layer_norm_2": "normalisation",
     "triton_poi_fused__to_copy_add_addmm_cat_mean_mul_pow_rsqrt_view_9": "elementwise",

@@ -254,7 +254,7 @@ def test_a_cpus_trace_on_a_machine_with_a_gpu_is_read_with_a_doubt() -> None:
     (doubt,) = digest(trace).doubts
     assert doubt.startswith("the machine has a GPU")
     assert digest(trace).notes[0] == doubt
-    assert digest(trace, source="torch.profiler").doubts == ()  # its own run, of which steplab knows the device
+    assert digest(trace, source="torch.profiler").doubts == ()  # steplab knows its own run's device
 
 
 def test_damage_is_a_doubt_and_the_first_of_the_notes() -> None:
