@@ -40,7 +40,8 @@ Format = Literal["table", "json", "csv", "md", "latex"]
 PageFormat = Literal["table", "json", "csv", "md", "latex", "html"]
 QUIET = "Stop a cell after this long without progress: 90s, 5min, 2h"
 _FORMAT_HELP = "Format [default: by --output's suffix, else table]"
-Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=recipe_help(), group=STEP)]
+_RECIPE = recipe_help().partition(":")[0]  # docs/advise.md lists what it sets
+Recipe = Annotated[Literal["fast"] | None, Parameter(name="--recipe", help=_RECIPE, group=STEP)]
 
 
 _Class = TypeVar("_Class", bound=type)
@@ -89,9 +90,12 @@ def field_options(
 
 def _help(field: StepField, with_default: bool) -> str:
     """Choices are listed without their meanings, which `help(steplab.StepSpec)` and docs/measure.md give."""
-    choices = ", ".join(field.choices or field.about.meanings)
-    default = field.help.removeprefix(field.meaning) if with_default else ""
-    return field.about.help + (f": {choices}" if choices else "") + default
+    choices, default = [*(field.choices or field.about.meanings)], ""
+    if with_default and field.default in choices:
+        choices[choices.index(field.default)] += " (default)"
+    elif with_default:
+        default = field.help.removeprefix(field.meaning)
+    return field.about.help + (f": {', '.join(choices)}" if choices else "") + default
 
 
 def _attribute(field: StepField) -> str:
