@@ -69,7 +69,7 @@ def test_a_shell_that_is_not_known_is_named(
     monkeypatch.setattr("cyclopts.completion.detect.detect_shell", _unknown)
     monkeypatch.setattr("cyclopts.completion.detect_shell", _unknown)
     assert main(["completion"]) == 2
-    assert "--shell bash" in capsys.readouterr().err
+    assert "set --shell to bash" in capsys.readouterr().err
 
 
 def _unknown() -> str:
