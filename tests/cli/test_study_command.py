@@ -61,7 +61,7 @@ def test_one_command_measures_all_and_writes_the_page(studied: Path) -> None:
 def test_it_resumes_with_what_is_missing_alone(studied: Path) -> None:
     program = Program(studied)
     again = program("study", "little.toml", "--resume")
-    assert "3 measurements made already, 1 to go" in again.stderr
+    assert "3 measurements already made, 1 to go" in again.stderr
     kinds = [row["kind"] for row in program("list", "--study", "little", "--format", "json").rows()]
     assert sorted(kinds) == ["attention", "memory", "run"]
 

@@ -67,7 +67,7 @@ def test_the_newest_that_can_be_read_is_found_behind_many_that_cannot(path: Path
     with Store.open(path, write=True) as store:
         for number in range(150, 200):
             store._connection.query("UPDATE record SET body = x'00' WHERE id = ?", f"{number:012x}")
-    with pytest.warns(UserWarning, match="cannot be read"):
+    with pytest.warns(UserWarning, match="is unreadable"):
         found = records_to_report(store=path).records
     assert [record.id for record in found][-1] == f"{149:012x}"
 

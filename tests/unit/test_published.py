@@ -130,7 +130,7 @@ def test_every_row_that_counts_has_a_prediction_or_a_reason() -> None:
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        ({"steplab_gpu": None}, "not in the catalogue"),
+        ({"steplab_gpu": None}, "the GPU is unknown"),
         ({"layout": PublicLayout(cp=2)}, "split sequences"),
         ({"scope": "mixture of experts"}, "not a dense decoder"),
         ({"precision": {"compute": "fp8"}}, "number format"),

@@ -83,7 +83,7 @@ def test_an_upgrade_keeps_a_copy_in_the_earlier_format_and_says_so(path: Path) -
     before = sqlite3.connect(path)
     content = list(before.iterdump())
     before.close()
-    with pytest.warns(Remark, match=r"upgraded from format 1 to 3, .* store\.db\.format-1-"):
+    with pytest.warns(Remark, match=r"upgraded from format 1 to 3; .* store\.db\.format-1-"):
         Store.open(path, write=True).close()
     (kept,) = path.parent.glob("store.db.format-1-*")
     assert version(kept) == 1
