@@ -80,7 +80,7 @@ def main() -> None:
     print(f"threshold of {IN_TURNS:.0%}. Found: B made 3 % or 20 % slower.\n")
     print("| runs | samples a side | drawn in runs of | compared | false alarms | 3 % found | 20 % found |")
     print("|---|--:|--:|---|--:|--:|--:|")
-    of_gpus = [run.samples_s for run in every if disturbances(run) and run.name != "identical"]
+    of_gpus = [run.samples_s for run in every if disturbances(run) and "NVIDIA" in (run.device_name or "")]
     for name, pools in (("quiet", quiet), ("disturbed", disturbed), ("disturbed, of GPUs", of_gpus)):
         for count, length, per_turn in (
             (10, 1, None),

@@ -20,7 +20,7 @@ gc.disable()  # until the tests are collected: modules make much that stays
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # before triton comes, which reads it once
 
-settings.register_profile("repeatable", derandomize=True, deadline=None)
+settings.register_profile("repeatable", derandomize=True, deadline=None, max_examples=40)
 settings.register_profile("search", deadline=None, max_examples=2000)
 settings.load_profile("repeatable")
 

@@ -47,7 +47,7 @@ ARROWS = {
         *("measurement", "comparison", "costs", "explain", "reading", "plan", "fake_step", "store"),
         *("records", "specs", "git", "limits", "unpacking", "printing", "units", "errors"),
     },
-    "views": {"lab", "report", "records", "printing", "measurement", "errors"},
+    "views": {"lab", "report", "records", "specs", "printing", "measurement", "errors"},
     "integrations": {"lab", "measurement", "records", "specs", "errors"},
     "cli": {
         *("integrations", "views", "lab", "report", "measurement"),

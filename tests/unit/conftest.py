@@ -1,5 +1,7 @@
 import gc
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any
 
 import pytest
 
@@ -20,3 +22,34 @@ def earlier_tests_left_no_garbage() -> None:
     """Collect and freeze: searches took half a second after leaky tests."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="session")
+def _predictions() -> dict[str, Callable[..., Any]]:
+    from steplab.lab import outlook
+
+    return {name: _kept(getattr(outlook, name)) for name in ("predict_memory", "predict_step_time")}
+
+
+def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
+    found: dict[str, Any] = {}
+
+    @wraps(function)
+    def asked(*args: Any, **kwargs: Any) -> Any:
+        key = repr((args, kwargs))
+        if key not in found:
+            found[key] = function(*args, **kwargs)
+        return found[key]
+
+    return asked
+
+
+@pytest.fixture(scope="module")
+def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None]:
+    """Walks from one step ask for the same predictions, each of which takes a tenth of a second."""
+    from steplab.lab import outlook
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name, predict in _predictions.items():
+            patch.setattr(outlook, name, predict)
+        yield

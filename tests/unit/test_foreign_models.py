@@ -242,6 +242,11 @@ _LONG = (
     "gemma3_text-S-off",
     "qwen3-S-off",
     "mixtral-S-off",
+    "llama-S-default",
+    "gpt_neox-L-default",
+    "llama-S-off",
+    "qwen2-S-off",
+    "llama-M-block",
 )
 
 

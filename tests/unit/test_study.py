@@ -74,12 +74,14 @@ CELLS = {
     "compiled": 5 * 2 * 3,  # sizes x contexts x passes
     "quick": 2 * 2 + 2 + 1 + 1,  # contexts x precisions, two other passes, another attention, a compiled step
     "sizes": 5 * 4 * 2 * 3,  # sizes x contexts x precisions x passes
+    "assignment": 0,  # all of those it includes
     "warmup": 2 * 4,  # sizes x numbers of warm-up steps
     "single-gpu": 5 * 2,  # sizes, eager and compiled
     "multi-gpu": 4,  # layouts
     "full": 0,
 }
 PARTS = {
+    "assignment": Counter({"precision": 2, "comm": 1}),
     "quick": Counter(doctor=1, profile=2, memory=2, precision=1, attention=1, comm=1, ddp=1),
     "single-gpu": Counter(doctor=1, profile=3 * 2 * 2, memory=3 * 3 * 2 + 1, precision=2, attention=2),
     "multi-gpu": Counter(comm=1, ddp=1),
@@ -317,7 +319,10 @@ def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:
     [
         ("[[grid]\n", "not valid TOML"),
         ("[[grid]]\ncontext = [32\n", "not valid TOML"),
-        ("grids = 3\n", "unknown key 'grids'; a study has description, gpus, include, and the tables [[grid]], "),
+        (
+            "grids = 3\n",
+            "unknown key 'grids'; a study has description, gpus, include, questions, and the tables [[grid]], ",
+        ),
         ("[grid]\ncontext = 32\n", "'grid' must be a list of [[grid]] tables"),
         ("grid = [1]\n", "'grid' must be a list of [[grid]] tables"),
         ("", "has no cells"),

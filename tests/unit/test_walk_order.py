@@ -8,7 +8,6 @@ import dataclasses
 import math
 import random
 import sys
-from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -33,6 +32,8 @@ from steplab.specs.attention_kernels import chosen_by_auto
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import StepSpec
 
+pytestmark = pytest.mark.usefixtures("predicted_once")
+
 H200 = gpu_named("H200 SXM")
 START_S, TURNS_S = 10.0, 10.0
 """Seconds to start a process, and of a comparison's turns."""
@@ -41,13 +42,6 @@ START_S, TURNS_S = 10.0, 10.0
 @cache
 def planned(spec: StepSpec) -> StepTimePrediction:
     return predict_step_time(spec, H200)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def predicted_once() -> Iterator[None]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(outlook, "predict_memory", cache(predict_memory))
-        yield
 
 
 class HostSession(FakeSession):

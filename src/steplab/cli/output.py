@@ -123,3 +123,20 @@ def write_report(
     if chosen == "html" and out.output is not None:
         emit(answer_of(selection))
     emit(text, out, chosen)
+
+
+def write_answers(
+    questions: str,
+    ids: Sequence[str],
+    chosen: str,
+    out: FileOptions,
+    *,
+    study: str | None = None,
+    name: str | None = None,
+    title: str | None = None,
+) -> None:
+    """Write the records as answers to questions."""
+    from steplab.views.reporting import report
+
+    view = report(ids, study=study, name=name, title=title, questions=questions, store=out.store)
+    emit(view.render(chosen, color=stdout_color(out)), out, chosen)

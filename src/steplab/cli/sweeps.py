@@ -1,5 +1,5 @@
 from steplab.cli.options import OutputOptions, PageOptions, StudyOptions
-from steplab.cli.output import chosen_format, say, write_report
+from steplab.cli.output import chosen_format, say, write_answers, write_report
 from steplab.cli.progress import ProgressLine
 from steplab.lab.choosing import records_to_report
 from steplab.lab.sweeping import sweep
@@ -29,7 +29,10 @@ def run_study(study: StudySpec, how: StudyOptions, out: OutputOptions | PageOpti
             f"{counted(len(doubtful), 'step')} with a warning; repeat on a quiet machine: "
             f"steplab rm {' '.join(doubtful)} --yes, then the same command with --resume"
         )
-    write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
+    if study.questions:
+        write_answers(study.questions, (), chosen, out, study=result.study_id)
+    else:
+        write_report(records_to_report(study=result.study_id, store=out.store), chosen, out)
     summary = counted_results(result.num_measured, "measurement", result.num_failed)
     again = "" if chosen == "html" else f"; `steplab report --study {result.study_id} --output page.html` draws it"
     say(f"study {result.study_id}: {summary}{again}")

@@ -21,9 +21,8 @@ B is higher if the whole interval lies above the threshold and the test of Mann 
 of units between A and B (for turns, within each turn) give rank sums so far apart. One alone raises more false alarms:
 the bootstrap of a median of few samples is too narrow, and ranks also detect differences too small to matter.
 
-Noise widens the interval: `margin` is the known difference between separate starts on such a machine. For turns,
-nothing is decided if a quarter of a side's samples exceed twice its median. benchmarks/compare_alarms.py counts alarms
-on recorded samples.
+Noise widens the interval: `margin` is the known difference between separate starts on such a machine.
+benchmarks/compare_alarms.py counts alarms on recorded samples.
 """
 
 import itertools
@@ -32,7 +31,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from steplab.records.comparison import Decision, Ratio
-from steplab.stats import CONFIDENCE, doubtful_outliers
+from steplab.stats import CONFIDENCE
 
 Blocks = Sequence[Sequence[float]]
 """Samples in order of time, a list per turn or process."""
@@ -100,8 +99,7 @@ def compare_samples(
         interval = ratio / math.exp(low), ratio * math.exp(high)
     if interval:
         p = mann_whitney_in_turns(*units) if in_turns else mann_whitney(*(np.nanmedian(unit, axis=1) for unit in units))
-    restless = in_turns and any(doubtful_outliers(np.concatenate(side).tolist()) for side in sides)
-    decision = "undecided" if restless else _decided(interval, p, threshold, alpha)
+    decision = _decided(interval, p, threshold, alpha)
     return Ratio(
         a=middles[0],
         b=middles[1],
@@ -114,9 +112,9 @@ def compare_samples(
         threshold=threshold,
         decision=decision,
         more=_more(interval, threshold, min(map(len, units)), _fewest(alpha, in_turns=in_turns))
-        if decision == "undecided" and not restless and not (separate and margin)
+        if decision == "undecided" and not (separate and margin)
         else None,
-        why=_why(interval, p, threshold, alpha, restless=restless),
+        why=_why(interval, p, threshold, alpha),
     )
 
 
@@ -198,12 +196,8 @@ def _decided(interval: tuple[float, float] | None, p: float | None, threshold: f
     return found
 
 
-def _why(
-    interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float, *, restless: bool
-) -> str:
+def _why(interval: tuple[float, float] | None, p: float | None, threshold: float, alpha: float) -> str:
     """Reason that the decision is weaker than the interval; empty: it is not."""
-    if restless:
-        return "a quarter of a side's steps take more than twice its median"
     beyond = interval is not None and by_interval(*interval, threshold) in ("higher", "lower")
     if beyond and p is not None and p >= alpha:
         return f"the interval exceeds the threshold, but p is {p:.2g}, not below {alpha:.2g}"

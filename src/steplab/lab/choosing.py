@@ -221,6 +221,24 @@ def records_to_report(
         return _selected(tuple(alike) or [newest])  # in a damaged store its row may deny its kind
 
 
+_MOST_THAT_ANSWER = 2000
+"""Largest number of records that answer questions where none are chosen; older ones are left out."""
+
+
+def records_that_answer(
+    given: Sequence[Record | str] = (),
+    *,
+    study: str | None = None,
+    name: str | None = None,
+    store: Path | str | None = None,
+) -> tuple[Record, ...]:
+    """The chosen records, as in `records_to_report`; else all of the store."""
+    if given or study is not None or name is not None:
+        return records_to_report(given, study=study, name=name, store=store).records
+    with open_store(store, write=False) as opened:
+        return tuple(opened.iterate(newest=_MOST_THAT_ANSWER)) or (_newest(opened),)
+
+
 def _newest(opened: Store) -> Record:
     """The newest measurement that can be read. Raises UserError if there is none."""
     kinds = [name for name, kind in KINDS.items() if kind.verb != "doctor"]

@@ -63,6 +63,8 @@ class StudySpec:
     """The further measurements."""
     gpus: int = 0
     """Number of GPUs that the measurements need."""
+    questions: str = ""
+    """The questions by which it is reported, a preset or a file; empty: by its records."""
     includes: tuple["StudySpec", ...] = ()
     """Studies whose measurements belong to this one as far as there are GPUs for them."""
 
@@ -107,7 +109,13 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
     for one in kept:  # a step that is watched is timed as well
         cells += [cell for cell in one.cells if cell not in cells and cell not in watched]
     description = "; ".join(filter(None, (study.description, *left_out)))
-    return StudySpec(name=study.name, description=description, cells=tuple(cells), parts=_distinct(parts))
+    return StudySpec(
+        name=study.name,
+        description=description,
+        cells=tuple(cells),
+        parts=_distinct(parts),
+        questions=study.questions,
+    )
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
@@ -153,9 +161,10 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     """The study in a file. Raises UserError for what is no study."""
     tables = ("grid", *STEP_PARTS, *BENCHMARKS)
     for key, value in content.items():
-        if key not in ("description", "gpus", "include", *tables):
+        if key not in ("description", "gpus", "include", "questions", *tables):
             listed = ", ".join(f"[[{table}]]" for table in tables)
-            raise UserError(f"unknown key '{key}'; a study has description, gpus, include, and the tables {listed}")
+            told = "description, gpus, include, questions, and the tables"
+            raise UserError(f"unknown key '{key}'; a study has {told} {listed}")
         if key in tables and not (isinstance(value, list) and all(isinstance(table, dict) for table in value)):
             raise UserError(f"'{key}' must be a list of [[{key}]] tables")
     gpus, included = content.get("gpus", 0), content.get("include", [])
@@ -164,6 +173,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     if not isinstance(included, list) or not set(map(str, included)) <= set(preset_names(STUDIES)):
         raise UserError(f"'include' must be a list of presets: {', '.join(preset_names(STUDIES))}")
     name, description = Path(source).stem, str(content.get("description", ""))
+    questions = str(content.get("questions", ""))
 
     def grids(kind: str) -> list[Grid]:
         flat = [as_grid(_flat(grid)) for grid in content.get(kind, ())]
@@ -177,10 +187,16 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
     ]
     includes = tuple(load_study(str(preset), overrides) for preset in included)
     if not parts and not includes:
-        return replace(study_from_grids(name, description, grids("grid")), gpus=gpus)
+        return replace(study_from_grids(name, description, grids("grid")), gpus=gpus, questions=questions)
     cells = study_from_grids(name, description, grids("grid")).cells if content.get("grid") else ()
     return StudySpec(
-        name=name, description=description, cells=cells, parts=_distinct(parts), gpus=gpus, includes=includes
+        name=name,
+        description=description,
+        cells=cells,
+        parts=_distinct(parts),
+        gpus=gpus,
+        questions=questions,
+        includes=includes,
     )
 
 

@@ -1,16 +1,16 @@
 """The report of several records, as a page or as tables."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from steplab.errors import SteplabError, UserError
-from steplab.lab.choosing import ReportedRecords, records_to_report
+from steplab.lab.choosing import ReportedRecords, records_that_answer, records_to_report
 from steplab.lab.explaining import findings_of
 from steplab.lab.memory import predictions_of
 from steplab.lab.memory_references import memory_references
-from steplab.lab.planning import plans_of
+from steplab.lab.planning import plan_accounting, plans_of
 from steplab.measurement.progress import OnProgress, Progress
 from steplab.records.record import Record
 from steplab.records.registry import KINDS
@@ -20,9 +20,11 @@ from steplab.report.kit.html import to_fragment, to_html
 from steplab.report.kit.rendering import render
 from steplab.report.memory.document import watched_in_full
 from steplab.report.page import page_verdict, render_page
+from steplab.report.questions.answers import questions_document
 from steplab.report.report import Context, Report
 from steplab.report.report import report_of as report_of_kind
 from steplab.report.run.cells import cells_of
+from steplab.specs.question import load_questions
 from steplab.views.view import View
 
 
@@ -32,6 +34,7 @@ def report(
     study: str | None = None,
     name: str | None = None,
     title: str | None = None,
+    questions: str | None = None,
     store: Path | str | None = None,
     on_progress: OnProgress = lambda progress: None,
 ) -> View:
@@ -41,9 +44,12 @@ def report(
         steplab.report([before, after]).save("page.html")
 
     `records` are records, ids, names, tags, studies or git revisions; without them, the records of a `study` or `name`,
-    else the newest measurement's. Raises UserError without records.
+    else the newest measurement's. `questions` is a preset or a file; its answers use all records of the store if none
+    are chosen. Raises UserError without records.
     """
     given = (records,) if isinstance(records, (Record, str)) else tuple(records)
+    if questions:
+        return answers_of(questions, records_that_answer(given, study=study, name=name, store=store), title, store)
     found = records_to_report(given, study=study, name=name, store=store)
     return report_of(found, title=title, named=bool(given), store=store, on_progress=on_progress)
 
@@ -64,6 +70,23 @@ def report_of(
         return _tables(found, format, named=named, color=color)
 
     return View(write, store)
+
+
+def answers_of(
+    questions: str, records: Sequence[Record], title: str | None = None, store: Path | str | None = None
+) -> View:
+    """Records as answers to questions, of a preset or a file."""
+    document = questions_document(load_questions(questions), records, _derived, title)
+
+    def write(format: str, color: bool) -> str:
+        return render(document, format, color=color)
+
+    return View(write, store)
+
+
+def _derived(options: Mapping[str, str]) -> str:
+    found = plan_accounting(options["model"], mesh=options.get("mesh", "fsdp=16,tp=4"))
+    return next(each.answer for each in found.questions if each.title.startswith(options["question"]))
 
 
 def answer_of(found: ReportedRecords) -> str:

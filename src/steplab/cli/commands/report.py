@@ -3,6 +3,8 @@
 Default: the newest record; a run comes with its study, or with all runs outside studies.
 
 For example: steplab report --output page.html
+
+Answers to questions: steplab report --questions assignment --output answers.html
 """
 
 from typing import Annotated
@@ -25,11 +27,18 @@ def report(
     study: Annotated[str | None, Parameter(help="Report this study")] = None,
     name: Annotated[str | None, Parameter(help="Report all runs of this name")] = None,
     title: Annotated[str | None, Parameter(help="Title of the page")] = None,
+    questions: Annotated[
+        str | None,
+        Parameter(help="Answer these questions, by default from all records: assignment, or a file"),
+    ] = None,
     out: PageOptions = PageOptions(),
 ) -> None:
-    from steplab.cli.output import chosen_format, write_report
+    from steplab.cli.output import chosen_format, write_answers, write_report
     from steplab.lab.choosing import records_to_report
 
     chosen = chosen_format(out.format, out)
+    if questions:
+        write_answers(questions, ids, chosen, out, study=study, name=name, title=title)
+        return
     selection = records_to_report(ids, study=study, name=name, store=out.store)
     write_report(selection, chosen, out, title=title, named=bool(ids))

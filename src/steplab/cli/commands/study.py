@@ -1,7 +1,7 @@
 """Run a study of steps, profiles, memory, precision and benchmarks as one job, and report it.
 
-Presets: quick (minutes on any machine); single-gpu, multi-gpu, full (GPUs); sizes, compiled, warmup, attention (one
-question each). A TOML file works too. Step options override the study's.
+Presets: quick (minutes on any machine); single-gpu, multi-gpu, full (GPUs); assignment (reported by question); sizes,
+compiled, warmup, attention (one question each). A TOML file works too. Step options override the study's.
 
 For example: steplab study quick --output page.html
 """

@@ -1,0 +1,1 @@
+"""Records as answers to questions: `rows` has what may be asked for, `answers` finds what answers."""

@@ -1,0 +1,331 @@
+"""Records as answers to questions: each with a sentence, a table, bars and the reason (specs.question)."""
+
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Any
+
+from steplab.errors import UserError
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import Row, Scalar
+from steplab.records.run import Run
+from steplab.report.kit.document import Bar, Bars, Column, Document, Section, Segment, Sentences, Table, Verdict
+from steplab.report.kit.quantities import LABEL, NUMBER, SHARE, TEXT, TIMES, Quantity, quantity_of, quotient
+from steplab.report.questions.rows import SHEETS, WHOLE, Sheet
+from steplab.report.report import report_of
+from steplab.report.run.cells import cells_of
+from steplab.specs.model import MODEL_SIZES
+from steplab.specs.question import Expression, Figure, Question, Questions, Where
+from steplab.specs.resolve import resolve_step
+from steplab.specs.step import FIELDS
+from steplab.units import counted
+
+_MOST_BARS = 24
+_FOLLOWING = {
+    "queries": ("keys",),
+    "pass": ("optimizer", "update", "accumulation", "checkpointing"),
+    "way": ("backend", "device"),
+    "contender": ("update", "data_parallel", "bucket_size_mb", "layout"),
+}
+"""Settings that change with another."""
+
+
+def questions_document(
+    asked: Questions, records: Sequence[Record], derive: Callable[[Mapping[str, str]], str], title: str | None = None
+) -> Document:
+    """The answers that records give.
+
+    derive: what a question's `derives` comes to, in a sentence.
+    """
+    answers = _Answers(records, derive)
+    chapters, data = [], list[Row]()
+    for chapter in asked.chapter:
+        parts = []
+        for question in chapter.question:
+            section, answer = answers.of(question)
+            parts.append(section)
+            data.append({"chapter": chapter.title, "question": question.asks, "answer": answer or None})
+            data[-1]["measure"] = None if answer else question.measure
+        chapters.append(Section.of(chapter.title, *parts, anchor=_anchor(chapter.title)))
+    open_ones = sum(row["answer"] is None for row in data)
+    by = counted(len(records), "record")
+    told = f"{len(data) - open_ones} of {counted(len(data), 'question')} are answered by {by}."
+    left = (f"Not measured: {open_ones}; each says the command that measures it.",) if open_ones else ()
+    devices = dict.fromkeys(record.device_name for record in records if record.device_name)
+    days = sorted({record.created_utc[:10] for record in records})
+    subtitle = " · ".join([*devices, " to ".join(dict.fromkeys(days[:1] + days[-1:]))])
+    return Document(
+        title=title or asked.title,
+        subtitle=subtitle,
+        verdict=Verdict(sentences=(told,), cautions=left),
+        sections=tuple(chapters),
+        data=data,
+    )
+
+
+class _Missing(Exception):
+    """No record has what is asked for."""
+
+
+class _Answers:
+    def __init__(self, records: Sequence[Record], derive: Callable[[Mapping[str, str]], str]) -> None:
+        self._derive = derive
+        self._records = sorted(records, key=lambda record: record.created_utc)
+        self._sheets: dict[str, Sheet] = {}
+
+    def of(self, question: Question) -> tuple[Section, str]:
+        """Its section, and the answer; empty where nothing answers."""
+        try:
+            blocks, answer = self._blocks(question)
+        except _Missing:
+            missing = f"Not measured; run `{question.measure}`." if question.measure else "Not measured."
+            return Section.of(question.asks, Sentences.of([missing], "warning")), ""
+        return Section.of(question.asks, answer, *blocks, Sentences.of([question.why], "note")), answer
+
+    def _blocks(self, question: Question) -> tuple[list[Any], str]:
+        if question.tells:
+            return [], self._told(question.tells)
+        if question.derives:
+            return [], self._derive(question.derives)
+        sheet = self._sheet(question.rows_of)
+        keys = [question.rows] if isinstance(question.rows, str) else list(question.rows)
+        view = _View(sheet, [*keys, question.across] if question.across else keys)
+        for rows in _alike(sheet, question, keys):
+            try:
+                figures = {name: view.figure(rows, figure) for name, figure in question.figures.items()}
+            except _Missing:
+                continue
+            return list(view.blocks(question, rows)) if question.columns else [], _filled(question.answer, figures)
+        raise _Missing
+
+    def _told(self, kind: str) -> str:
+        of_kind = [record for record in self._records if kind_of(record).name == kind]
+        if not of_kind:
+            raise _Missing
+        verdict = report_of(kind).verdict(
+            cells_of([each for each in of_kind if isinstance(each, Run)]) if kind == "run" else of_kind[-1:]
+        )
+        return " ".join(verdict.sentences)
+
+    def _sheet(self, name: str) -> Sheet:
+        if name not in SHEETS:
+            raise UserError(f"questions ask for rows of '{name}'; choose one of {', '.join(SHEETS)}")
+        if name not in self._sheets:
+            self._sheets[name] = SHEETS[name](self._records)
+        return self._sheets[name]
+
+
+def _alike(sheet: Sheet, question: Question, keys: Sequence[str]) -> list[list[Row]]:
+    """Sets of rows that may answer, the largest first, of equal ones the newest: alike but for what tells rows and
+    columns of the table apart."""
+    expressions = [*question.columns, *question.figures.values()]
+    varied = {*keys, question.across, *(key for each in expressions for key in each.against)}
+    varied |= {key for figure in question.figures.values() for key in (figure.along, *figure.where)}
+    varied |= {key for key, wanted in question.where.items() if isinstance(wanted, list)}
+    varied |= {key for name in varied & _FOLLOWING.keys() for key in _FOLLOWING[name]}
+    if "model" in varied:
+        varied |= {key for key in sheet.settings if key.startswith("model.")}
+    groups: dict[tuple[Scalar, ...], dict[tuple[Scalar, ...], Row]] = {}
+    for row in sheet.rows:
+        if _fits(row, question.where):
+            group = groups.setdefault(tuple(row.get(key) for key in sheet.settings if key not in varied), {})
+            group[tuple(row.get(key) for key in sheet.settings if key in varied)] = row
+    newest_first = [list(group.values()) for group in groups.values()][::-1]
+    return sorted(newest_first, key=len, reverse=True)
+
+
+@dataclass(frozen=True, slots=True)
+class _View:
+    """Rows of a question, and what is shown of them."""
+
+    sheet: Sheet
+    keys: Sequence[str]
+    """The settings by which a row is called."""
+
+    def value(self, row: Row, expression: Expression) -> Scalar:
+        """The figure of a row; None where it is not known."""
+        if not expression.is_quotient:
+            return row.get(expression.value)
+        under = row
+        if expression.against:
+            wanted = {key: row.get(key) for key in self.sheet.settings} | dict(expression.against)
+            alike = [other for other in self.sheet.rows if all(other.get(key) == wanted[key] for key in wanted)]
+            if not alike:
+                return None
+            under = alike[-1]
+        return quotient(row.get(expression.value), under.get(expression.over or expression.value))
+
+    def figure(self, rows: Sequence[Row], figure: Figure) -> dict[str, str]:
+        """A figure of the answer in words, and where it is found."""
+        fitting = [row for row in rows if _fits(row, figure.where)]
+        found = [(value, row) for row in fitting if (value := self.value(row, figure)) is not None]
+        if not found:
+            raise _Missing
+        show = _quantity(figure).show
+        if figure.take == "count":
+            return {"": str(len(found))}
+        numbers = [(float(value), row) for value, row in found if isinstance(value, (int, float))]
+        if not numbers:
+            return {"": ", ".join(dict.fromkeys(str(value) for value, _ in found))}
+        if figure.take == "a_doubling":
+            return {"": f"{_a_doubling(numbers, figure.along, self._rest(figure.along)):.1f}×"}
+        values = [value for value, _ in numbers]
+        if figure.take in ("median", "sum"):
+            return {"": show(median(values) if figure.take == "median" else sum(values))}
+        low, high = min(numbers, key=lambda pair: pair[0]), max(numbers, key=lambda pair: pair[0])
+        if figure.take == "range":
+            ends = dict.fromkeys((show(low[0]), show(high[0])))
+            return {"": " to ".join(ends), "low.at": self._called(low[1]), "high.at": self._called(high[1])}
+        end = low if figure.take == "min" else high
+        return {"": show(end[0]), "at": self._called(end[1])}
+
+    def _rest(self, along: str) -> Callable[[Row], tuple[Scalar, ...]]:
+        moving = (along, *_FOLLOWING.get(along, ()))
+        return lambda row: tuple(row.get(key) for key in self.sheet.settings if key not in moving)
+
+    def _called(self, row: Row) -> str:
+        return ", ".join(_said(key, row.get(key)) for key in self.keys if row.get(key) is not None)
+
+    def blocks(self, question: Question, rows: Sequence[Row]) -> Iterator[Table | Bars]:
+        """The table, and bars of its first column."""
+        keys = [key for key in self.keys if key != question.across]
+        words = [key for key in keys if all(isinstance(row.get(key), str) for row in rows)]
+        labels = [Column(key=k, header=k.replace("_", " "), quantity=TEXT if k in words else LABEL) for k in keys]
+        made: dict[tuple[Scalar, ...], dict[str, Scalar]] = {}
+        first, columns = question.columns[0], dict[str, Column]()
+        for row in _ordered(rows, keys, question):
+            name = tuple(row.get(key) for key in keys)
+            line = made.setdefault(name, dict(zip(keys, name, strict=True)))
+            if question.across:
+                at = row.get(question.across)
+                key = f"at {at}"
+                columns[key] = Column(key=key, header=_said(question.across, at), quantity=_quantity(first))
+                line[key] = self.value(row, first) if row.get("status", "ok") == "ok" else "failed"
+            else:
+                for number, each in enumerate(question.columns):
+                    key, header = f"column {number}", each.header or each.value.removesuffix("_s").replace("_", " ")
+                    columns[key] = Column(key=key, header=header, quantity=_quantity(each))
+                    line[key] = self.value(row, each)
+        lines = list(made.values())[: question.most or None]
+        if question.across:
+            order = sorted({row.get(question.across) for row in rows}, key=_place)
+            shown = [columns[f"at {at}"] for at in order]
+        else:
+            shown = list(columns.values())
+        yield Table(name=question.asks, columns=(*labels, *shown), rows=tuple(lines), caption=self._caption(rows))
+        yield from _bars(question, keys, lines, shown)
+
+    def _caption(self, rows: Sequence[Row]) -> str:
+        """What all rows have in common beside the defaults, and the records that they are of."""
+        common = {key: {row.get(key) for row in rows} for key in self.sheet.settings if key not in self.keys}
+        shared = [
+            _said(key, *values)
+            for key, values in common.items()
+            if len(values) == 1 and values != {None} and not _goes_without_saying(key, *values)
+        ]
+        ids = dict.fromkeys(str(row["id"]) for row in rows if row.get("id"))
+        named = f"Record{'s' if len(ids) > 1 else ''} {', '.join(ids)}." if len(ids) <= 3 else f"{len(ids)} records."
+        doubtful = sum(bool(row.get("warnings")) for row in rows)
+        named += f" {doubtful} of {counted(len(rows), 'timing')} are doubtful (`steplab list` says why)." * bool(
+            doubtful
+        )
+        return f"{' · '.join(shared)}. {named}" if shared else named
+
+
+def _goes_without_saying(key: str, value: Scalar) -> bool:
+    if key in ("model", "batch", "context", "pass", "precision"):
+        return False
+    field = next((field for field in FIELDS.values() if field.column == key), None)
+    return key.startswith("model.") or (field is not None and value == field.value(_DEFAULT)) or key in _UNSAID
+
+
+_DEFAULT = resolve_step({})
+_UNSAID = ("kv_heads", "keys", "status", "line", "of", "allocation_bytes")
+
+
+def _bars(
+    question: Question, keys: Sequence[str], lines: Sequence[Mapping[str, Scalar]], shown: Sequence[Column]
+) -> Iterator[Bars]:
+    drawn = shown if question.across else shown[:1]
+    bars = [
+        Bar(
+            label=" · ".join([_said(key, line[key]) for key in keys] + ([column.heading] if question.across else [])),
+            figure=(figure := column.quantity.show(value)),
+            segments=(Segment(value=float(value), color=number % 8 + 1, tip=figure),),
+        )
+        for line in lines
+        for number, column in enumerate(drawn)
+        if isinstance(value := line.get(column.key), (int, float)) and value > 0
+    ]
+    if 1 < len(bars) <= _MOST_BARS:
+        yield Bars(bars=tuple(bars), note=f"{drawn[0].heading.capitalize()}." if not question.across else "")
+
+
+def _filled(answer: str, figures: Mapping[str, Mapping[str, str]]) -> str:
+    def put(found: re.Match[str]) -> str:
+        name, _, part = found[1].partition(".")
+        if name not in figures or part not in figures[name]:
+            known = ", ".join(f"{{{each}{'.' if part else ''}{part}}}" for each in figures for part in figures[each])
+            raise UserError(f"an answer names {found[0]}; the figures of its question are {known}")
+        return figures[name][part]
+
+    return re.sub(r"\{([\w.]+)\}", put, answer)
+
+
+def _fits(row: Row, where: Where) -> bool:
+    return all(row.get(key) in (wanted if isinstance(wanted, list) else [wanted]) for key, wanted in where.items())
+
+
+def _quantity(expression: Expression) -> Quantity:
+    if expression.share:
+        return SHARE
+    if expression.is_quotient:
+        return TIMES
+    found = quantity_of(expression.value)
+    return _AS_IT_IS if found is TEXT else found
+
+
+_AS_IT_IS = Quantity(lambda value: value if isinstance(value, str) else NUMBER.write(value))
+
+
+def _said(key: str, *values: Scalar) -> str:
+    """A setting in words: model and choices speak for themselves, numbers have a name."""
+    (value,) = values
+    if isinstance(value, (int, float)) or value in ("yes", "no", "off", "none", "after"):
+        if key.endswith("_bytes") and isinstance(value, (int, float)):
+            return f"{value / 1e6:,.6g} MB"
+        return f"{key.replace('_', ' ')} {value}"
+    return str(value)
+
+
+_ORDER = (*MODEL_SIZES, "fp32", "forward", "forward_backward", "backward", "train", "optimizer", WHOLE)
+
+
+def _place(value: Scalar) -> tuple[int, float, str]:
+    """Numbers by size, models, passes and phases in their order, other words by the alphabet."""
+    if isinstance(value, (int, float)):
+        return 0, float(value), ""
+    return (1, _ORDER.index(value), "") if value in _ORDER else (2, 0.0, str(value))
+
+
+def _ordered(rows: Sequence[Row], keys: Sequence[str], question: Question) -> list[Row]:
+    if question.order:
+        return sorted(rows, key=lambda row: -float(row.get(question.order) or 0.0))
+    return sorted(rows, key=lambda row: [_place(row.get(key)) for key in keys])
+
+
+def _a_doubling(numbers: Sequence[tuple[float, Row]], along: str, rest: Callable[[Row], tuple[Scalar, ...]]) -> float:
+    alike: dict[tuple[Scalar, ...], dict[float, float]] = {}
+    for value, row in numbers:
+        if isinstance(at := row.get(along), (int, float)):
+            alike.setdefault(rest(row), {})[float(at)] = value
+    factors = [some[2 * at] / some[at] for some in alike.values() for at in some if 2 * at in some and some[at]]
+    if not factors:
+        raise _Missing
+    return median(factors)
+
+
+def _anchor(title: str) -> str:
+    return re.sub(r"\W+", "-", title.lower()).strip("-")

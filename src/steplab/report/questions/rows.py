@@ -1,0 +1,185 @@
+"""Rows of records that questions may ask for: settings, which tell what was measured, and figures."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from statistics import fmean, stdev
+from typing import Any
+
+from steplab.records.profile import OUTSIDE, Profile
+from steplab.records.record import Record
+from steplab.records.registry import kind_of
+from steplab.records.rows import Row, run_row, step_key
+from steplab.records.run import Run
+from steplab.report.kit.kernel_names import short_kernels
+from steplab.report.report import RecordReport, report_of
+
+WHOLE = "step"
+"""The phase of a profile that stands for all of them."""
+
+
+@dataclass(slots=True)
+class Sheet:
+    """Rows of one kind."""
+
+    settings: tuple[str, ...]
+    """The fields that tell what was measured; the others are figures."""
+    rows: list[Row] = field(default_factory=list)
+    """In the order of time."""
+
+
+def _settings_of(run: Run) -> Row:
+    assert run.spec is not None
+    return step_key(run.spec) | {"warmup": run.spec.warmup, "device": run.device_name}
+
+
+def _runs(records: Sequence[Record]) -> Iterator[tuple[Run, Row]]:
+    for record in records:
+        if isinstance(record, Run) and record.spec is not None:
+            known: Row = {"id": record.id}
+            yield record, known | _settings_of(record)
+
+
+def _of_runs(records: Sequence[Record], rows: Callable[[Run, Row], Iterator[Row]], *further: str) -> Sheet:
+    found = list(_runs(records))
+    settings = dict.fromkeys(key for _, row in found for key in row if key != "id")
+    return Sheet((*settings, *further), [row for run, known in found for row in rows(run, known)])
+
+
+def _run_rows(run: Run, known: Row) -> Iterator[Row]:
+    spread: Row = {}
+    for phase in run.timing.back_to_back if run.timing else ():
+        if len(phase.best_s) > 1:
+            name = phase.phase.replace(" ", "_")
+            spread |= {f"{name}_mean_s": fmean(phase.best_s), f"{name}_deviation_s": stdev(phase.best_s)}
+    if run.timing and (early := next((each.best_s for each in run.timing.warmup if each.phase == "step"), ())):
+        spread["first_warmup_s"] = early[0]
+    if run.model:
+        spread["parameters"] = run.model.num_parameters
+    if run.spec and (shape := run.spec.model.shape) and run.spec.precision in ("fp32", "tf32", "fp16", "bf16"):
+        spread["residual_stream_bytes"] = 4 * run.spec.batch * run.spec.context * shape.d_model
+    yield run_row(run) | known | spread
+
+
+def _kernel_rows(run: Run, known: Row) -> Iterator[Row]:
+    for phase, kernels, profile in _phases(run):
+        busy_s = sum(kernel.total_s for kernel in kernels)
+        by_name: dict[tuple[str, str], list[Any]] = {}
+        for kernel in kernels:
+            by_name.setdefault((kernel.name, kernel.category), []).append(kernel)
+        short = short_kernels(name for name, _ in by_name)
+        for (name, category), some in by_name.items():
+            total_s = sum(kernel.total_s for kernel in some)
+            yield known | {
+                "phase": phase,
+                "kernel": short[name],
+                "category": category,
+                "kernel_s": total_s / profile.num_steps,
+                "calls": round(sum(kernel.calls for kernel in some) / profile.num_steps, 1),
+                "busy_share": total_s / busy_s if busy_s else None,
+            }
+
+
+def _category_rows(run: Run, known: Row) -> Iterator[Row]:
+    for phase, kernels, profile in _phases(run):
+        busy_s = sum(kernel.total_s for kernel in kernels)
+        for category in dict.fromkeys(kernel.category for kernel in kernels):
+            total_s = sum(kernel.total_s for kernel in kernels if kernel.category == category)
+            yield known | {
+                "phase": phase,
+                "category": category,
+                "kernels_s": total_s / profile.num_steps,
+                "busy_share": total_s / busy_s if busy_s else None,
+            }
+
+
+def _attention_rows(run: Run, known: Row) -> Iterator[Row]:
+    """The parts of plain attention in the forward pass."""
+    for _, kernels, profile in _phases(run)[:1]:
+        for part in ("scores", "softmax", "values"):
+            own = [kernel for kernel in kernels if kernel.range.endswith(f"attention.{part}")]
+            flops = [op.flops or 0.0 for op in profile.ops if op.range.endswith(f".{part}") and op.phase == "forward"]
+            if own:
+                total_s = sum(kernel.total_s for kernel in own) / profile.num_steps
+                yield known | {"part": part, "part_s": total_s, "flops": sum(flops) / profile.num_steps}
+
+
+def _phases(run: Run) -> list[tuple[str, list[Any], Profile]]:
+    """Kernels of each phase of a profiled step, and of all."""
+    if run.profile is None:
+        return []
+    kernels = [kernel for kernel in run.profile.kernels if kernel.phase != OUTSIDE]
+    phases = dict.fromkeys(kernel.phase for kernel in kernels)
+    of_phases = [(phase, [each for each in kernels if each.phase == phase], run.profile) for phase in phases]
+    return [*of_phases, (WHOLE, kernels, run.profile)]
+
+
+def _phase_rows(run: Run, known: Row) -> Iterator[Row]:
+    """The timer's and the profiler's time of each phase."""
+    for phase in run.profile.phases if run.profile else ():
+        if (timed := run.phase_s(phase.phase)) is not None and run.profile:
+            steps = run.profile.num_steps
+            yield known | {
+                "phase": phase.phase,
+                "timer_s": timed,
+                "kernels_s": phase.busy_s / steps,
+                "waits_s": (phase.window_s - phase.busy_s) / steps,
+                "launched": round(phase.num_kernels / steps, 1),
+            }
+
+
+def _allocation_rows(run: Run, known: Row) -> Iterator[Row]:
+    for each in run.memory_profile.largest if run.memory_profile else ():
+        yield known | {
+            "allocation_bytes": each.requested_bytes,
+            "number": each.count,
+            "of": each.category,
+            "phase": each.phase,
+            "module": each.module,
+            "operator": each.op,
+            "line": each.source,
+        }
+
+
+def _peak_rows(run: Run, known: Row) -> Iterator[Row]:
+    for phase in run.memory_profile.phases if run.memory_profile else ():
+        yield known | {"phase": phase.name, "peak_bytes": phase.peak_bytes}
+
+
+def _own_rows(kind: str, settings: Sequence[str], table: str = "") -> Callable[[Sequence[Record]], Sheet]:
+    """The rows of a kind's own report, with the step and the device that they are of."""
+
+    def rows(records: Sequence[Record]) -> Sheet:
+        sheet = Sheet(tuple(settings))
+        for record in records:
+            if kind_of(record).name != kind:
+                continue
+            own = report_of(kind)
+            step = getattr(record, "spec", None) or getattr(getattr(record, "study", None), "step", None)
+            known: Row = {"id": record.id} | (step_key(step) if step else {}) | {"device": record.device_name}
+            sheet.settings = tuple(dict.fromkeys((*sheet.settings, *(key for key in known if key != "id"))))
+            data = own.rows(record) if isinstance(own, RecordReport) else own.documents([record])[0].data
+            sheet.rows += [{**known, **row} for row in (data[table] if isinstance(data, Mapping) else data)]
+        return sheet
+
+    return rows
+
+
+_SHAPE = ("batch", "heads", "kv_heads", "queries", "keys", "dim", "causal", "dtype", "implementation", "compile")
+
+SHEETS: dict[str, Callable[[Sequence[Record]], Sheet]] = {
+    "runs": lambda records: _of_runs(records, _run_rows),
+    "phases": lambda records: _of_runs(records, _phase_rows, "phase"),
+    "kernels": lambda records: _of_runs(records, _kernel_rows, "phase", "kernel", "category"),
+    "categories": lambda records: _of_runs(records, _category_rows, "phase", "category"),
+    "attention parts": lambda records: _of_runs(records, _attention_rows, "part"),
+    "allocations": lambda records: _of_runs(
+        records, _allocation_rows, "phase", "module", "operator", "line", "of", "allocation_bytes"
+    ),
+    "memory phases": lambda records: _of_runs(records, _peak_rows, "phase"),
+    "attention": _own_rows("attention", (*_SHAPE, "status")),
+    "comm": _own_rows("comm", ("collective", "backend", "way", "world_size", "dtype", "size_bytes")),
+    "ddp": _own_rows("ddp", ("contender", "num_ranks")),
+    "accumulation": _own_rows("numerics", ("sum",), "accumulation"),
+    "audit": _own_rows("numerics", ("precision", "module", "class"), "audit"),
+}
+"""What questions may ask for rows of."""

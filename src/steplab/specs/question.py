@@ -1,0 +1,115 @@
+"""Questions on records, in TOML: which rows answer one, the table to draw of them, and the sentence with its figures.
+
+[[chapter]]
+title = "Timing"
+[[chapter.question]]
+asks = "How long do forward and backward take?"
+rows_of = "runs"                       # or kernels, attention, comm, ... : see steplab.report.questions.rows.rows
+where = { pass = "train", precision = "fp32" }
+rows = "model"
+columns = [{ value = "forward_s" }, { value = "backward_s" }]
+figures.ratio = { value = "backward_s", over = "forward_s", take = "range" }
+answer = "Backward takes {ratio} as long as forward."
+why = "It computes two products for each of forward's."
+measure = "steplab study sizes"
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+import msgspec
+
+from steplab.errors import UserError
+from steplab.specs.study import content_of
+
+FOLDER = "questions"
+
+Value = str | int | float | bool
+Where = dict[str, Value | list[Value]]
+"""Fields of a row -> the value, or any of the values, that it has to have."""
+
+
+class Expression(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A figure of each row: a field, which may be divided."""
+
+    value: str
+    """A field of the row."""
+    over: str = ""
+    """The field that divides it."""
+    against: dict[str, Value] = {}
+    """The row that divides it has these values instead, and else the same settings."""
+    share: bool = False
+    """Whether a quotient is written as a share, 12 %, and not as 0.12×."""
+
+    @property
+    def is_quotient(self) -> bool:
+        return bool(self.over or self.against)
+
+
+class Column(Expression, kw_only=True, frozen=True):
+    """A column of the table."""
+
+    header: str = ""
+    """Empty: the field's name in words."""
+
+
+class Figure(Expression, kw_only=True, frozen=True):
+    """A figure of the answer: one of many rows."""
+
+    where: Where = {}
+    """Rows that it is taken of, among those of the question."""
+    take: Literal["range", "min", "max", "median", "sum", "count", "a_doubling"] = "range"
+    """a_doubling: the factor by which it grows, the median of neighbours, where `along` doubles."""
+    along: str = ""
+    """The field that doubles."""
+
+
+class Question(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A question and how records answer it."""
+
+    asks: str
+    rows_of: str = ""
+    """The kind of row; empty: `derives` or `tells` answers."""
+    where: Where = {}
+    rows: str | list[str] = []
+    """The settings that tell the table's rows apart."""
+    across: str = ""
+    """The setting that tells its columns apart; they all show the first of `columns`."""
+    columns: list[Column] = []
+    order: str = ""
+    """The field by which rows come, the largest first; empty: by their settings."""
+    most: int = 0
+    """Number of rows that are shown; 0: all."""
+    figures: dict[str, Figure] = {}
+    """Named in the answer as {name}; {name.at} is where the largest, or the smallest, was found."""
+    answer: str = ""
+    tells: str = ""
+    """A kind of record whose own verdict answers."""
+    derives: dict[str, str] = {}
+    """Options of `steplab plan accounting`, and `question`: the beginning of the one of its questions that answers."""
+    why: str = ""
+    measure: str = ""
+    """The command that measures what is asked."""
+
+
+class Chapter(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """Questions on one thing."""
+
+    title: str
+    question: list[Question]
+
+
+class Questions(msgspec.Struct, kw_only=True, forbid_unknown_fields=True, frozen=True):
+    """A write-up."""
+
+    title: str
+    chapter: list[Chapter]
+
+
+def load_questions(source: str) -> Questions:
+    """The questions of a preset or a file. Raises UserError for what is none."""
+    content: Mapping[str, Any] = content_of("set of questions", source, FOLDER)
+    try:
+        return msgspec.convert(content, Questions)
+    except msgspec.ValidationError as error:
+        raise UserError(f"questions {source}: {error}") from error

@@ -1,0 +1,168 @@
+"""Questions on records: which rows answer, what their figures come to, and what is said where none do."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from benchmarks.tables import GOLDEN, RESULTS, read
+from tests.runs import make_run
+
+from steplab.cli.app import main
+from steplab.errors import UserError
+from steplab.lab.keeping import open_store
+from steplab.records.record import Record
+from steplab.records.run import Run
+from steplab.records.timing import PhaseSamples, Timing
+from steplab.report.kit.document import Document, Section, Sentences, Table
+from steplab.report.questions.answers import questions_document
+from steplab.specs.question import load_questions
+
+FACTORS = """
+title = "Factors"
+[[chapter]]
+title = "Timing"
+[[chapter.question]]
+asks = "What does bf16 save?"
+rows_of = "runs"
+where = { precision = "bf16" }
+rows = "model"
+across = "context"
+columns = [{ value = "step_time_s", against = { precision = "fp32" } }]
+figures.best = { value = "step_time_s", against = { precision = "fp32" }, take = "min" }
+figures.grows = { value = "step_time_s", take = "a_doubling", along = "context" }
+answer = "At best {best} ({best.at}); a doubling takes {grows}."
+measure = "steplab study sizes"
+[[chapter.question]]
+asks = "And fp16?"
+rows_of = "runs"
+where = { precision = "fp16" }
+figures.step = { value = "step_time_s" }
+answer = "{step}."
+measure = "steplab study sizes"
+"""
+
+
+@pytest.fixture
+def factors(tmp_path: Path) -> str:
+    path = tmp_path / "factors.toml"
+    path.write_text(FACTORS)
+    return str(path)
+
+
+def lasting(seconds: float) -> Timing:
+    return Timing(warmup=(), back_to_back=(PhaseSamples(phase="step", host_s=(seconds,) * 10),))
+
+
+def of_factors() -> list[Record]:
+    """Two contexts in fp32 and bf16, of which bf16 takes 0.5 and 0.25 as long, and another model's step alone."""
+    seconds = {(64, "fp32"): 0.4, (64, "bf16"): 0.2, (128, "fp32"): 1.6, (128, "bf16"): 0.4}
+    runs: list[Record] = [
+        make_run({"model": "tiny", "context": context, "precision": precision}, timing=lasting(step_s))
+        for (context, precision), step_s in seconds.items()
+    ]
+    return [*runs, make_run({"model": "small", "context": 64, "precision": "bf16"}, timing=lasting(9.0))]
+
+
+def nothing(_: object) -> str:
+    return ""
+
+
+def sections(document: Document) -> dict[str, Section]:
+    return {
+        block.title: block for chapter in document.sections for block in chapter.blocks if isinstance(block, Section)
+    }
+
+
+def text_of(section: Section) -> str:
+    return " ".join(text for block in section.blocks if isinstance(block, Sentences) for text in block.texts)
+
+
+def test_figures_are_quotients_of_rows_that_differ_in_one_setting(factors: str) -> None:
+    document = questions_document(load_questions(factors), of_factors(), nothing)
+    found = sections(document)
+    assert "At best 0.25× (tiny, context 128); a doubling takes 2.0×." in text_of(found["What does bf16 save?"])
+    (table,) = (block for block in found["What does bf16 save?"].blocks if isinstance(block, Table))
+    small, tiny = sorted(table.rows, key=lambda row: str(row["model"]))
+    assert [tiny["at 64"], tiny["at 128"]] == pytest.approx([0.5, 0.25])
+    assert small["at 64"] is None  # it has no step in fp32
+
+
+def test_an_open_question_names_the_command_that_measures_it(factors: str) -> None:
+    document = questions_document(load_questions(factors), of_factors(), nothing)
+    assert "run `steplab study sizes`" in text_of(sections(document)["And fp16?"])
+    assert document.verdict.sentences == ("1 of 2 questions are answered by 5 records.",)
+    assert [row["answer"] is None for row in document.data] == [False, True]  # type: ignore[index]
+
+
+def test_the_newest_of_equal_steps_answers(factors: str) -> None:
+    again = make_run(
+        {"model": "tiny", "context": 128, "precision": "bf16"}, timing=lasting(0.8), created_utc="2099-01-01T00:00:00Z"
+    )
+    found = sections(questions_document(load_questions(factors), [again, *of_factors()], nothing))
+    assert "At best 0.50×" in text_of(found["What does bf16 save?"])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ('take = "min"', "figures"),
+        ('rows_of = "run"', "choose one of runs, phases"),
+        ("{best.at}", "the figures of its question are"),
+    ],
+)
+def test_what_is_no_question_is_said(factors: str, wrong: str, said: str) -> None:
+    right = {'take = "min"': 'take = "least"', 'rows_of = "run"': None, "{best.at}": "{worst}"}[wrong]
+    text = (
+        FACTORS.replace('rows_of = "runs"', 'rows_of = "run"', 1) if right is None else FACTORS.replace(wrong, right, 1)
+    )
+    Path(factors).write_text(text)
+    with pytest.raises(UserError, match=said):
+        questions_document(load_questions(factors), of_factors(), nothing)
+
+
+@pytest.fixture(scope="module")
+def recorded() -> list[Record]:
+    files = (
+        *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("step", "gz"), ("memory", "xz"))),
+        *(GOLDEN / f"{name}_h200_202611.jsonl.{kind}" for name, kind in (("profile", "gz"), ("precision", "xz"))),
+        *(RESULTS / f"{name}_h200_202611.jsonl.gz" for name in ("attention", "comm", "ddp")),
+    )
+    return [record for file in files for record in read(file, Record)]
+
+
+def test_the_assignment_is_answered_by_recorded_runs(recorded: list[Record]) -> None:
+    document = questions_document(load_questions("assignment"), recorded, lambda options: "derived")
+    data: Any = document.data
+    assert [row["question"] for row in data if row["answer"] is None] == []
+    told = {row["question"]: row["answer"] for row in data}
+    assert told["How does memory saved for backward grow with the length, and what removes it?"] == (
+        "A doubled length saves 4.0× as much in plain attention and 2.0× in FlashAttention."
+    )
+    steps = {
+        (run.spec.model.name, run.spec.context): run.phase_s("backward")
+        for run in recorded
+        if isinstance(run, Run)
+        and run.spec
+        and run.spec.precision == "fp32"
+        and run.spec.pass_name == "forward_backward"
+    }
+    assert (steps["2.7b", 1024] or 0) > (steps["small", 128] or 0)
+    assert "both together at most 2.00 s (2.7b, context 1024)" in told["How long do forward and backward take?"]
+
+
+def test_a_store_is_reported_by_questions_in_each_format(
+    factors: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "store.db"
+    with open_store(path, write=True) as store:
+        for record in of_factors():
+            store.add(record)
+    for chosen in ("table", "md", "latex", "html", "json"):
+        assert main(["report", "--questions", factors, "--format", chosen, "--store", str(path)]) == 0
+        told = capsys.readouterr().out
+        assert "At best 0.25×" in " ".join(told.split()) or chosen == "latex", chosen
+        if chosen == "json":
+            assert [row["question"] for row in json.loads(told)] == ["What does bf16 save?", "And fp16?"]
+    assert main(["report", "--questions", "nothing", "--store", str(path)]) == 2
+    assert "choose one of assignment" in capsys.readouterr().err
