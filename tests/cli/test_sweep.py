@@ -113,7 +113,7 @@ def test_progress_away_from_a_terminal_is_a_line_a_cell(mixed: Result) -> None:
     assert "left" not in cells[-1]
     for line, status in zip(cells[1:], STATUSES[1:], strict=True):
         assert status.replace("_", " ") in line
-    assert "6 measurements, of which 5 failed" in summary
+    assert "6 measurements, 5 failed" in summary
 
 
 def test_the_store_has_every_cell_of_the_sweep_and_counts_them(mixed: Result, mixed_program: Program) -> None:

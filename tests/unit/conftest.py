@@ -46,7 +46,7 @@ def _kept(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.fixture(scope="module")
 def predicted_once(_predictions: dict[str, Callable[..., Any]]) -> Iterator[None]:
-    """Walks from one step ask for the same predictions, each of which takes a tenth of a second."""
+    """Walks share predictions, a tenth of a second each."""
     from steplab.lab import outlook
 
     with pytest.MonkeyPatch.context() as patch:

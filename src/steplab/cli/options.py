@@ -194,7 +194,7 @@ class MeasurementOptions:
     step: StepOptions = StepOptions()
     recipe: Recipe = None
     processes: ProcessOptions = ProcessOptions()
-    name: Annotated[str, Parameter(help="Name of the run in listings", group=_OUTPUT)] = ""
+    name: Annotated[str, Parameter(help="Name of the run in listings", show_default=False, group=_OUTPUT)] = ""
     timeout: Annotated[str | None, Parameter(help=f"{timeout_help('measuring')} [default: none]", group=_OUTPUT)] = None
 
     def spec(self) -> "StepSpec":

@@ -39,7 +39,7 @@ def ab(
         int | None,
         Parameter(help="Fresh starts of each side [default: 3; 1 if a start takes over a minute]"),
     ] = None,
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     timeout: Annotated[str, Parameter(help="Stop waiting for a side after this long: 90s, 5min")] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:

@@ -32,7 +32,7 @@ def advise(
         str,
         Parameter(help="Start no change after this long: 90s, 10min, 2h; 'none' tries all"),
     ] = "10min",
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     out: OutputOptions = OutputOptions(),
 ) -> int:
     from steplab.cli.output import chosen_format, emit_document, say, say_stored

@@ -23,7 +23,7 @@ def precision(
             "times), timings (time and memory) [default: all three]"
         ),
     ] = None,
-    name: Annotated[str, Parameter(help="Name of the records in listings")] = "",
+    name: Annotated[str, Parameter(help="Name of the records in listings", show_default=False)] = "",
     timeout: Annotated[str, Parameter(help=timeout_help("a process"))] = "1h",
     out: OutputOptions = OutputOptions(),
 ) -> int:
