@@ -43,9 +43,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from steplab.measurement.clock import Phase
 from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.step.graphed import GraphedStep
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep, make_step
 from steplab.model.build import build_workload
 from steplab.specs.changes import resolve_with_recipe

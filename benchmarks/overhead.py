@@ -27,11 +27,11 @@ from typing import Any
 import torch
 
 import steplab
+from steplab.measurement.clock import run_back_to_back
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.loop import run_back_to_back
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import make_step
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.specs.resolve import resolve_step
 

@@ -6,8 +6,7 @@ from dataclasses import replace
 from benchmarks.tables import RESULTS, read, table
 
 from steplab.records.attention import AttentionCell, AttentionRun
-from steplab.report.attention.figures import PASS_WORDS, median_s
-from steplab.report.attention.tables import by_shape
+from steplab.report.attention.figures import PASS_WORDS, by_shape
 from steplab.report.kit.document import Table
 from steplab.report.kit.quantities import LABEL
 from steplab.specs.attention import PASSES, AttentionSpec
@@ -52,7 +51,7 @@ def _newest(runs: Sequence[AttentionRun]) -> AttentionRun:
 
 
 def _three_times(cell: AttentionCell) -> str | None:
-    times = [median_s(cell, name) for name in PASSES]
+    times = [cell.median_s(name) for name in PASSES]
     return " / ".join(milliseconds(seconds) for seconds in times if seconds) or None
 
 
@@ -92,7 +91,7 @@ def _family(spec: AttentionSpec) -> object:
 
 
 def _times(cell: AttentionCell) -> dict[str, float]:
-    found = {name: median_s(cell, name) for name in PASSES}
+    found = {name: cell.median_s(name) for name in PASSES}
     return {name: seconds for name, seconds in found.items() if seconds}
 
 
@@ -124,7 +123,7 @@ def bounds(cells: Sequence[AttentionCell]) -> Table:
     rows = []
     for cell in cells:
         for name in WORK:
-            seconds = median_s(cell, name)
+            seconds = cell.median_s(name)
             if cell.spec.implementation == OURS and seconds:
                 rows.append(_bound_row(cell.spec, name, seconds))
     return table(

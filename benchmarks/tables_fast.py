@@ -21,7 +21,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import waits_for_host
 from steplab.report.kit.document import Table
-from steplab.report.run.listing import list_document
+from steplab.report.run.columns import list_document
 from steplab.specs.hardware import find_hardware
 
 MATMUL_FLOPS_PER_S = 790e12

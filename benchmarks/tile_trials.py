@@ -6,15 +6,13 @@ Runs in `tune_attention`'s processes, a function per kind of task; tasks of a pr
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, lru_cache
-from types import SimpleNamespace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from steplab.measurement.attention.error import Inputs, Reference
-from steplab.measurement.attention.repeats import Repeats
 from steplab.measurement.attention.variant import make_inputs
+from steplab.measurement.clock import ColdCaches, ColdCall, repeats_within
 from steplab.measurement.machine.device import Device, open_device
 from steplab.measurement.machine.failures import failure_of
 from steplab.ops.attention.flash_reference import reference_backward, reference_forward
@@ -116,20 +114,18 @@ def _wrong(task: CheckTask) -> str:
 def time_candidates(task: TimeTask) -> list[tuple[float, ...]]:
     """Seconds per repeat of each candidate, alternating with a cold cache, as in `steplab attention`."""
     device = _opened(task.device)
-    repeats, problem = Repeats(device), _timed(task.device, task.shape)
+    caches, problem = ColdCaches(device), _timed(task.device, task.shape)
     with torch.no_grad():
-        runs: list[Any] = [  # variants for Repeats with the kernel as forward
-            SimpleNamespace(forward=launcher(candidate, task.shape, problem), num_flushes=1, num_waits=0)
-            for candidate in task.candidates
-        ]
-        calls_s = [repeats.warm_up("forward", run, _WARMUP_S) for run in runs]
-        rounds = int(min(max(_MEASURED_S * len(runs) / sum(calls_s), _LEAST_REPEATS), _MOST_REPEATS))
+        launchers = [launcher(candidate, task.shape, problem) for candidate in task.candidates]
+        runs = [ColdCall(run=lambda _, launch=launch: launch()) for launch in launchers]  # type: ignore[misc]
+        calls_s = [caches.warm_up(run, _WARMUP_S) for run in runs]
+        rounds = repeats_within(_MEASURED_S * len(runs), sum(calls_s), least=_LEAST_REPEATS, most=_MOST_REPEATS)
         device.reserve_marks(2 * rounds * len(runs))
         marks: list[list[tuple[object, object]]] = [[] for _ in runs]
         for first in range(rounds):
             for turn in range(len(runs)):
                 number = (turn + first) % len(runs)
-                marks[number].append(repeats.run_ahead("forward", runs[number]))
+                marks[number].append(caches.run_ahead(runs[number]))
         device.synchronize()
     return [tuple(device.seconds_between(start, end) for start, end in spans) for spans in marks]
 

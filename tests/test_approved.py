@@ -168,6 +168,14 @@ def test_the_commands_print_what_was_approved(
         pytest.fail("\n".join((*lines[:MOST_LINES], *more, again)), pytrace=False)
 
 
+@pytest.mark.parametrize("width", [80, 160])
+@pytest.mark.parametrize("name", ["steps", "noisy", "memory", "precision", "attention", "comm", "ddp", "layouts"])
+def test_no_line_is_wider_than_its_terminal(name: str, width: int) -> None:
+    """The other cases have lines of code to copy, which stay whole."""
+    lines = _path(name, str(width)).read_text(encoding="utf-8").splitlines()
+    assert [line for line in lines if len(line) > width and not line.startswith(("$ steplab", "steplab: "))] == []
+
+
 def test_nothing_else_is_approved() -> None:
     assert set(APPROVED.iterdir()) == {_path(name, kind) for name in CASES for kind in CASES[name].formats}
 

@@ -169,7 +169,7 @@ def test_every_part_of_the_package_has_its_arrows() -> None:
     assert {part_of(path) for path in FILES} == set(ARROWS)
 
 
-STUDY = {"jobs", "step", "machine", "observer", "compat", "tensors"}
+STUDY = {"jobs", "step", "clock", "runner", "machine", "observer", "compat", "tensors"}
 WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "compat": set(),
     "observer": set(),
@@ -177,10 +177,11 @@ WITHIN_MEASUREMENT: dict[str, set[str]] = {
     "tensors": set(),
     "machine": {"observer", "compat"},
     "recorder": {"step", "machine"},
+    "clock": {"machine"},
+    "runner": {"machine", "observer"},
     "jobs": {"machine", "observer"},
-    "processes": {"jobs", "machine", "progress"},
-    "entry": {"processes", "jobs", "machine", "observer", "compat"},
-    "step": {"machine", "observer", "compat", "tensors"},
+    "processes": {"jobs", "machine", "clock", "progress", "observer", "compat"},
+    "step": {"clock", "machine", "observer", "compat", "tensors"},
     "attention": STUDY,
     "comm": STUDY,
     "ddp": STUDY,

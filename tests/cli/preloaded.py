@@ -35,7 +35,7 @@ _LONGEST_REQUEST_BYTES = 1 << 20
 _MAINS = {
     "steplab": "steplab.__main__:console",
     "torch.distributed.run": "torch.distributed.run:main",
-    "steplab.measurement.entry.child": "steplab.measurement.entry.child:main",
+    "steplab.measurement.processes.child": "steplab.measurement.processes.child:main",
 }
 _OWN = re.compile(r"from (\S+) import main; main\(\)$")
 """End of the code of steplab's own processes (steplab.python)."""

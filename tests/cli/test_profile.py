@@ -245,7 +245,8 @@ def test_help_has_an_example(steplab: Program, command: str) -> None:
 
 NSYS = '''#!{python}
 """Plays nsys: looks at how it was called, answers as the measuring process would, and writes an export."""
-import json, os, shutil, socket, sys
+import json, os, shutil, sys
+from multiprocessing.connection import Connection
 
 arguments = sys.argv[1:]
 assert arguments[0] == "profile", arguments
@@ -253,16 +254,16 @@ at = arguments.index("-o")
 options, report, command = arguments[1:at], arguments[at + 1], arguments[at + 2:]
 assert {{"--trace=cuda,nvtx", "--capture-range=cudaProfilerApi", "--capture-range-end=stop", "--export=sqlite",
          "--force-overwrite=true"}} <= set(options), options
-assert command[1:3] == ["-P", "-c"] and "steplab.measurement.entry.child" in command[3], command
-connection = socket.socket(fileno=int(command[5]))
-request = json.loads(connection.makefile().readline())["value"]["request"]
+assert command[1:3] == ["-P", "-c"] and "steplab.measurement.processes.child" in command[3], command
+connection = Connection(int(command[5]))
+request = json.loads(connection.recv_bytes())["value"]
 task = request["task"]
 assert (task["profiled_steps"], task["trace"]) == (2, None), request
 with open("record.json") as file:
     record = json.load(file)
 if os.path.exists("export"):
     shutil.copy("export", report + ".sqlite")
-connection.sendall(json.dumps({{"kind": "result", "value": record}}).encode() + b"\\n")
+connection.send_bytes(json.dumps({{"kind": "result", "value": record}}).encode())
 '''
 
 

@@ -57,7 +57,7 @@ def test_run_is_shown_in_the_format_asked_for(steplab: Program, format: str) -> 
     result = steplab("run", *tiny(), "--pass", "forward", "--format", format)
     assert (result.code, result.stderr) == (0, "")
     title = "tiny · batch 1 · context 8"
-    opening = {"table": title, "md": f"# {title}", "latex": "% needs \\usepackage{booktabs}\n"}
+    opening = {"table": title, "md": f"# {title}", "latex": "\\documentclass{article}\n"}
     assert result.stdout.startswith(opening[format])
     assert "\x1b" not in result.stdout
 
@@ -232,7 +232,7 @@ def test_report_gives_the_newest_study_in_every_format(filled: Program, format: 
     elif format == "csv":
         assert [row["context"] for row in csv.DictReader(io.StringIO(result.stdout))] == ["8", "16"]
     else:
-        opening = {"table": "2 runs", "md": "# 2 runs", "latex": "% needs \\usepackage{booktabs}"}
+        opening = {"table": "2 runs", "md": "# 2 runs", "latex": "\\documentclass{article}"}
         assert opening[format] in result.stdout.splitlines()[0]
         assert "Phases of a step" in result.stdout
 

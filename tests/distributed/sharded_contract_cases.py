@@ -226,7 +226,7 @@ def case_restore(folder: str, of: int) -> None:
         other = ShardedOptimizer(groups(tiny()), torch.optim.AdamW, lr=0.5, amsgrad=True)
         # with fewer ranks each owns what two shards have; with more, the ranks that share one find theirs in it or not
         said = raised(lambda: other.load_state_dict(shards[(rank + 1) % of]))
-        assert f"of {of}, and parameters are assigned otherwise" in said
+        assert f"of {of}, and parameters have other owners" in said
 
 
 # --- what is refused --------------------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 import json
+import os
+import signal
 import socket
 import time
 from collections.abc import Iterator
@@ -8,7 +10,7 @@ from typing import Any
 import psutil  # type: ignore[import-untyped]
 import pytest
 from tests.cli.preloaded import Started
-from tests.cli.program import Program, finish, tiny, wait_until
+from tests.cli.program import Program, finish, kill, tiny, wait_until
 
 from steplab.measurement.machine.world import private_meeting_place
 from steplab.records.codec import decode
@@ -150,23 +152,65 @@ def test_two_launchers_join_and_the_first_rank_stores(steplab: Program) -> None:
     assert not other.store.exists()
 
 
-def test_a_rank_that_dies_is_named_by_the_first_of_the_joined(steplab: Program) -> None:
-    variables = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    commands = []
-    for rank in ("0", "1"):
-        program = Program(steplab.folder, started=steplab.started)
-        program.environment |= variables | {"RANK": rank, "LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": "2"}
-        commands.append(program.start("run", *tiny(), "--model", "faulty:killed"))
+@pytest.mark.parametrize(
+    ("fault", "code", "told"),
+    [
+        ("killed", -signal.SIGKILL, "crashed: rank 0 on {host}: another rank ended during measure: "),
+        ("raises", 1, "error: rank 1 on {host}: ValueError: the third batch is spoilt"),
+    ],
+)
+def test_what_ended_a_rank_is_in_the_record_of_the_first_if_the_rank_could_say_so(
+    steplab: Program, fault: str, code: int, told: str
+) -> None:
+    commands = start_joined(steplab, "run", *tiny(), "--model", f"faulty:{fault}")
     first, second = (finish(process) for process in commands)
-    assert (first.code, second.code) == (1, 1)
-    told = f"steplab: crashed: rank 1 on {HERE}: the process was ended by SIGKILL during measure"
-    assert first.stderr.startswith(told)
-    assert second.stderr.startswith(told)
+    assert (first.code, second.code) == (1, code)
+    assert first.stderr.startswith(f"steplab: {told.format(host=HERE)}")
+    assert second.stderr == (first.stderr if fault == "raises" else "")
     assert second.stdout == ""
     (row,) = steplab.rows()
     failure = shown(steplab, row["id"]).failure
     assert failure is not None
-    assert failure.rank == 1
+    assert failure.phase == "measure"
+
+
+def test_each_joined_rank_says_where_it_stands_when_the_time_is_over(steplab: Program) -> None:
+    commands = start_joined(steplab, "run", *tiny(), "--model", "faulty:hangs", "--timeout", "10s")
+    first, second = (finish(process) for process in commands)
+    assert (first.code, second.code) == (1, 1)
+    assert f"timeout: rank 0 on {HERE}: did not end within 10.0 s: it waits for other ranks at " in first.stderr
+    assert f"timeout: rank 1 on {HERE}: did not end within 10.0 s: it is at work/faulty.py:" in second.stderr
+    assert [row["status"] for row in steplab.rows()] == ["timeout"]
+
+
+@pytest.mark.parametrize(("end", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 1), (signal.SIGKILL, 1)])
+def test_cells_that_had_ended_are_stored_however_joined_ranks_end(
+    steplab: Program, end: signal.Signals, code: int
+) -> None:
+    """Ctrl-C reaches all ranks; torchrun ends the others by SIGTERM once one has failed; a killed rank says nothing."""
+    words = ("comm", "--size", "1KB,64MB", "--collective", "all_reduce", "--repeats", "1000")
+    commands = start_joined(steplab, *words)
+    first, second = commands
+    wait_until(lambda: b"[1/2]" in os.pread(first._files[1].fileno(), 1 << 16, 0), "the end of the first cell")
+    for process in {signal.SIGINT: commands, signal.SIGTERM: [first], signal.SIGKILL: [second]}[end]:
+        process.send_signal(end)
+    result = finish(first)
+    assert result.code == code, result.stderr
+    kill(second)
+    finish(second)
+    (row,) = steplab("list", "--kind", "comm", "--format", "json").rows()
+    record: Any = decode(steplab("show", row["id"], "--format", "json").stdout)
+    assert [cell.status for cell in record.cells] == (["ok"] if end is signal.SIGINT else ["ok", "crashed"])
+
+
+def test_torchrun_names_a_rank_that_dies_and_the_first_stores_what_it_was_told(steplab: Program) -> None:
+    launcher = torchrun(steplab, "--nproc-per-node", "2", "--master-port", str(free_port()), model="faulty:killed")
+    _, errors = launcher.communicate(timeout=120)
+    assert launcher.returncode == 1
+    assert b"exitcode  : -9" in errors
+    assert b"steplab: " in errors
+    (row,) = steplab.rows()
+    assert row["status"] == "crashed"
 
 
 def test_more_processes_than_memory_holds_are_refused_before_any_is_started(steplab: Program) -> None:
@@ -195,9 +239,20 @@ def test_another_number_of_processes_than_torchrun_started_is_refused(
         assert len(result.stderr.splitlines()) == (1 if rank == 0 else 0)
 
 
-def torchrun(program: Program, *words: str) -> Started:
+def start_joined(program: Program, *words: str) -> list[Started]:
+    """Start one command per rank, as a launcher without a store does."""
+    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+    commands = []
+    for rank in ("0", "1"):
+        one = Program(program.folder, started=program.started)
+        one.environment |= place | {"RANK": rank, "LOCAL_RANK": rank}
+        commands.append(one.start(*words))
+    return commands
+
+
+def torchrun(program: Program, *words: str, model: str = "tiny") -> Started:
     around = ("--master-addr", "127.0.0.1", "--local-addr", "127.0.0.1", *words)
-    run = ("-m", "steplab", "run", *tiny(), "--format", "json")
+    run = ("-m", "steplab", "run", *tiny(model=model), "--format", "json")
     return program.start(*around, *run, module="torch.distributed.run")
 
 

@@ -13,9 +13,8 @@ from pathlib import Path
 
 import psutil  # type: ignore[import-untyped]
 import pytest
-from tests.cli.preloaded import Started
 from tests.cli.program import Program, finish, is_gone, tiny, wait_until
-from tests.distributed.test_launch import free_port, processes_in, without_device
+from tests.distributed.test_launch import processes_in, start_joined, without_device
 
 STRANGER = """
 import base64, os, pickle, sys, threading, time
@@ -107,22 +106,12 @@ def test_no_store_takes_what_a_stranger_writes(steplab: Program) -> None:
     assert not written.exists()
 
 
-def start_joined(program: Program, *options: str) -> list[Started]:
-    place = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    commands = []
-    for rank in ("0", "1"):
-        one = Program(program.folder, started=program.started)
-        one.environment |= place | {"RANK": rank, "LOCAL_RANK": rank}
-        commands.append(one.start("run", *tiny(), *options))
-    return commands
-
-
 SAYINGS: Sequence[bytes] = (b"\xff\n", b'{"x": ' + b"[" * 3000 + b"]" * 3000 + b"}\n", b'{"token": "', b"x" * 100_000)
 
 
 def test_joined_ranks_of_one_machine_listen_on_loopback_and_strangers_do_them_no_harm(steplab: Program) -> None:
     steplab.write("hold", "")
-    commands = start_joined(steplab, "--model", "faulty:held")
+    commands = start_joined(steplab, "run", *tiny(), "--model", "faulty:held")
     wait_until(lambda: (steplab.cwd / "reached").exists(), "a step of both ranks")
     ports = listening(steplab.folder)
     assert {address for address, _ in ports if not is_loopback(address)} == set()

@@ -178,7 +178,7 @@ def an_optimizer_that_is_not_sharded_alike_is_refused() -> None:
         torch.optim.SGD(model.parameters(), lr=0.1),
         ShardedOptimizer(list(model.parameters())[::-1], torch.optim.SGD, owners=_swapped(model.owners), lr=0.1),
     ):
-        with pytest.raises(UserError, match=r"averaged on other ranks alone.*owners=model\.owners"):
+        with pytest.raises(UserError, match=r"averaged only on other ranks.*owners=model\.owners"):
             optimizer.step()
     with pytest.raises(Unsupported, match="compression to bf16 of gradients that go to owners"):
         DataParallel(modules.plain(), to_owners=True, compress="bf16")
@@ -243,7 +243,7 @@ def owners_that_one_rank_alone_misses_are_refused_on_all() -> None:
     sharded = ShardedOptimizer(model.parameters(), torch.optim.SGD, lr=0.1)
     mine = [p for p in model.parameters() if sharded.owner(p) == dist.get_rank()]
     assert all(model.owners[p] == dist.get_rank() for p in mine) == (dist.get_rank() == 0)
-    with pytest.raises(UserError, match=r"averaged on other ranks alone.*owners=model\.owners"):
+    with pytest.raises(UserError, match=r"averaged only on other ranks.*owners=model\.owners"):
         sharded.step()
 
 

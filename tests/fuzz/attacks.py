@@ -8,6 +8,7 @@ import json
 import lzma
 import pickle
 import random
+import struct
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +28,7 @@ from tests.fuzz.mutations import (
 from tests.fuzz.players import Message, Player, conversations
 
 from steplab.cli.app import app
-from steplab.measurement.processes import hearing
+from steplab.measurement.processes import conversation
 from steplab.records.codec import encode
 
 
@@ -282,7 +283,7 @@ def messages(random_: random.Random, folder: Path) -> Iterator[Try]:
         (folder / "told-1").write_bytes(second)
         store.unlink(missing_ok=True)
         arguments = (*words, "--store", str(store))
-        with mock.patch.multiple(hearing, _CAUSE_S=0.01, _ANSWER_S=0.01):
+        with mock.patch.multiple(conversation, _CAUSE_S=0.01, _ANSWER_S=0.01):
             end = run(*arguments, parse_once=True, process=players)
         yield Try(arguments=arguments, end=end, file=file, faults=end.faults)
         if store.exists() and random_.random() < 0.3:
@@ -290,14 +291,19 @@ def messages(random_: random.Random, folder: Path) -> Iterator[Try]:
 
 
 def _lines(said: list[Message]) -> bytes:
-    return b"".join(encode(message) + b"\n" for message in said)
+    return b"".join(_framed(encode(message)) for message in said)
+
+
+def _framed(text: bytes) -> bytes:
+    """A message on its way, as multiprocessing.connection sends it."""
+    return struct.pack("!i", len(text)) + text
 
 
 def _mutated_lines(random_: random.Random, said: list[Message]) -> bytes:
     how, at = random_.random(), random_.randrange(len(said))
     if how < 0.6:
         changed = mutated_value(random_, json.loads(encode(said[at])), most=2)
-        return _lines(said[:at]) + _json(changed) + b"\n" + _lines(said[at + 1 :])
+        return _lines(said[:at]) + _framed(_json(changed)) + _lines(said[at + 1 :])
     if how < 0.8:
         return mutated_bytes(random_, _lines(said))
     order = [random_.choice(said) for _ in said] if how < 0.9 else said[:at] + said[at:] * 2

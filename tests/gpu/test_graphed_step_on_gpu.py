@@ -11,8 +11,8 @@ from steplab.lab.profiling import profile
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.graphed import CudaGraphs, GraphedStep
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.plan.memory import predict_memory
 from steplab.specs.resolve import resolve_step

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from steplab.lab.memory import memory
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.records.memory_marks import Marks
 from steplab.records.memory_profile import MEMORY_CATEGORIES, MemoryProfile
 from steplab.records.run import Run

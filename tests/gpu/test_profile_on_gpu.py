@@ -11,7 +11,7 @@ from steplab.lab.measuring import measure
 from steplab.lab.profiling import profile
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile.profiler import StepProfiler
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.records.run import Run
 from steplab.specs.resolve import resolve_step
 

@@ -9,11 +9,11 @@ import torch
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
+from steplab.measurement.clock import Phase, run_back_to_back
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.loop import Phase, run_back_to_back
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.ops.attention.api import attention
 from steplab.records.run import Run

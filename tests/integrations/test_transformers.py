@@ -10,7 +10,7 @@ import torch
 from tests.cli.test_bad_input import TINY_LLAMA
 
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.records.run import Run
 from steplab.records.timing import Timing
 from steplab.records.validation import check

@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_to_float32_weights_and_back() -> None:
 
 
 def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None:
-    """The next step would write the master over them, as when a model is loaded after its optimizer was built."""
+    """The next step would overwrite them by the master, as if a model is loaded after its optimizer was made."""
     weights, made = optimizer_of(masters_of())
     take_steps(weights, made, range(1, 2))
     with torch.no_grad():
@@ -153,16 +153,14 @@ def test_values_that_a_weight_was_given_beside_its_master_are_not_lost() -> None
         weights[0].add_(1)
     given = weights[0].detach().clone()
     for _ in range(2):
-        with pytest.raises(
-            UserError, match=r"shape \(700,\) was given values that are not its master's, .*: load weights"
-        ):
+        with pytest.raises(UserError, match=r"shape \(700,\) differs from its master, .*: load weights"):
             take_steps(weights, made, range(3, 4))
     float32 = [value.clone().requires_grad_() for value in masters_of()]
     theirs = torch.optim.AdamW(float32, **OPTIONS)
     take_steps(float32, theirs, range(1, 2))
     made.load_state_dict(theirs.state_dict())  # it has no masters
     assert torch.equal(weights[0], given)
-    with pytest.raises(UserError, match="not its master's"):
+    with pytest.raises(UserError, match="differs from its master"):
         take_steps(weights, made, range(3, 4))
     made.state[weights[0]]["master"].copy_(weights[0])
     take_steps(weights, made, range(3, 4))
@@ -191,7 +189,7 @@ def test_linear_layers_alone_are_put_into_bf16() -> None:
 @pytest.mark.parametrize(
     ("weight", "master", "said"),
     [
-        (torch.zeros(4), torch.zeros(4), "for a weight of torch.float32 is not supported: one that has a master"),
+        (torch.zeros(4), torch.zeros(4), "for a weight of torch.float32 is not supported: a weight with a master"),
         (torch.zeros(4, dtype=BF16), torch.zeros(4, dtype=BF16), "for a master of torch.bfloat16"),
         (torch.zeros(4, dtype=BF16), torch.zeros(5), r"a weight of shape \(4,\) was given a master of shape \(5,\)"),
     ],

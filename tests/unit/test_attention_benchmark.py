@@ -12,7 +12,7 @@ from tests.runs import ENVIRONMENT
 from torch import Tensor
 
 from steplab.lab.attention import attention_cells
-from steplab.measurement.attention import repeats as attention_repeats
+from steplab.measurement import clock, runner
 from steplab.measurement.attention import session as attention_session
 from steplab.measurement.attention.error import Inputs, Reference
 from steplab.measurement.attention.session import measure_attention
@@ -21,8 +21,8 @@ from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.measurement.observer import Observer
 from steplab.measurement.processes.cells_launch import measure_cells
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.wire import Request
 from steplab.ops.attention.plain import plain_attention
 from steplab.records.attention import AttentionCell
 from steplab.records.environment import Environment
@@ -84,7 +84,7 @@ class Bench:
 def bench(monkeypatch: pytest.MonkeyPatch) -> Bench:
     found = Bench()
     monkeypatch.setattr(attention_session, "open_device", lambda name: found.device)
-    monkeypatch.setattr(attention_session, "read_environment", lambda device: ENVIRONMENT)
+    monkeypatch.setattr(runner, "read_environment", lambda device: ENVIRONMENT)
     return found
 
 
@@ -172,8 +172,8 @@ class Queue(FakeClock):
 @pytest.fixture
 def queue(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Queue:
     device = bench.device = Queue()
-    monkeypatch.setattr(attention_repeats, "flush_buffer", lambda device: device)
-    monkeypatch.setattr(attention_repeats, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    monkeypatch.setattr(clock, "flush_buffer", lambda device: device)
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
     return device
 
 
@@ -289,7 +289,7 @@ def test_a_failure_holds_no_memory_when_the_device_is_looked_at(
 
     bench.functions = {"plain": function}
     alive = lambda device: 10 * 1024**3 * any(ref() is not None for ref in held)  # noqa: E731
-    monkeypatch.setattr(attention_session, "allocated_bytes", alive)
+    monkeypatch.setattr(runner, "allocated_bytes", alive)
     assert bench.run(study_of("plain", "sdpa"))
     assert bench.results[0].status == "out_of_memory"
     assert bench.results[1].status == "ok"
@@ -305,7 +305,7 @@ def test_memory_that_stays_after_a_failure_asks_for_a_new_process(
         raise torch.OutOfMemoryError(OUT_OF_MEMORY)
 
     bench.functions = {"plain": function}
-    monkeypatch.setattr(attention_session, "allocated_bytes", lambda device: held[0])
+    monkeypatch.setattr(runner, "allocated_bytes", lambda device: held[0])
     assert not bench.run(study_of("plain", "sdpa"))
     assert bench.results[0].status == "out_of_memory"
     assert 1 not in bench.results

@@ -7,7 +7,7 @@ import torch
 import steplab
 from steplab.errors import Unsupported
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.ops.attention.api import attention, choice_for
 from steplab.ops.attention.choice_rule import Choice, choose
 from steplab.specs.resolve import resolve_step

@@ -22,16 +22,19 @@ from steplab.records.attention import AttentionRun, attention_row
 from steplab.records.codec import decode
 from steplab.records.failure import Failure
 from steplab.records.timing import PhaseSamples
-from steplab.report.attention.document import account_document, report_against
-from steplab.report.attention.figures import attention_rows, default_peer, time_ratio
-from steplab.report.attention.tables import account_table, mean_speeds, speed_table
-from steplab.report.attention.verdict import attention_verdict
+from steplab.report.attention.document import account_document, attention_verdict, report_against
+from steplab.report.attention.figures import (
+    account_table,
+    default_peer,
+    mean_speeds,
+    speed_table,
+    time_ratio,
+)
 from steplab.report.kit.document import Table
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
-from steplab.report.run.attention_steps import attention_step_rows, attention_steps
-from steplab.report.run.listing import list_document
+from steplab.report.run.columns import attention_step_rows, attention_steps, list_document
 from steplab.specs.resolve import Grid
 from steplab.store.database import Store
 
@@ -55,41 +58,6 @@ def peers() -> AttentionRun:
 
 
 # --- figures ----------------------------------------------------------------------------------------------
-
-
-def test_rows_are_medians_rates_and_ratios_of_the_samples(peers: AttentionRun) -> None:
-    rows = attention_rows(peers.cells, "sdpa_flash")
-    by_hand = {(c.spec.shape, c.spec.implementation): c for c in peers.cells}
-    assert len(rows) == 35
-    for row, cell in zip(rows, peers.cells, strict=True):
-        other = by_hand[cell.spec.shape, "sdpa_flash"]
-        for name in ("forward", "backward", "both"):
-            samples = cell.samples(name)
-            if not samples:
-                assert row[f"{name}_s"] is row[f"{name}_flops_per_s"] is row[f"{name}_speed"] is None
-                continue
-            seconds = median(samples)
-            spec = cell.spec
-            flops = 4 * spec.batch * spec.heads * spec.queries**2 * spec.dim / (2 if spec.causal else 1)
-            flops *= {"forward": 1, "backward": 2.5, "both": 3.5}[name]
-            assert row[f"{name}_s"] == seconds
-            assert row[f"{name}_flops_per_s"] == pytest.approx(flops / seconds)
-            assert row[f"{name}_speed"] == pytest.approx(median(other.samples(name)) / seconds)
-
-
-def test_means_over_shapes_are_geometric(peers: AttentionRun) -> None:
-    table = mean_speeds(peers.cells, "sdpa_flash")
-    assert table is not None
-    headers, found = texts_of(table)
-    shown = {row[0]: row for row in found}
-    rows = attention_rows(peers.cells, "sdpa_flash")
-    speeds = [row["both_speed"] for row in rows if row["implementation"] == "flash_triton"]
-    numbers = [float(speed) for speed in speeds if speed is not None]
-    assert len(numbers) == 7
-    at = headers.index("both")
-    assert shown["flash_triton"][at] == f"{math.prod(numbers) ** (1 / 7):.2f}×"
-    assert shown["flash_triton"][at + 1] == f"{min(numbers):.2f}×"
-    assert "sdpa_flash" not in shown
 
 
 def test_speeds_stand_beside_a_peer_where_there_is_another_that_was_timed(peers: AttentionRun) -> None:
@@ -121,15 +89,6 @@ def test_a_median_is_marked_where_half_of_the_samples_scatter_and_not_for_a_few_
     text, caption = shown(waiting)
     assert text == "1.00 ms ~1.20 ms 0.83×"
     assert "~ marks a median whose interquartile range exceeds 20% of it" in caption
-
-
-@pytest.mark.parametrize("width", [80, 100, 120])
-@pytest.mark.parametrize("grid", ["peers", "study"])
-def test_the_answer_is_on_the_first_screen_and_nothing_is_cut(grid: str, width: int) -> None:
-    lines = render_attention(make_benchmark(grid), width=width).splitlines()
-    assert max(map(len, lines)) <= width
-    assert " as fast as " in " ".join(lines[:6])
-    assert lines.index("Time and rate") < 28 + 26
 
 
 def test_one_shape_whose_interval_contains_one_is_said_to_decide_nothing(peers: AttentionRun) -> None:
@@ -318,12 +277,6 @@ def test_an_interrupted_benchmark_says_so_beside_the_answer(
     row = attention_row(run)
     assert (row["num_cells"], len(run.cells), row["warnings"]) == (asked, ended, "interrupted")
     assert re.search(rf"{id} .* interrupted\b", render(list_document([row, attention_row(h100["d78775b6e11a"])])))
-
-
-def test_a_whole_benchmark_has_no_such_warning(h100: dict[str, AttentionRun], peers: AttentionRun) -> None:
-    for run in (h100["d78775b6e11a"], h100["d061591cafa5"], peers):
-        assert not any("interrupted" in text for text in attention_verdict(run, "sdpa_flash").cautions)
-        assert attention_row(run)["warnings"] is None
 
 
 def test_an_interrupted_benchmark_without_any_time_says_so_too(peers: AttentionRun) -> None:

@@ -26,7 +26,7 @@ from benchmarks.tune_attention import (
 from tests.unit.worker_tasks import behave
 from torch import Tensor
 
-from steplab.measurement.attention import repeats
+from steplab.measurement import clock
 from steplab.measurement.machine.device import HostClockDevice
 from steplab.ops.attention import triton_tuning
 from steplab.ops.attention.triton_tensors import columns
@@ -228,7 +228,7 @@ def test_the_device_is_busy_until_python_has_started_a_kernel(monkeypatch: pytes
         return ()
 
     monkeypatch.setattr(tile_trials, "open_device", lambda name: queue)
-    monkeypatch.setattr(repeats, "flush_buffer", lambda device: queue)
+    monkeypatch.setattr(clock, "flush_buffer", lambda device: queue)
     monkeypatch.setattr(tile_trials, "launcher", lambda *given: run)
     (times,) = time_candidates(TimeTask(device="cpu", candidates=(tile(),), shape=SMALL))
     assert set(times) == {work_s}

@@ -11,8 +11,8 @@ from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.kit.document import Section, Table
 from steplab.report.kit.rendering import FORMATS, render
-from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import cells_of
+from steplab.report.run.effects import effects_sections, passes_table
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
 from steplab.report.runs import REPORT
 

@@ -18,7 +18,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import with_utilizations
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile.profiler import StepProfiler
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, call, loss_of
 from steplab.reading.traces.digest import digest

@@ -13,13 +13,11 @@ from steplab.costs.communication import Point, bus_factor, fit_line, predicted_s
 from steplab.errors import SteplabError, UserError
 from steplab.lab import comm as lab
 from steplab.lab.comm import collective_cells, comm_study, profile_of
-from steplab.measurement.comm import timing as comm_timing
-from steplab.measurement.comm.back_to_back import Together, back_to_back
-from steplab.measurement.comm.timing import time_calls
+from steplab.measurement import clock
+from steplab.measurement.comm.timing import Together, back_to_back, time_calls
 from steplab.measurement.processes.cells_launch import measure_cells
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
-from steplab.measurement.step import loop
+from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.wire import Request
 from steplab.records.comm import CommCell, RankTimes
 from steplab.records.failure import Failure
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy, comm_cells, worlds_of
@@ -331,8 +329,7 @@ class Alone:
 
 
 def clocked(monkeypatch: pytest.MonkeyPatch, device: FakeDevice) -> None:
-    for module in (loop, comm_timing):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
 
 
 def timed(monkeypatch: pytest.MonkeyPatch, device: FakeDevice, others_s: float = 0.0) -> tuple[RankTimes, int]:

@@ -3,7 +3,7 @@ from pathlib import Path
 
 import pytest
 
-from steplab.measurement.entry.compiled_code import keep_compiled_code_private, remove_what_was_cut_off
+from steplab.measurement.processes.child import keep_compiled_code_private, remove_what_was_cut_off
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ def test_an_empty_name_of_the_folder_is_not_the_working_folder() -> None:
 
 
 def test_every_measuring_process_asks_for_it_before_anything_else(monkeypatch: pytest.MonkeyPatch) -> None:
-    from steplab.measurement.entry import child
+    from steplab.measurement.processes import child
 
     class Asked(Exception):
         pass

@@ -8,13 +8,10 @@ from steplab.lab.ddp import overhead_model
 from steplab.records.ddp import DdpCell, DdpRun, ddp_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.ddp import figures
-from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
 from steplab.report.ddp.document import REPORT as DDP_REPORT
-from steplab.report.ddp.document import ddp_cell_line
-from steplab.report.ddp.rows import ddp_rows
+from steplab.report.ddp.document import ddp_cell_line, exposed_bars, facts, memory_bars
 from steplab.report.ddp.timelines import timelines
-from steplab.report.ddp.words import facts
 from steplab.report.kit.rendering import render
 from steplab.report.page import render_page
 
@@ -85,7 +82,7 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
         baseline, ranks=tuple(dataclasses.replace(r, phases=_slower(r.phases, 1.2 + r.rank)) for r in baseline.ranks)
     )
     unsettled = dataclasses.replace(run, cells=(first, *run.cells[1:]))
-    row = ddp_rows(unsettled)[0]
+    row = figures.ddp_rows(unsettled)[0]
     beside = {
         phase: median(seconds for cell in run.cells[1:] if (seconds := figures.phase_s(cell, phase, baseline=True)))
         for phase in ("step", "forward", "optimizer")
@@ -94,14 +91,14 @@ def test_the_row_without_communication_is_as_it_was_beside_the_others(run: DdpRu
     assert row["tokens_per_s"] == pytest.approx(run.study.tokens / beside["step"])
     assert float(str(row["rank_spread"])) < 0.02
     failed = dataclasses.replace(run, cells=(make_ddp_run(broken=("none",)).cells[0], *run.cells[1:]))
-    assert ddp_rows(failed)[0]["step_s"] is None
+    assert figures.ddp_rows(failed)[0]["step_s"] is None
 
 
 def test_tokens_are_not_told_of_a_model_that_sizes_its_batches_itself(run: DdpRun) -> None:
     assert run.facts is not None
     own = dataclasses.replace(run, facts=dataclasses.replace(run.facts, knows_tokens=False))
-    assert {row["tokens_per_s"] for row in ddp_rows(own)} == {None}
-    assert None not in {row["tokens_per_s"] for row in ddp_rows(run) if row["step_s"]}
+    assert {row["tokens_per_s"] for row in figures.ddp_rows(own)} == {None}
+    assert None not in {row["tokens_per_s"] for row in figures.ddp_rows(run) if row["step_s"]}
 
 
 def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -> None:
@@ -124,23 +121,6 @@ def test_a_share_that_is_hidden_is_told_where_the_noise_allows_it(run: DdpRun) -
     bounds = figures.exposed_range_s(beside(0.104, 0.1))
     assert bounds is not None
     assert bounds[0] < 0 < 0.004 < bounds[1]
-
-
-def test_rows_have_what_a_contender_adds_beside_what_torch_s_adds_at_its_best(run: DdpRun) -> None:
-    rows = {str(row["contender"]): row for row in ddp_rows(run)}
-    assert rows["no communication"]["exposed_s"] is None
-    best = min(float(row["exposed_s"]) for row in rows.values() if row["kind"] == "torch_ddp")  # type: ignore[arg-type]
-    for row in rows.values():
-        if row["exposed_s"] is not None:
-            assert row["of_best_ddp"] == pytest.approx(row["exposed_s"] / best)  # type: ignore[operator]
-            if row["hidden"] is not None:
-                whole_s = float(row["alone_s"])  # type: ignore[arg-type]
-                assert row["hidden"] == pytest.approx(1 - max(float(row["exposed_s"]), 0) / whole_s)
-    assert rows["sharded 25 MB"]["after_step_optimizer_bytes"] == BYTES
-    assert rows["sharded 25 MB"]["after_step_formula_bytes"] == 3 * BYTES
-    assert rows["FSDP2"]["after_step_formula_bytes"] == 2 * BYTES
-    assert rows["flat"]["after_step_other_bytes"] == 10**8
-    assert rows["flat"]["peak_bytes"] == 6 * BYTES
 
 
 # --- shown ------------------------------------------------------------------------------------------------
@@ -193,7 +173,7 @@ def test_where_the_allocator_keeps_no_count_the_rest_is_absent(run: DdpRun) -> N
         return dataclasses.replace(cell, ranks=tuple(ranks))
 
     on_cpu = dataclasses.replace(run, cells=tuple(map(uncounted, run.cells)))
-    row = ddp_rows(on_cpu)[0]
+    row = figures.ddp_rows(on_cpu)[0]
     assert row["after_step_other_bytes"] is None
     assert row["peak_bytes"] is None
     chart = memory_bars(on_cpu)

@@ -14,17 +14,16 @@ from torch import Tensor, nn
 
 from steplab.errors import UserError
 from steplab.lab.ddp import ddp_cells, ddp_step, ddp_study
-from steplab.measurement.ddp import memory as ddp_memory
+from steplab.measurement import clock, runner
+from steplab.measurement.clock import Phase, run_turns
+from steplab.measurement.ddp import measured as ddp_memory
 from steplab.measurement.ddp import session as ddp_session
-from steplab.measurement.ddp import turns as ddp_turns
-from steplab.measurement.ddp.memory import state_memory
-from steplab.measurement.ddp.turns import run_turns
+from steplab.measurement.ddp.measured import state_memory
 from steplab.measurement.machine.device import open_device
 from steplab.measurement.processes.cells_launch import measure_cells
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
-from steplab.measurement.step import loop
-from steplab.measurement.step.loop import Phase
+from steplab.measurement.processes.conversation import Listener
+from steplab.measurement.processes.wire import Request
+from steplab.measurement.runner import Runner
 from steplab.records.ddp import DdpCell, StateMemory
 from steplab.records.failure import Failure
 from steplab.specs.ddp import DdpOptions, DdpStudy, Variant, asked_variants, variants_of
@@ -284,10 +283,9 @@ class Others:
 
 
 def world_of(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> Any:
-    for module in (loop, ddp_turns):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
-    if device.asynchronous and ddp_turns.LONGEST_HOLD_S == 0.5:
-        monkeypatch.setattr(ddp_turns, "LONGEST_HOLD_S", 1000)  # the device's seconds are whole ones
+    monkeypatch.setattr(clock, "time", SimpleNamespace(perf_counter=lambda: device.host_s))
+    if device.asynchronous and clock.LONGEST_HOLD_S == 0.5:
+        monkeypatch.setattr(clock, "LONGEST_HOLD_S", 1000)  # the device's seconds are whole ones
     return SimpleNamespace(device=device, collectives=Others(device))
 
 
@@ -299,7 +297,7 @@ def test_a_slow_host_is_no_part_of_a_step(monkeypatch: pytest.MonkeyPatch) -> No
     device = FakeDevice()
     world = world_of(device, monkeypatch)
     quick, slow = phases_of(device, "quick", 1, 5), phases_of(device, "slow", 9, 6)
-    turns = run_turns([quick, slow], world, 4, 2, lambda step: None)
+    turns = run_turns([quick, slow], device, world.collectives, 4, 2, lambda step: None)
     found = [samples for samples, _ in turns]
     assert [[samples.device_s for samples in phases] for phases in found] == [
         [(5,) * 4, (5,) * 4, (10,) * 4],
@@ -314,7 +312,7 @@ def test_a_step_in_which_python_stalled_is_made_again_after_a_longer_hold(monkey
     world = world_of(device, monkeypatch)
     stalls = device.phase("stalls", [(1, 0), (1, 0), (90, 0), (1, 0), (1, 0), (1, 0), (1, 0)])
     phases = [device.phase("works", [(1, 5)] * 9), stalls]
-    ((samples, held_s),) = run_turns([phases], world, 4, 4, lambda step: None)
+    ((samples, held_s),) = run_turns([phases], device, world.collectives, 4, 4, lambda step: None)
     assert samples[2].device_s == (5, 5, 5, 5)  # and not 91
     assert held_s == 1.5 * 91
     assert device.events.count("works") == 1 + 4 + 1
@@ -329,7 +327,9 @@ def test_what_other_ranks_say_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         return [mine, next(late) if isinstance(mine, bool) else 40.0]
 
     world.collectives.host_gather = host_gather
-    ((samples, held_s),) = run_turns([[device.phase("whole", [(1.0, 5)] * 9)]], world, 2, 2, lambda step: None)
+    ((samples, held_s),) = run_turns(
+        [[device.phase("whole", [(1.0, 5)] * 9)]], device, world.collectives, 2, 2, lambda step: None
+    )
     assert len(samples[0].best_s) == 2
     assert held_s == 60
     assert device.events.count("whole") == 1 + 2  # it was held for as long as the other rank needs already
@@ -337,14 +337,14 @@ def test_what_other_ranks_say_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_no_hold_is_longer_than_has_a_use(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice()
-    monkeypatch.setattr(ddp_turns, "LONGEST_HOLD_S", 4)
+    monkeypatch.setattr(clock, "LONGEST_HOLD_S", 4)
 
     def waits() -> None:
         device.host_s += 10
         device.synchronize()
 
     world = world_of(device, monkeypatch)
-    ((_, held_s),) = run_turns([[Phase(name="whole", run=waits)]], world, 3, 3, lambda step: None)
+    ((_, held_s),) = run_turns([[Phase(name="whole", run=waits)]], device, world.collectives, 3, 3, lambda step: None)
     assert held_s == 4
 
 
@@ -354,7 +354,8 @@ def test_a_turn_begins_with_a_step_that_is_not_counted_and_each_step_with_all_ra
     device = FakeDevice()
     found = run_turns(
         [phases_of(device, "a", 1, 5), phases_of(device, "b", 1, 5)],
-        world_of(device, monkeypatch),
+        device,
+        world_of(device, monkeypatch).collectives,
         2,
         1,
         lambda step: None,
@@ -369,7 +370,8 @@ def test_a_turn_begins_with_a_step_that_is_not_counted_and_each_step_with_all_ra
 
 def test_where_the_host_is_the_device_nothing_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(asynchronous=False)
-    run_turns([phases_of(device, "a", 1, 5)], world_of(device, monkeypatch), 2, 2, lambda step: None)
+    collectives = world_of(device, monkeypatch).collectives
+    run_turns([phases_of(device, "a", 1, 5)], device, collectives, 2, 2, lambda step: None)
     assert not {"hold", "meet"} & set(device.events)
 
 
@@ -378,11 +380,19 @@ BASELINE = 20 * GIB
 
 def left_behind(counts: list[int], monkeypatch: pytest.MonkeyPatch) -> tuple[tuple[str, ...], int | None]:
     looks, clock = iter([*counts, *[counts[-1]] * 100]), iter(range(1000))
-    monkeypatch.setattr(ddp_session, "free", lambda device: next(looks))
-    monkeypatch.setattr(ddp_session, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    held = [BASELINE]
+
+    def free(self: Runner) -> int:
+        held[0] = next(looks)
+        return held[0]
+
+    monkeypatch.setattr(Runner, "free", free)
+    monkeypatch.setattr(runner, "time", SimpleNamespace(monotonic=lambda: next(clock), sleep=lambda seconds: None))
+    monkeypatch.setattr(runner, "allocated_bytes", lambda device: held[0])
     session: Any = object.__new__(ddp_session._Session)
-    session._world, session._baseline_bytes = SimpleNamespace(device=None), BASELINE
-    return session._left_behind(), session._baseline_bytes
+    session.runner = object.__new__(Runner)
+    session.runner.device, session.runner.idle_bytes = None, BASELINE
+    return session._left_behind(), session.runner.idle_bytes
 
 
 def test_what_is_let_go_of_a_little_later_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,3 +1,6 @@
+"""Attention through memory, and heads of a width that kernels pad."""
+
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -81,6 +84,16 @@ def test_a_foreign_model_may_attend_to_everything_and_its_device_is_unknown() ->
     assert found is not None
     assert (found.saves_s, found.fields) == (None, {})
     assert "scaled_dot_product_attention" in found.change
+
+
+def test_a_trace_without_operators_says_neither_bytes_nor_flops_nor_that_backward_is_in_it() -> None:
+    forward = [each for each in attention("bf16", ranges=True) if each.phase == "forward"]
+    found = scores_materialised(case(own(PLAIN, replace(profile([*forward, REST]), ops=()), timing(50.0))))
+    assert found is not None
+    assert found.saw == (
+        "Scores, softmax and value product (by their ranges, of the forward pass alone) take 9.00 ms per step."
+    )
+    assert [e.what for e in found.evidence] == ["scores, softmax and values", "device busy"]
 
 
 def test_fused_attention_is_silent() -> None:

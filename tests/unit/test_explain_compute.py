@@ -52,10 +52,10 @@ def test_the_host_may_become_the_limit_and_is_named() -> None:
     slow = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.06) for p in seen.phases))
     found = fp32_matmul(case(own({"precision": "fp32"}, slow, timing(91.0))))
     assert found is not None
-    assert "the host took 30.0 ms to launch a step" in found.prediction  # 60 ms in two steps
+    assert "Python took 30.0 ms to launch a step" in found.prediction  # 60 ms in two steps
     quick = fp32_matmul(case(own({"precision": "fp32"}, seen, timing(91.0))))
     assert quick is not None
-    assert "the host took" not in quick.prediction
+    assert "Python took" not in quick.prediction
 
 
 def test_a_host_that_is_never_waited_for_is_not_said_to_be_slow() -> None:
@@ -64,7 +64,7 @@ def test_a_host_that_is_never_waited_for_is_not_said_to_be_slow() -> None:
     full = dataclasses.replace(seen, phases=tuple(dataclasses.replace(p, host_s=0.18) for p in seen.phases))
     found = fp32_matmul(case(own({"precision": "fp32"}, full, timing(91.0))))
     assert found is not None
-    assert "the host took" not in found.prediction
+    assert "Python took" not in found.prediction
 
 
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
@@ -162,7 +162,7 @@ def test_of_a_cpu_nothing_is_known_of_what_fusing_saves() -> None:
     assert found is not None
     assert (found.saves_s, found.fields) == (None, {"compile": "default"})
     assert "H200" not in found.prediction
-    assert "it may also cost time" in found.prediction
+    assert "may also cost time" in found.prediction
     assert not [each for each in found.evidence if "saves" in each.what]
     small = seen_with(MATMULS, op("aten::silu", "elementwise", 1.0, where=BLOCK), compiled=None, device="cpu")
     assert fusable_elementwise(case(own({"precision": "bf16"}, small, timing(21.0)))) is None

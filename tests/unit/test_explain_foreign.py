@@ -169,11 +169,13 @@ def allowed_s(run: Run, profile: Profile, finding: Finding) -> float:
     seconds = {evidence.what: evidence.value for evidence in finding.evidence if evidence.unit == "s"}
     own_s = sum(s for what, s in seconds.items() if what not in ("device busy", "step, unprofiled"))
     if finding.kind == "host_copies_and_syncs":
-        return min(seconds["host time in them"], seconds["idle while the host launches, in their phases and the next"])
+        return min(
+            seconds["Python's time in them"], seconds["idle while Python launches, in their phases and the next"]
+        )
     if finding.kind == "fusable_elementwise":
         products_s = max(seconds.get("device time that matrix products save", 0.0), 0.0)
         return next(iter(seconds.values())) + products_s + idle_s
-    if finding.kind == "weight_casts":  # half of autocast's fp32 work goes with them
+    if finding.kind == "weight_casts":  # half of autocast's fp32 work goes too
         return busy_s
     return min(own_s, length_s)
 

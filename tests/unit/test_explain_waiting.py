@@ -26,9 +26,9 @@ def test_a_launch_bound_step_is_predicted_to_lose_its_waiting() -> None:
     assert found.saves_s == pytest.approx(3.5 * MS)
     assert found.fields == {"compile": "block", "cuda_graph": "step"}
     assert found.change == "steplab run --model small --compile block --cuda-graph step"
-    assert "what the optimizer waits" in found.prediction
+    assert "the optimizer's wait" in found.prediction
     by_name = {e.what: e.value for e in found.evidence}
-    assert by_name["idle while the host launches, forward, under the profiler"] == pytest.approx(9.0 * MS)
+    assert by_name["idle while Python launches, forward, under the profiler"] == pytest.approx(9.0 * MS)
     assert by_name["launches"] == 1000
     assert "16.0 ms" in found.saw
     assert not found.at_most
@@ -147,7 +147,7 @@ def test_a_launch_bound_step_that_synchronises_must_lose_that_before_it_is_a_gra
     for fields in ({}, {"compile": "reduce-overhead"}):  # graphs already get another finding
         found = launch_bound(case(own(fields, seen, timing(20.0, forward=13.0, backward=6.0, optimizer=1.0))))
         assert found is not None
-        assert ("that must go first" in found.note) == (said and not fields)
+        assert ("remove that first" in found.note) == (said and not fields)
 
 
 def test_no_more_than_the_unprofiled_step_is_idle() -> None:
@@ -169,7 +169,7 @@ def test_the_hosts_time_in_each_call_is_told() -> None:
     seen = profile(ALL, waiting_ms={"forward": 2.0}, host_calls=READ_BACK)
     found = host_copies_and_syncs(case(own({}, seen, timing(14.0))))
     assert found is not None
-    assert "cudaStreamSynchronize, 1 per step, 7.00 ms on the host, most in optimizer" in found.saw
+    assert "cudaStreamSynchronize, 1 per step, 7.00 ms of Python's time, most in optimizer" in found.saw
 
 
 @pytest.mark.parametrize(("microseconds", "fires"), [(2.0, False), (9.9, False), (10.1, True)])

@@ -9,11 +9,11 @@ from tests.unit.taking import FakeSession
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab.explaining import explain, run_to_explain
-from steplab.lab.trying import try_findings
+from steplab.lab.turns import try_findings
 from steplab.records.finding import Evidence, Finding, Findings
 from steplab.records.run import Run
 from steplab.report.kit.table import sheet
-from steplab.report.profile.findings import trials_table
+from steplab.report.profile.verdict import trials_table
 from steplab.specs.resolve import with_fields
 from steplab.specs.step import StepSpec
 from steplab.store.database import Store

@@ -10,8 +10,7 @@ from steplab.records.profile import CompiledShares
 from steplab.records.run import Run
 from steplab.report.kit.document import Pairs
 from steplab.report.kit.rendering import render
-from steplab.report.profile.findings import findings_document
-from steplab.report.profile.verdict import saving_facts
+from steplab.report.profile.verdict import findings_document, saving_facts
 from steplab.report.run.cells import cells_of, varying
 
 CHAIN = [

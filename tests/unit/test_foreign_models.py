@@ -15,12 +15,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from steplab.cli.app import main
 from steplab.errors import Unsupported
 from steplab.fake_step.step import operators_of_fake
-from steplab.lab.plan_checking import predicted
-from steplab.lab.planning import plan_memory, plan_steps, plan_time
+from steplab.lab.planning import plan_memory, plan_steps, plan_time, predicted
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.step.flop_count import _attention_flops, count_flops
-from steplab.measurement.step.session import _facts
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import _facts
 from steplab.model.build import build_workload
 from steplab.model.workload import loss_of
 from steplab.records.codec import decode

@@ -204,7 +204,7 @@ def test_a_plan_has_less_time_for_products_and_the_casts_beside_them(compile_mod
     assert {each.dtype for each in of_fp8.utilizations} == {"bf16"}
     assert of_bf16.is_fitted
     assert not of_fp8.is_fitted
-    assert any("fitted to no step" in note for note in of_fp8.notes)
+    assert any("not from steps" in note for note in of_fp8.notes)
 
 
 def test_a_plan_refuses_what_it_does_not_know() -> None:

@@ -46,7 +46,7 @@ def test_the_parameters_are_those_of_the_model_that_transformers_builds(config: 
     ("config", "said"),
     [
         ({"model_type": "mixtral", **SIZES, "num_local_experts": 8}, "is a mixture of experts"),
-        ({"model_type": "qwen3", **SIZES}, "only gpt2, llama, mistral, qwen2, starcoder2 .* and this is qwen3"),
+        ({"model_type": "qwen3", **SIZES}, "it is qwen3; .* are gpt2, llama, mistral, qwen2, starcoder2"),
         (
             {"model_type": "llama", **SIZES, "vocab_size": 9, "hidden_act": "relu"},
             "hidden_act 'relu', and known are silu",
@@ -57,9 +57,9 @@ def test_the_parameters_are_those_of_the_model_that_transformers_builds(config: 
         ),
         (
             {"model_type": "llama", **SIZES, "vocab_size": 9, "attention_bias": True},
-            "attention or .* alone are not known",
+            "biases in only its attention or .* are not supported",
         ),
-        ({"model_type": "starcoder2", **SIZES, "vocab_size": 9, "use_bias": False}, "LayerNorm has biases"),
+        ({"model_type": "starcoder2", **SIZES, "vocab_size": 9, "use_bias": False}, "biases in its LayerNorm"),
     ],
 )
 def test_what_the_plain_transformer_has_not_is_refused_by_name(config: dict[str, Any], said: str) -> None:

@@ -7,12 +7,11 @@ from tests.runs import make_run
 
 from steplab.records.ddp import DdpCell
 from steplab.records.run import Run
-from steplab.records.timing import PhaseSamples, Timing, lead_s
-from steplab.report.ddp.rows import ddp_rows
-from steplab.report.ddp.verdict import ddp_verdict
+from steplab.records.timing import PhaseSamples, Timing, lead_s, waits_for_host
+from steplab.report.ddp.document import ddp_verdict
+from steplab.report.ddp.figures import ddp_rows
 from steplab.report.run.cells import cells_of
-from steplab.report.run.narrative import facts
-from steplab.report.run.one_run import waiting_words
+from steplab.report.run.verdict import facts
 
 
 def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
@@ -25,26 +24,17 @@ def phases(forward_s: float, backward_s: float) -> tuple[PhaseSamples, ...]:
 
 
 @pytest.mark.parametrize(
-    ("leads", "words"),
-    [
-        ((0.5, 0.4), None),
-        ((0.011, 0.011), None),
-        ((0.4, 0.009), "Nearly launch-bound: the host lead at the end of backward is 9.00 ms, under 1 % of the step"),
-        ((0.001, 0.002), "Nearly launch-bound: the host lead at the end of forward and backward is 1.00 ms, under 1 %"),
-    ],
+    ("leads", "waits"), [((0.5, 0.4), False), ((0.011, 0.011), False), ((0.4, 0.009), True), ((0.001, 0.002), True)]
 )
-def test_a_lead_below_a_hundredth_of_the_step_is_told_with_its_phases(
-    leads: tuple[float, float], words: str | None
-) -> None:
-    told = waiting_words(phases(*leads))
-    assert told is None if words is None else told is not None and told.startswith(words)
+def test_a_lead_below_a_hundredth_of_the_step_is_told(leads: tuple[float, float], waits: bool) -> None:
+    assert waits_for_host(phases(*leads)) == waits
 
 
 def test_where_no_lead_was_taken_nothing_is_said_and_no_column_is_shown() -> None:
     run = make_run()
     assert run.timing is not None
     assert lead_s(run.timing.back_to_back) is None
-    assert waiting_words(run.timing.back_to_back) is None
+    assert not waits_for_host(run.timing.back_to_back)
     assert "host ahead" not in run_text(run, width=160)
 
 
@@ -54,8 +44,9 @@ def test_a_run_shows_the_lead_of_each_phase_and_says_that_it_waits() -> None:
     rows = {line.split()[0]: line for line in shown.splitlines() if line.split()}
     assert "250 ms" in rows["forward"]
     assert "2.00 ms" in rows["backward"]
-    assert "Nearly launch-bound: the host lead at the end of backward" in shown
-    assert "Nearly launch-bound" not in run_text(
+    assert shown.count("waits for the host") == 1
+    assert "To see what it waits for: steplab profile" in shown
+    assert "waits for the host" not in run_text(
         dataclasses.replace(run, timing=Timing(warmup=(), back_to_back=phases(0.25, 0.2))), width=160
     )
 

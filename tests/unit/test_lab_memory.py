@@ -19,7 +19,7 @@ from steplab.lab.memory_references import memory_references
 from steplab.measurement.jobs import StepTask
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.records.codec import encode
 from steplab.records.memory_marks import Marks, Owned, Stretch
 from steplab.records.memory_references import MemoryReferences

@@ -18,7 +18,7 @@ from steplab.records.ranks import RankSamples
 from steplab.records.rows import run_row
 from steplab.records.timing import PhaseSamples
 from steplab.report.run.cells import cells_of, label, varying
-from steplab.report.run.ranks import spread_words
+from steplab.report.run.one_run import spread_words
 from steplab.specs.layout import Layout, parse_layout, process_count, with_processes
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe

@@ -16,7 +16,7 @@ from steplab.lab.listing import checked_keys, list_records
 from steplab.records.codec import decode, encode
 from steplab.records.run import Run
 from steplab.report.kit.rendering import render
-from steplab.report.run.listing import list_document
+from steplab.report.run.columns import list_document
 from steplab.specs.study import StudySpec, labels
 from steplab.store.database import Store
 

@@ -4,7 +4,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from steplab.measurement.step.loop import Phase, run_back_to_back, run_synchronised
+from steplab.measurement.clock import Phase, run_back_to_back, run_synchronised
 from steplab.records.memory import AllocatorState, PeakMemory
 from steplab.records.timing import PhaseSamples
 
@@ -87,7 +87,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Callable[..., FakeDevice]:
     def make(*, asynchronous: bool = True, peaks: list[tuple[int, int]] | None = None) -> FakeDevice:
         made = FakeDevice(asynchronous=asynchronous, peaks=peaks)
         clock = SimpleNamespace(perf_counter=lambda: made.host_s, perf_counter_ns=lambda: int(made.host_s * 10**9))
-        monkeypatch.setattr("steplab.measurement.step.loop.time", clock)
+        monkeypatch.setattr("steplab.measurement.clock.time", clock)
         return made
 
     return make

@@ -26,8 +26,8 @@ from steplab.measurement.memory.cpu_history import storages_in_sight
 from steplab.measurement.memory.marks import StepMarks
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep, make_step
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.records.memory import PeakMemory
 from steplab.records.memory_marks import Marks, Saved

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from steplab.errors import Unsupported
 from steplab.lab.utilization import PeakFigure, utilizations
 from steplab.measurement.observer import Observer
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.compiling import repeated_blocks
 from steplab.model.workload import Workload

@@ -13,8 +13,7 @@ from steplab.records.comm import CommRun
 from steplab.records.ddp import COMPUTE_ROW, DdpCell, DdpRun
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.report.ddp import figures
-from steplab.report.ddp.verdict import ddp_verdict
-from steplab.report.ddp.words import facts
+from steplab.report.ddp.document import ddp_verdict, facts
 
 RESULTS = Path(__file__).parents[2] / "benchmarks/results"
 Record = TypeVar("Record", CommRun, DdpRun)

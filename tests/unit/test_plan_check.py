@@ -25,7 +25,7 @@ from steplab.costs.rates import (
     with_rates,
 )
 from steplab.errors import UserError
-from steplab.lab.plan_checking import check_plan, predicted
+from steplab.lab.planning import check_plan, predicted
 from steplab.plan.check import Predicted, check_runs
 from steplab.plan.dry_run.step import operators_of
 from steplab.plan.host_pace import host_paces, phase_cells, waited

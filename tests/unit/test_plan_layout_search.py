@@ -48,7 +48,7 @@ def test_layouts_are_all_factorisations(gpus: int) -> None:
 @pytest.mark.parametrize("update", ["after", "overlapped"])
 def test_an_overlapped_update_is_said_to_be_planned_as_one_afterwards(update: str) -> None:
     plan = planned(spec={"model": "small", "compile": "block", "update": update}, gpus=2, global_batch=2)
-    assert ("taken to come afterwards" in " ".join(plan.notes)) == (update == "overlapped")
+    assert ("times assume the update after the backward pass" in " ".join(plan.notes)) == (update == "overlapped")
 
 
 def test_fields_that_one_process_alone_cannot_have_are_those_of_the_layouts() -> None:
@@ -57,7 +57,7 @@ def test_fields_that_one_process_alone_cannot_have_are_those_of_the_layouts() ->
     specs = {each.layout: each.spec for each in plan.candidates if each.spec}
     assert list(specs) == ["dp=2"]
     assert (specs["dp=2"].update, specs["dp=2"].bucket_size_mb) == ("overlapped", 50)
-    assert "taken to come afterwards" in " ".join(plan.notes)
+    assert "times assume the update after the backward pass" in " ".join(plan.notes)
     with pytest.raises(Unsupported, match="use --compile block"):
         plan_layout(gpus=1, global_batch=2, model="small", compile="default", update="overlapped")
 

@@ -13,7 +13,7 @@ from steplab.errors import Unsupported, UserError
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as precision_session
-from steplab.measurement.precision.rules import op_name, rule_of
+from steplab.measurement.precision.modes import op_name, rule_of
 from steplab.measurement.precision.session import audit_step
 from steplab.measurement.tensors import dtype_name
 from steplab.model.build import build_workload

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from steplab.measurement.precision.accumulation import NUM_ADDITIONS, NUMBER, accumulate
-from steplab.measurement.precision.elements import Exponents, Tally, kinds_of
+from steplab.measurement.precision.watch import Exponents, Tally, kinds_of
 from steplab.records.codec import decode
 from steplab.records.numerics import Accumulation, Elements, Numerics
-from steplab.report.precision.sums import explanation, line, printed
+from steplab.report.precision.figures import explanation, line, printed
 
 BITS = {"float16": 11, "bfloat16": 8, "float32": 24}
 """Significant bits: IEEE 754 binary16 and binary32, and bfloat16."""

@@ -197,7 +197,7 @@ def test_softmax_against_the_score_product(runs: dict[Cell, Run], kernels: list[
     assert float(row[4]) == pytest.approx(softmax_flops / softmax_bytes, rel=0.005)
     said = re.search(
         rf"Softmax takes {TIME} of forward, ([\d.]+) times the {TIME} of the score product, with 1/(\d+) of its "
-        r"FLOPs: it does ([\d.]+) FLOP for each byte it moves, the product ([\d.]+)",
+        r"FLOPs: it does ([\d.]+) FLOP for each byte it moves, the product ([\d.]+)\.",
         told,
     )
     assert said, told

@@ -13,13 +13,13 @@ from torch import Tensor, nn
 
 from steplab.errors import Unsupported
 from steplab.lab.profiling import is_recorded_elsewhere
+from steplab.measurement import step_job as session
+from steplab.measurement.clock import Phase
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile import profiler as under_test
 from steplab.measurement.profile.profiler import StepProfiler
-from steplab.measurement.step import session
-from steplab.measurement.step.loop import Phase
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import WholeStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload
 from steplab.ops.attention.plain import no_span, plain_attention

@@ -1,6 +1,9 @@
 """Questions on records: answering rows, their figures, and the words without any."""
 
 import json
+import re
+import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +18,7 @@ from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.kit.document import Document, Section, Sentences, Table
+from steplab.report.kit.rendering import render
 from steplab.report.questions.answers import questions_document
 from steplab.specs.question import load_questions
 
@@ -166,3 +170,23 @@ def test_a_store_is_reported_by_questions_in_each_format(
             assert [row["question"] for row in json.loads(told)] == ["What does bf16 save?", "And fp16?"]
     assert main(["report", "--questions", "nothing", "--store", str(path)]) == 2
     assert "choose one of assignment" in capsys.readouterr().err
+
+
+def test_latex_is_a_document_that_pdflatex_sets(recorded: list[Record], tmp_path: Path) -> None:
+    text = render(questions_document(load_questions("assignment"), recorded, lambda options: "derived"), "latex")
+    opened = re.findall(r"\\(begin|end)\{(\w+)\}", text)
+    stack: list[str] = []
+    for verb, name in opened:
+        if verb == "begin":
+            stack.append(name)
+        else:
+            assert stack.pop() == name
+    assert stack == []
+    assert set(text) <= {chr(code) for code in range(256)}
+    braces = re.sub(r"\\[{}]", "", text)
+    assert braces.count("{") == braces.count("}")
+    if not (pdflatex := shutil.which("pdflatex")):
+        pytest.skip("pdflatex is missing: install a TeX")
+    (tmp_path / "answers.tex").write_text(text)
+    ended = subprocess.run([pdflatex, "-halt-on-error", "answers.tex"], cwd=tmp_path, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stdout[-2000:]

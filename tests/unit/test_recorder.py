@@ -12,7 +12,7 @@ from tests.rendering import run_text
 
 from steplab.errors import SteplabError, UserError
 from steplab.lab.recording import recorder
-from steplab.measurement.recorder.recorder import Recorder
+from steplab.measurement.recorder import Recorder
 from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, find_phase
@@ -390,7 +390,7 @@ def test_a_profiler_that_cannot_start_costs_the_loop_nothing(
     def refuse(**options: object) -> None:
         raise RuntimeError("Profiler is already enabled on this thread")
 
-    monkeypatch.setattr("steplab.measurement.recorder.profiled.profile.__enter__", refuse)
+    monkeypatch.setattr("steplab.measurement.recorder.profile.__enter__", refuse)
     with record(warmup=0, steps=2, profile=range(2, 3)) as rec:
         assert train(rec, clock, 5) == [False, False, False, True, True]  # at the same step as on other ranks
     run = stored()[0]

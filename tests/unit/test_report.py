@@ -26,9 +26,8 @@ from steplab.report.kit.text import ABSENT
 from steplab.report.page import render_page
 from steplab.report.run import charts, curves
 from steplab.report.run.cells import arrange, cells_of, varying
-from steplab.report.run.figures import phase_names, steady_words, warmup_study
-from steplab.report.run.narrative import facts
-from steplab.report.run.verdict import runs_verdict
+from steplab.report.run.one_run import phase_names, steady_words, warmup_means
+from steplab.report.run.verdict import facts, runs_verdict
 
 HOSTILE = r"<script>alert(1)</script> | \input{x} $&%_~^ {{ 7*7 }} \x1b[31m" + "\x1b[31m"
 STUDY = grid({"model": ["small", "medium"], "context": [128, 256], "precision": ["fp32", "bf16"]})
@@ -81,8 +80,8 @@ def test_latex_escapes_what_it_would_act_on() -> None:
     assert r"\input" not in text
     body = text[text.index(r"\toprule") : text.index(r"\bottomrule")]
     assert len({len(re.findall(r"(?<!\\)&", line)) for line in body.splitlines() if line.endswith(r"\\")}) == 1
-    assert r"\begin{tabular}" in text
-    assert r"\end{tabular}" in text
+    assert r"\begin{longtable}" in text
+    assert r"\end{longtable}" in text
 
 
 def test_constants_move_to_the_caption_and_empty_columns_go() -> None:
@@ -198,20 +197,18 @@ def test_the_run_view_fits_a_narrow_terminal() -> None:
 # --- figures ----------------------------------------------------------------------------------------------
 
 
-def test_warmup_study_equals_means_over_windows_of_the_curve() -> None:
+def test_warmup_means_equal_those_over_windows_of_the_curve() -> None:
     run = make_run()
     assert run.timing is not None
     samples = curve(run.timing)
-    for effect in warmup_study(run.timing):
-        window = np.array(samples[effect.count : effect.count + 10])
-        assert effect.mean_s == pytest.approx(window.mean())
-        assert effect.median_s == pytest.approx(np.median(window))
+    for count, mean_s in warmup_means(run.timing).items():
+        assert mean_s == pytest.approx(np.mean(samples[count : count + 10]))
 
 
-def test_warmup_study_is_silent_where_the_curve_is_too_short() -> None:
+def test_warmup_means_are_missing_where_the_curve_is_too_short() -> None:
     run = timed([1.0, 1.0, 1.0], warmup=[9.0])
     assert run.timing is not None
-    assert [effect.mean_s for effect in warmup_study(run.timing)] == [pytest.approx(11 / 3), 1.0, None, None]
+    assert list(warmup_means(run.timing).values()) == [pytest.approx(11 / 3), 1.0, None, None]
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ from steplab.records.rows import run_row
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
 from steplab.report.page import render_page
-from steplab.report.run.gaps import choices, doubts, gaps
+from steplab.report.run.one_run import choices, doubts, gaps
 from steplab.specs.resolve import resolve_step
 from steplab.units import format_share
 

@@ -13,9 +13,8 @@ from steplab.report.kit import charts as kit
 from steplab.report.kit.labels import fitted, shortened, text_width, wrap
 from steplab.report.page import render_page
 from steplab.report.run.cells import FIELDS, arrange, axis_name, cells_of, label, varying
-from steplab.report.run.narrative import facts
 from steplab.report.run.phases import phases
-from steplab.report.run.verdict import runs_verdict
+from steplab.report.run.verdict import facts, runs_verdict
 from steplab.specs.resolve import resolve_step
 from steplab.specs.step import describe
 

@@ -4,7 +4,7 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from tests.precision_records import AUDIT, FAILED, NOTHING, RUNS, SOME, SUM, layer, record
+from tests.precision_records import AUDIT, FAILED, RUNS, SOME, SUM, layer, record
 
 from steplab.errors import SteplabError, Unsupported, UserError
 from steplab.lab import precision as lab
@@ -18,7 +18,6 @@ from steplab.records.run import Run
 from steplab.report.kit.rendering import render
 from steplab.report.kit.table import sheet
 from steplab.report.page import render_page
-from steplab.report.precision import words
 from steplab.report.precision.document import precision_document
 from steplab.report.precision.figures import added, all_elements, module_groups
 from steplab.report.precision.tables import loss_table, timing_rows
@@ -72,62 +71,6 @@ def test_without_an_fp32_run_only_what_is_not_finite_is_counted() -> None:
     shown = sheet(loss_table(dataclasses.replace(AUDIT, modules=modules)))
     row = dict(zip([column.heading for column in shown.columns], shown.rows[0], strict=True))
     assert row["inf or NaN"] == "3"
-
-
-@pytest.mark.parametrize(
-    "op",
-    ["layer_norm", "softmax", "exp", "cross_entropy", "nll_loss", "sum", "prod", "pow", "rsqrt", "log", "tan"],
-)
-def test_bf16_is_never_given_the_reasons_of_fp16(op: str) -> None:
-    operation = dataclasses.replace(AUDIT.operations[1], op=op)
-    assert "fp16" not in words.why(operation, "bf16")
-    assert "bf16" not in words.why(operation, "fp16")
-    told = render(precision_document([record("bf16", accumulations=())]), width=140)
-    assert "fp16's range" not in told
-
-
-# --- whether to keep a norm in fp32 -------------------------------------------------------------------------
-
-
-BF16_SUM, FP32_SUM = SUM, dataclasses.replace(SUM, accumulator="float32", addend="float32", result=10.000133)
-
-
-def verdict(precision: str, **changes: object) -> str:
-    audit = dataclasses.replace(AUDIT, **changes)  # type: ignore[arg-type]
-    return " ".join(words.norm_answers(record(precision, audit=audit, accumulations=(BF16_SUM, FP32_SUM))))
-
-
-@pytest.mark.parametrize(
-    ("rule", "output", "said"),
-    [
-        ("none", "float32", "ran in fp32 because its inputs are fp32"),
-        ("cast", "float32", "the model itself asks for it"),
-        ("off", "bfloat16", "Here it ran in bf16."),
-    ],
-)
-def test_the_answer_says_what_happened_here(rule: str, output: str, said: str) -> None:
-    norm = dataclasses.replace(AUDIT.operations[1], op="rms_norm", rule=rule, outputs=(output,))  # type: ignore[arg-type]
-    told = verdict("bf16_pure" if rule == "off" else "bf16", operations=(norm,))
-    assert told.startswith("Yes, keep RMSNorm in fp32")
-    assert said in told
-
-
-@pytest.mark.parametrize(("largest", "said"), [(3.0, "its square within"), (300.0, "its square above")])
-def test_the_answer_for_fp16_rests_on_the_largest_output(largest: float, said: str) -> None:
-    outputs = dataclasses.replace(NOTHING, largest=largest)
-    modules = (dataclasses.replace(layer("fc"), output_elements=outputs),)
-    assert f"is {largest:g}, {said} fp16's range" in verdict("fp16", modules=modules)
-
-
-def test_what_was_lost_in_the_norms_is_counted() -> None:
-    norm = dataclasses.replace(layer("ln"), kind="LayerNorm", output_elements=SOME)
-    assert "Of 100 outputs of norms here, 3 overflowed, 7 became zero" in verdict("fp16", modules=(layer("fc"), norm))
-
-
-def test_without_a_norm_or_in_fp32_there_is_no_answer() -> None:
-    assert verdict("fp16", operations=AUDIT.operations[:1]) == ""
-    assert verdict("fp32") == verdict("tf32") == ""
-    assert list(words.norm_answers(FAILED)) == []
 
 
 # --- formats ------------------------------------------------------------------------------------------------

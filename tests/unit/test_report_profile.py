@@ -211,42 +211,6 @@ def test_busy_time_agrees_with_the_unprofiled_or_it_says_why(span: Span, agrees:
 # --- sentences --------------------------------------------------------------------------------------------
 
 
-def test_why_the_matmul_share_drops_adds_up() -> None:
-    run = SMALL
-    (first, *_, last) = [span for _, span in passes(run, profile_of(run))]
-    before, after = first.share("matmul"), last.share("matmul")
-    assert before is not None
-    assert after is not None
-    shares, why = words.matmul_sentences(run, profile_of(run))
-    assert f"{units.format_percent(before)} of forward" in shares
-    assert f"{units.format_percent(after)} of the whole step" in shares
-    optimizer = profile_of(run).phase("optimizer")
-    assert optimizer is not None
-    assert f"optimizer spends 0.0 % of its {units.format_time(optimizer.busy_s / STEPS)} on it" in why
-    points = [float(text) for text in re.findall(r"\(([-+][\d.]+) points\)", why)]
-    backward = profile_of(run).phase("backward")
-    assert backward is not None
-    gained = (backward.categories["matmul"] - before * backward.busy_s) / STEPS / last.busy_s  # it has a higher share
-    assert sum(points) + 100 * gained == pytest.approx(100 * (after - before), abs=0.1)
-
-
-def test_a_drop_is_laid_to_what_grew_and_not_to_what_is_largest() -> None:
-    shares = {"matmul": 0.5, "elementwise": 0.4, "normalisation": 0.1}
-    forward = PhaseTime(phase="forward", window_s=1, busy_s=1, host_bound_s=0, idle_s=0, categories=shares)
-    grown = {"matmul": 0.3, "elementwise": 0.4, "normalisation": 0.3}
-    profile = replace(profile_of(LARGE), phases=(forward, replace(forward, phase="backward", categories=grown)))
-    _, why = words.matmul_sentences(LARGE, profile)
-    assert "and 30.0 % on normalisation, of which forward has 10.0 %" in why
-
-
-def test_a_share_that_does_not_drop_is_not_explained() -> None:
-    forward = (PhaseTime(phase="forward", window_s=1, busy_s=1, host_bound_s=0, idle_s=0, categories={"matmul": 0.5}),)
-    backward = replace(forward[0], phase="backward", categories={"matmul": 0.6})
-    profile = replace(profile_of(LARGE), phases=(*forward, backward))
-    (sentence,) = words.matmul_sentences(LARGE, profile)
-    assert "50.0 % of forward, 55.0 % of forward + backward" in sentence
-
-
 def test_softmax_against_the_score_product() -> None:
     soft = where(phase="forward", part="softmax")
     product = where(phase="forward", category="matmul", part="scores")
@@ -255,27 +219,6 @@ def test_softmax_against_the_score_product() -> None:
     assert f"Softmax takes {units.format_time(duration_s(soft) / STEPS)} of forward" in sentence
     assert f"{duration_s(soft) / duration_s(product):.2f} times the" in sentence
     assert f"1/{sum(k.job.flops or 0 for k in product) / sum(k.job.flops or 0 for k in soft):.0f} " in sentence
-    assert f"below {H200_FP32_FLOPS_PER_S / H200_BYTES_PER_S:.1f} the memory's bandwidth is the limit" in sentence
-
-
-@pytest.mark.parametrize(
-    ("product_dtype", "product_intensity", "said"),
-    [
-        ("fp32", 10.0, "; below 14.0 {}: it limits both."),
-        ("fp32", 49.2, "; below 14.0 {}: it limits the softmax alone."),
-        ("bf16", 49.2, "; below 14.0 (softmax, in fp32) and 206 (product, in bf16) {}: it limits both."),
-        ("bf16", 300.0, "; below 14.0 (softmax, in fp32) and 206 (product, in bf16) {}: it limits the softmax alone."),
-        ("fp64", 49.2, "; below 14.0 {}: it limits the softmax."),  # no peak is stated for the product
-    ],
-)
-def test_softmax_and_product_are_each_held_to_the_ridge_of_their_own_dtype(
-    product_dtype: str, product_intensity: float, said: str
-) -> None:
-    soft = replace(OP, name="aten::_softmax", category="softmax", range="a.softmax", flops=1e10, moved_bytes=3e10)
-    product = replace(OP, range="a.scores", dtype=product_dtype, flops=1e12, moved_bytes=1e12 / product_intensity)
-    sentence = words.softmax_sentence(LARGE, with_ops(soft, product))
-    assert sentence is not None
-    assert sentence.endswith(said.format("the memory's bandwidth is the limit, not the arithmetic"))
 
 
 def test_the_number_format_is_that_of_the_flops_and_not_of_the_time() -> None:

@@ -139,6 +139,7 @@ ARROWS = {
     "compare": {"kit", "memory", "turns"},
     "history": {"kit", "run"},
     "runs": {"kit", "environments", "report", "run", "profile", "memory", "plan"},
+    "questions": {"kit", "report", "run"},
     "page": {"report", "run", "attempts", "environments", "kit"},
     "__init__": set(),
 }

@@ -19,21 +19,21 @@ from steplab.costs.flops import model_flops_per_token
 from steplab.costs.parameters import num_embedding_parameters, num_parameters
 from steplab.errors import Unsupported, UserError
 from steplab.lab.utilization import PeakFigure, utilizations
+from steplab.measurement import step_job as session
+from steplab.measurement.clock import Phase
 from steplab.measurement.jobs import AuditTask
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision import session as audit_session
-from steplab.measurement.step import session
 from steplab.measurement.step.flop_count import count_flops
-from steplab.measurement.step.loop import Phase
-from steplab.measurement.step.session import measure_here
 from steplab.measurement.step.step import ModelStep
+from steplab.measurement.step_job import measure_here
 from steplab.model.build import build_workload
 from steplab.model.workload import Workload, loss_of
 from steplab.records.environment import Environment
 from steplab.records.run import ModelFacts, Run
 from steplab.records.timing import curve
 from steplab.report.run.cells import cells_of
-from steplab.report.run.gaps import gaps
+from steplab.report.run.one_run import gaps
 from steplab.report.run.verdict import run_cautions, runs_verdict
 from steplab.specs.attention_kernels import refuse_unserved_kernels
 from steplab.specs.resolve import resolve_step
@@ -368,7 +368,7 @@ def test_the_step_that_compiles_is_timed_apart(monkeypatch: pytest.MonkeyPatch, 
         return run
 
     clock = SimpleNamespace(perf_counter=lambda: now_ns / 10**9, perf_counter_ns=lambda: now_ns)
-    for name in ("step.session", "step.loop", "machine.device"):
+    for name in ("clock", "machine.device"):
         monkeypatch.setattr(f"steplab.measurement.{name}.time", clock)
     monkeypatch.setattr(torch, "compile", compiled)
     run = succeeded(measured(compile=mode, warmup=1, steps=3))

@@ -31,12 +31,11 @@ from steplab.records.rows import Row, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Table
 from steplab.report.kit.table import drawn, sheet
-from steplab.report.run.attention_steps import attention_step_rows
 from steplab.report.run.cells import FIELDS as LABELLED
 from steplab.report.run.cells import axis_name, cells_of, label, varying
+from steplab.report.run.columns import attention_step_rows, list_document
 from steplab.report.run.effects import effects_of
-from steplab.report.run.listing import list_document
-from steplab.report.run.narrative import facts
+from steplab.report.run.verdict import facts
 from steplab.specs.changes import CHANGES, recipe_help, resolve_with_recipe
 from steplab.specs.model import EXAMPLES, MEASURED, MODEL_SIZES, PLANNING_ONLY, ModelSpec, TransformerShape, model_spec
 from steplab.specs.resolve import resolve_step

@@ -253,7 +253,7 @@ def test_options_of_attention_reach_what_is_measured(tmp_path: Path) -> None:
     ("text", "said"),
     [
         ("[[comm]]\nsizes = 1\n", r"\[\[comm\]\] has no option 'sizes'; choose one of backend, "),
-        ('[[comm]]\nrepeats = "many"\n', r"\[\[comm\]\] repeats is of another type .* Expected `int"),
+        ('[[comm]]\nrepeats = "many"\n', r"\[\[comm\]\] repeats has the wrong type: Expected `int"),
         ('[[ddp]]\ndevice = "cpu"\n', "has no option 'device'"),
         ('[[ddp]]\nlayout = "dp=2"\n', "has no option 'layout'"),
         ('[[ddp]]\nbucket_sizes = "big"\n', "a bucket size must be a number of MB, not 'big'"),
@@ -319,10 +319,7 @@ def test_a_folder_or_a_binary_file_is_no_study(tmp_path: Path) -> None:
     [
         ("[[grid]\n", "not valid TOML"),
         ("[[grid]]\ncontext = [32\n", "not valid TOML"),
-        (
-            "grids = 3\n",
-            "unknown key 'grids'; a study has description, gpus, include, questions, and the tables [[grid]], ",
-        ),
+        ("grids = 3\n", "'grids'; a study has description, gpus, include, questions, and the tables [[grid]], "),
         ("[grid]\ncontext = 32\n", "'grid' must be a list of [[grid]] tables"),
         ("grid = [1]\n", "'grid' must be a list of [[grid]] tables"),
         ("", "has no cells"),

@@ -20,7 +20,7 @@ from steplab.measurement.observer import Observer
 from steplab.measurement.processes import turns as processes
 from steplab.measurement.processes.conversation import Surroundings
 from steplab.measurement.processes.turns import Session
-from steplab.measurement.step.session import measure_here
+from steplab.measurement.step_job import measure_here
 from steplab.records.codec import new_id
 from steplab.records.comparison import Side
 from steplab.records.failure import Failure

@@ -21,16 +21,16 @@ from steplab.records.prediction import CardFit, MemoryPrediction
 from steplab.records.record import Record
 from steplab.records.run import Run
 from steplab.records.timing import PhaseSamples, Timing
-from steplab.report.ddp.verdict import ddp_verdict
+from steplab.report.ddp.document import ddp_verdict
 from steplab.report.kit.document import Verdict
-from steplab.report.memory.verdict import memory_verdict
+from steplab.report.memory.document import memory_verdict
 from steplab.report.page import render_page
 from steplab.report.plan.document import plan_document
 from steplab.report.profile.verdict import finding_sentences
 from steplab.report.report import Context, report_of
 from steplab.report.run.cells import cells_of
 from steplab.report.run.effects import effects_of
-from steplab.report.run.narrative import gain_of
+from steplab.report.run.verdict import gain_of
 from steplab.specs.resolve import resolve_step
 
 ROOT = Path(__file__).parents[2]

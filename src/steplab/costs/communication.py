@@ -1,12 +1,11 @@
 """Bytes on the wire, bus bandwidth, and a line through measured times.
 
-Bus bandwidth is that of nccl-tests (its document PERFORMANCE.md): algorithm bandwidth S / t, times the ratio of the
-least bytes that each rank has to send to the message's S. It can be compared with the bandwidth of the links for any
-collective and any number of ranks. The ratio is that of a ring; a tree, or a switch that adds, may send less.
+Bus bandwidth follows nccl-tests (PERFORMANCE.md): algorithm bandwidth S / t, times the least bytes that each rank sends
+in a ring over the message's S. It compares with the links' bandwidth for any collective and number of ranks.
 
-A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, or with another term for n
-ranks, t = alpha + beta · w + gamma · n. The fit is least squares of the *relative* differences, so that messages of all
-lengths have equal weight; no term is negative.
+A call is modelled as t = alpha + beta · w (Hockney 1994), with w the bytes on the wire, optionally plus gamma · n for n
+ranks. The fit minimizes squares of *relative* differences, so that all message lengths have equal weight; no term is
+negative.
 """
 
 import itertools
@@ -16,11 +15,11 @@ from dataclasses import dataclass
 from steplab.specs.comm import CommSpec
 
 FEWEST_SIZES = 3
-"""The fewest message sizes for a fit: two points always lie on a line, and do not show its error."""
+"""Fewest message sizes for a fit: two points always fit a line exactly."""
 
 
 def bus_factor(collective: str, world_size: int) -> float:
-    """Bus bandwidth over algorithm bandwidth: the least bytes that each rank sends, over those of the message."""
+    """Bus bandwidth over algorithm bandwidth: the least bytes that each rank sends, over the message's bytes."""
     if collective == "all_reduce":
         return 2 * (world_size - 1) / world_size
     if collective in ("all_gather", "reduce_scatter", "all_to_all"):
@@ -29,34 +28,26 @@ def bus_factor(collective: str, world_size: int) -> float:
 
 
 def wire_bytes(spec: CommSpec) -> float:
-    """The least bytes that each rank sends."""
     return spec.message_bytes * bus_factor(spec.collective, spec.world_size)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Point:
-    """A measured time."""
-
     wire_bytes: float
-    """Bytes on the wire."""
     world_size: int
-    """Number of ranks."""
     time_s: float
     """Median time of a call; above zero."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """A fitted model of the time of a call."""
-
     alpha_s: float
-    """Seconds of a call that moves nothing."""
+    """Seconds of an empty call."""
     beta_s_per_byte: float
     """Seconds per byte on the wire."""
     gamma_s_per_rank: float | None = None
-    """Seconds per rank; None if the model has no such term."""
+    """Seconds per rank; None: the model has no such term."""
     num_points: int
-    """The number of fitted times."""
     rms_relative: float
     """Root mean square of (fitted - measured) / measured."""
     worst_relative: float
@@ -66,15 +57,12 @@ class Line:
 def predicted_s(
     alpha_s: float, beta_s_per_byte: float, wire_bytes: float, *, gamma_s_per_rank: float | None = None, ranks: int = 0
 ) -> float:
-    """Time of a call by the model."""
     return alpha_s + beta_s_per_byte * wire_bytes + (gamma_s_per_rank or 0.0) * ranks
 
 
 def fit_line(points: Sequence[Point], *, by_rank: bool = False) -> Line | None:
-    """The model that fits the points best, `by_rank` with a term for the number of ranks.
-
-    Returns None for too few points: FEWEST_SIZES sizes are needed, and `by_rank` two world sizes and a fourth point.
-    """
+    """The model that fits the points best, `by_rank` with a term for the number of ranks. None for too few points:
+    FEWEST_SIZES sizes are needed, and `by_rank` two world sizes and a fourth point."""
     sizes = {point.wire_bytes for point in points}
     worlds = {point.world_size for point in points}
     if len(sizes) < FEWEST_SIZES or (by_rank and (len(worlds) < 2 or len(points) < 4)):

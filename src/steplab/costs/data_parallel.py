@@ -1,43 +1,30 @@
-"""What data parallelism costs, as formulas: time that communication adds to a step, memory that sharding saves.
+"""Formulas of data parallelism: communication's time in a step, and sharding's savings of memory.
 
-**Time.** Gradients of s bytes travel in n buckets of equal size. A call takes o seconds whatever it carries, and a byte
-1/w seconds, so that a bucket takes
+**Time.** Gradients of s bytes travel in n equal buckets. A call takes o seconds at any size, and a byte 1/w seconds. A
+bucket, and all buckets alone on the link, take
 
-    c(n) = o + s / (n w)
+    c(n) = o + s / (n w)            alone(n) = n o + s / w
 
-and all of them by themselves, one after the other on the link,
-
-    alone(n) = n o + s / w.
-
-With the backward pass over in b seconds, its gradients appearing evenly, bucket i of n is ready at i b / n. Either the
-link keeps up, c <= b / n, and what remains after the backward pass is the last bucket; or it does not, and it works
-without a pause from the first bucket, ready at b / n, on:
+In a backward pass of b seconds with evenly appearing gradients, bucket i of n is ready at i b / n. If the link keeps
+up, c <= b / n, only the last bucket remains after it; otherwise the link works without a pause from b / n on:
 
     exposed(n) = max( c(n),  b / n + n c(n) - b )
 
-A call's o may be spent where nothing runs beside it: on SMs that the backward would have used or, where Python is not
-ahead, on the host that has the backward's kernels to start as well. Then every call's o is exposed, the last bucket's
-transfer as before:
+A call's o may be exposed, on SMs that the backward pass would use, or in Python, which also launches that pass. Then
 
-    serial(n) = n o + s / (n w)
+    serial(n) = n o + s / (n w),    least at   n* = sqrt(s / (w o)),   serial(n*) = 2 sqrt(s o / w)
 
-which has its least value where the two summands are equal,
+with buckets of s / n* = sqrt(s w o) bytes. With o = 0 no size would be best, so a fit with o = 0 is rejected. Neither
+formula includes the slowdown of concurrent computation.
 
-    n* = sqrt(s / (w o)),   a bucket of s / n* = sqrt(s w o) bytes,   serial(n*) = 2 sqrt(s o / w).
-
-Larger buckets leave more to send when the backward pass is over; smaller ones pay for more calls. Were calls free
-(o = 0), each further division would leave less, and no size would be best. So o is above zero here, and a fit without
-one is none. Neither formula knows that communication slows the computation it runs beside.
-
-**Copies between GPUs** take no SMs from the backward pass, but memory bandwidth. Of s bytes of gradients each of N
-ranks reads (N - 1)/N to send them, and as many are written where they land; the means read s and write s/N; on their
-way home they are read and written (N - 1)/N times again. So each GPU moves through its memory
+**Copies between GPUs** take memory bandwidth, but no SMs. Each of N ranks reads (N - 1)/N s to send, and as many bytes
+land; the means read s and write s/N; home copies read and write (N - 1)/N s again. So each GPU moves through its memory
 
     m = (5N - 3)/N s.
 
-**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer that keeps k values of their
-type for each (AdamW: 2) k e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N
-ranks the optimizer state (stage 1), the gradients too (2), the parameters too (3).
+**Memory.** P parameters of e bytes take e P, their gradients as much, and an optimizer with k values each (AdamW: 2) k
+e P. ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054, section 5) divides by the N ranks the optimizer state (stage 1),
+the gradients too (2), the parameters too (3).
 """
 
 import math
@@ -50,9 +37,9 @@ class Link:
     """The time of a call of one collective: o + bytes / w. Raises ValueError unless both are above zero."""
 
     bytes_per_s: float
-    """w: gradient bytes per second, not counting that an all-reduce moves each of them twice."""
+    """w: gradient bytes per second, without counting that an all-reduce moves each twice."""
     call_s: float
-    """o: the time of a call without any bytes."""
+    """o: seconds of an empty call."""
 
     def __post_init__(self) -> None:
         if not (self.bytes_per_s > 0 and self.call_s > 0):
@@ -63,34 +50,30 @@ class Link:
         return self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def alone_s(self, num_bytes: float, num_buckets: float) -> float:
-        """Time of all buckets, one after the other, with nothing beside them."""
         return num_buckets * self.bucket_s(num_bytes, num_buckets)
 
     def exposed_s(self, num_bytes: float, num_buckets: float, backward_s: float) -> float:
-        """The time left after a backward pass of `backward_s` in which gradients appear evenly and all calls
-        overlap."""
+        """Time left after a backward pass of `backward_s` with evenly appearing gradients, if all calls overlap."""
         bucket_s = self.bucket_s(num_bytes, num_buckets)
         return max(bucket_s, num_buckets * bucket_s - backward_s * (1 - 1 / num_buckets))
 
     def serial_s(self, num_bytes: float, num_buckets: float) -> float:
-        """The time left after the backward pass if each call's o is exposed and the link keeps up."""
+        """Time left after the backward pass if each call's o is exposed and the link keeps up."""
         return num_buckets * self.call_s + num_bytes / num_buckets / self.bytes_per_s
 
     def best_bucket_bytes(self, num_bytes: float) -> float:
-        """The bucket for which `serial_s` is least: sqrt(s w o), at most all bytes."""
+        """The bucket with the least `serial_s`: sqrt(s w o), at most all bytes."""
         return min(math.sqrt(num_bytes * self.bytes_per_s * self.call_s), num_bytes)
 
     def least_serial_s(self, num_bytes: float) -> float:
-        """`serial_s` with such buckets; 2 sqrt(s o / w) where that is more than one bucket."""
+        """`serial_s` with such buckets; 2 sqrt(s o / w) for more than one bucket."""
         return self.serial_s(num_bytes, num_bytes / self.best_bucket_bytes(num_bytes))
 
 
 def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float]) -> Link | None:
-    """The link whose `alone_s` of `num_bytes` in these numbers of calls is closest to the measurements.
-
-    Least squares of relative errors, since the times span orders of magnitude. Returns None if fewer than two different
-    numbers of calls were measured, or if the best fit has no positive bandwidth and o.
-    """
+    """The link whose `alone_s` of `num_bytes` in these numbers of calls is closest to the measurements. Least squares
+    of relative errors, because the times span orders of magnitude. None with fewer than two different numbers of calls,
+    or if the best fit has no positive bandwidth and o."""
     if len(set(num_calls)) < 2 or num_bytes <= 0:
         return None
     # Each row divided by its measurement: (n / t) o + (1 / t) f = 1, with f = s / w.
@@ -108,40 +91,33 @@ def fit_link(num_calls: Sequence[int], num_bytes: float, alone_s: Sequence[float
 
 
 def peer_copy_memory_bytes(num_bytes: float, size: int) -> float:
-    """m: the bytes that each of `size` GPUs moves through its memory when peer copies average so many bytes of
+    """m: bytes that each of `size` GPUs moves through its memory when peer copies average `num_bytes` bytes of
     gradients."""
     return (5 * size - 3) / size * num_bytes
 
 
 def buckets_of(num_bytes: float, bucket_bytes: float, num_tensors: int) -> float:
-    """The number of equal buckets of about that size: at least one, and at most the number of gradients, which are
-    not divided."""
+    """Number of equal buckets of about that size: at least one, and at most the number of gradients, which are not
+    divided."""
     return min(max(num_bytes / bucket_bytes, 1.0), float(num_tensors))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StateBytes:
-    """The bytes that a rank keeps between two steps, and those of its gradients."""
+    """Bytes that a rank keeps between two steps, and of its gradients."""
 
     parameters: float
-    """Bytes of parameters."""
     gradients: float
-    """Bytes of gradients."""
     optimizer: float
-    """Bytes of optimizer state."""
 
     @property
     def total(self) -> float:
-        """The sum of all three."""
         return self.parameters + self.gradients + self.optimizer
 
 
 def state_bytes(num_parameters: int, *, parameter_bytes: int, states: int, size: int, stage: int) -> StateBytes:
-    """Bytes that each of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3.
-
-    `parameter_bytes` is the size of one parameter, `states` the number of values of that size that an optimizer keeps
-    for it. The division is taken to be even.
-    """
+    """Bytes that each of `size` ranks holds under a stage of ZeRO: 0 (nothing divided), 1, 2 or 3, divided evenly.
+    `parameter_bytes`: of one parameter; `states`: values of that size that the optimizer keeps for it."""
     whole = num_parameters * parameter_bytes
     state = states * whole
     return StateBytes(

@@ -1,7 +1,7 @@
 """FLOPs of a training step, under each convention in use. A multiply-add counts as two.
 
-Notation: N parameters, E of them in the embedding look-up, L layers, d attention width, T context. Forward
-takes a third of forward + backward: the backward pass computes two products for each of the forward's one.
+N parameters, E of them in the embedding look-up, L layers, d attention width, T context. Forward takes a third of
+forward + backward, because the backward pass has two products for each of the forward's.
 
     causal   6 (N - E) +  6 L d T   a token: only the work a causal model needs (the default here)
     full     6 (N - E) + 12 L d T   the whole T x T square of scores (torchtitan, nanoGPT)
@@ -21,11 +21,11 @@ from steplab.specs.step import AUTOCAST, StepSpec
 Convention = Literal["causal", "full", "params"]
 
 DTYPE_OF_MATMULS = {"fp32": "fp32", "tf32": "tf32", **AUTOCAST, "bf16_pure": "bf16"}
-"""Precision of a step -> data type of its matrix multiplications, whose peak an MFU is measured against."""
+"""Precision of a step -> data type of its matrix multiplications, whose peak an MFU refers to."""
 
 
 class ModelSizes(TypedDict):
-    """The sizes of a model that determine its FLOPs; None for an unknown size."""
+    """The sizes of a model that determine its FLOPs; None: unknown."""
 
     num_parameters: int
     num_embedding_parameters: int | None
@@ -43,7 +43,7 @@ def model_flops_per_token(
     context: int,
     backward: bool,
 ) -> float | None:
-    """FLOPs that a token needs under a convention; None if a size that the convention uses is unknown."""
+    """FLOPs that a token needs under a convention; None if it uses an unknown size."""
     passes = 3 if backward else 1
     if convention == "params":
         return passes * 2.0 * num_parameters
@@ -68,7 +68,7 @@ def executed_flops_per_token(
 
     Materialised scores take two products forward and four backward, each over the whole square. A fused kernel skips
     the masked half but recomputes the scores in its backward pass: two products forward, five backward (Dao 2023,
-    section 3.1). `sdpa` is taken to choose a fused kernel. Checkpointing adds what backward recomputes; None if that is
+    section 3.1). `sdpa` is assumed to choose a fused kernel. Checkpointing adds the recomputed FLOPs; None if these are
     unknown, as for another library's blocks.
     """
     if num_embedding_parameters is None or num_layers is None or attention_width is None:
@@ -90,7 +90,7 @@ def executed_flops_per_token(
 
 
 def _recomputed_linear(shape: TransformerShape) -> float:
-    """FLOPs per token of the linear layers that a checkpointed block runs again: all but the last, whose output
-    backward does not need, so that torch stops before it (and a compiler leaves it out)."""
+    """FLOPs per token of the linear layers that a checkpointed block reruns: all except the last, because torch stops
+    before it, and a compiler leaves it out."""
     last = shape.d_model * shape.d_ff
     return 2.0 * (num_attention_weights(shape) + num_feed_forward_weights(shape) - last)

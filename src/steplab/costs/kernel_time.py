@@ -1,8 +1,8 @@
-"""How long one kernel takes on a GPU: the roofline, with what kernels reach of it.
+"""Seconds of one kernel on a GPU: the roofline, with the shares of it that kernels reach.
 
-A kernel that does F FLOPs and moves M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few
-microseconds (Williams, Waterman and Patterson 2009, "Roofline"); a and b are the fitted shares of `costs.rates`.
-Predictions of whole steps (plan) and findings on measured ones (explain) both take a kernel's time from here.
+A kernel with F FLOPs and M bytes takes about max(F / (a peak), M / (b bandwidth)) seconds and a few microseconds
+(Williams, Waterman and Patterson 2009, "Roofline"); a and b are the fitted shares of `costs.rates`. Predictions (plan)
+and findings on measured steps (explain) both use it.
 """
 
 import math
@@ -16,20 +16,20 @@ from steplab.ops.attention.hopper_kernels import planned_on
 from steplab.specs.step_choices import FP8
 
 _TILES = ((128, 256), (256, 128), (128, 128), (64, 256), (256, 64), (128, 64), (64, 128), (64, 64))
-"""Rows and columns of the result that one thread block makes, as in cuBLAS's and CUTLASS's kernels."""
+"""Rows and columns of one thread block's result, as in cuBLAS's and CUTLASS's kernels."""
 _SPLITS = (1, 2, 3, 4, 6, 8, 16)
-"""Parts of the inner dimension that different blocks sum, where there are few tiles."""
+"""Parts of the inner dimension that different blocks sum if there are few tiles."""
 _SMOOTH = 5
-"""Exponent of the sum in place of a maximum, near which compute and memory hinder each other."""
+"""Exponent of the sum that replaces a maximum: near equality, compute and memory hinder each other."""
 _ALIGNED_BYTES = 16
 """Rows that begin at no multiple of this cannot be copied in one piece."""
 _UNALIGNED = 6.0
-"""How many times longer a product in half precision takes of single elements: 5.4 to 7.4 in the record of a vocabulary
-of 50,257; of pairs and fours of them in between."""
+"""Factor of a half-precision product with rows of single elements: 5.4 to 7.4 in the record of a vocabulary of 50,257;
+less for pairs and fours."""
 _HEAD_WIDTHS = (32, 64, 96, 128, 192, 256)
-"""Head dimensions that torch's FlashAttention-2 is compiled for; others are much alike."""
+"""Head dimensions that torch's FlashAttention-2 is compiled for; others are similar."""
 USUAL_ATTENTION = {False: "sdpa_flash", True: "sdpa_efficient fp32"}
-"""Whose rates stand for those of an implementation that was not measured, by whether it is of fp32."""
+"""Implementations whose rates replace missing ones, by True for fp32."""
 
 
 class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
@@ -40,41 +40,38 @@ class Product(msgspec.Struct, frozen=True, gc=False, kw_only=True):
     k: int
     batch: int = 1
     transposed: bool = False
-    """Whether the first matrix lies in memory as [k, m], as a gradient does in the product of a weight's gradient."""
+    """True if the first matrix is [k, m] in memory, as the gradient is in the product of a weight's gradient."""
 
     @property
     def row_lengths(self) -> tuple[int, int]:
-        """Elements of a row of the first matrix and of the result in memory; the second's is one of them."""
+        """Elements of a row of the first matrix and of the result in memory; the second's is one of these."""
         return self.m if self.transposed else self.k, self.n
 
     def padded(self, multiple: int) -> "Product":
-        """The product with every size rounded up to a multiple."""
         m, n, k = (-(-size // multiple) * multiple for size in (self.m, self.n, self.k))
         return msgspec.structs.replace(self, m=m, n=n, k=k)
 
     @property
     def flops(self) -> int:
-        """A multiply-add counts as two."""
         return 2 * self.batch * self.m * self.n * self.k
 
 
 def streaming_share(name: str, gpu: Gpu) -> float:
-    """Share of the stated bandwidth that a kernel that memory bandwidth bounds reaches on large tensors."""
+    """Share of the stated bandwidth that a bandwidth-bound kernel reaches on large tensors."""
     shares = gpu.rates.streaming.shares
     base = name.removesuffix(" strided").removesuffix(" widening")
     return next(shares[known] for known in (name, base, "default") if known in shares)
 
 
 def streaming_s(name: str, moved_bytes: float, gpu: Gpu) -> float:
-    """Seconds of a kernel that memory bandwidth bounds."""
     rates = gpu.rates.streaming
     gain = 1 + rates.cached_gain * math.exp(-moved_bytes / rates.cached_bytes)
     return rates.fixed_s + moved_bytes / (gpu.bandwidth_bytes_per_s * streaming_share(name, gpu) * gain)
 
 
 def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
-    """Rates of the number format; where none was fitted, those of bf16, because tensor cores work alike in all their
-    formats. TF32 reaches the share of its peak that fp32 does: 0.77 and 0.76 on an H200 at 8192."""
+    """Rates of the number format; without a fit, bf16's, because tensor cores work alike in all formats. TF32
+    reaches fp32's share of its peak: 0.77 and 0.76 on an H200 at 8192."""
     known = gpu.rates.products
     if dtype == "tf32" and dtype not in known:
         return msgspec.structs.replace(known["bf16"], peak_share=known["fp32"].peak_share)
@@ -82,11 +79,8 @@ def product_rates(dtype: str, gpu: Gpu) -> ProductRates:
 
 
 def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
-    """Seconds of a batched matrix product.
-
-    Its result is cut into tiles, which the multiprocessors take in waves; the best of the usual tiles is taken to be
-    chosen, and the inner dimension is split where that fills the last wave better.
-    """
+    """Seconds of a batched matrix product. The result is cut into tiles, which the multiprocessors process in waves.
+    The best of the usual tiles is assumed, and the inner dimension is split if that fills the last wave better."""
     rates, size = product_rates(dtype, gpu), _item_bytes(dtype)
     num_sms = gpu.multiprocessors
     per_sm = gpu.peaks[dtype] * rates.peak_share / (num_sms or 1)
@@ -100,7 +94,7 @@ def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
             exact = tiles * split / (num_sms or 1)
             waves = exact if num_sms is None else _waves(exact, rates.partial_wave)
             compute = waves * 2 * rows * columns * (product.k / split + rates.ramp_k) / per_sm
-            if split > 1:  # the parts are written and read once more, in fp32, by another kernel
+            if split > 1:  # another kernel writes and reads the parts once more, in fp32
                 parts_bytes = 2 * 4 * split * product.batch * product.m * product.n
                 compute += parts_bytes / bandwidth + rates.fixed_s
             best = min(best, compute)
@@ -108,7 +102,7 @@ def product_s(product: Product, dtype: str, gpu: Gpu) -> float:
         aligned = min(math.gcd(each * size, _ALIGNED_BYTES) for each in product.row_lengths)
         best *= _UNALIGNED ** (math.log2(_ALIGNED_BYTES / aligned) / 3)
     m, n, k = product.m, product.n, product.k
-    written = max(size, 2)  # of fp8 the result is bf16
+    written = max(size, 2)  # fp8's result is bf16
     memory = product.batch * (size * (m * k + k * n) + written * m * n) / bandwidth
     return rates.fixed_s + float((best**_SMOOTH + memory**_SMOOTH) ** (1 / _SMOOTH))
 
@@ -118,22 +112,20 @@ def _waves(exact: float, partial_wave: float) -> float:
 
 
 def head_columns(width: int) -> int:
-    """Columns as which fused attention computes a head: kernels are compiled for a few widths."""
+    """Columns that fused attention computes for a head: kernels are compiled for a few widths."""
     return next((known for known in _HEAD_WIDTHS if known >= width), width)
 
 
 def rated_attention(name: str, dtype: str, gpu: str) -> str:
-    """By which name the rates have an implementation in a number format, on a GPU of this name."""
+    """The name of the rates of an implementation in a number format on this GPU."""
     if dtype == "fp32":
         return f"{name} fp32"
     return f"{name} portable" if name == "flash_triton" and not planned_on(gpu) else name
 
 
 def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates]:
-    """Rates by pass of an implementation in a number format, or of the usual one where it was not measured.
-
-    In fp32 fused attention has other kernels, without tensor cores, whose rates the table has by names of their own.
-    """
+    """Rates by pass of an implementation in a number format, or of the usual one if it was not measured. In fp32 fused
+    attention has other kernels, without tensor cores and with separate rates."""
     known = gpu.rates.attention
     own = rated_attention(name, dtype, gpu.name)
     return known[own if own in known else USUAL_ATTENTION[dtype == "fp32"]]
@@ -142,11 +134,9 @@ def attention_rates(name: str, dtype: str, gpu: Gpu) -> dict[str, AttentionRates
 def attention_s(
     name: str, scores: Product, dtype: str, gpu: Gpu, *, backward: bool = False, causal: bool = True
 ) -> float:
-    """Seconds of one pass of fused attention; `scores`: queries times keys.
-
-    A causal mask leaves half of the scores, and with them those of the tiles that it cuts, at most all; for each score
-    the columns of a head count, as the kernel pads them, and as much again for its exponential.
-    """
+    """Seconds of one pass of fused attention; `scores`: queries times keys. A causal mask leaves half of the scores,
+    plus a share for the tiles that it cuts, at most all. Each score counts the columns of a head, as the kernel pads
+    them, and `softmax_width` for its exponential."""
     rates = attention_rates(name, dtype, gpu)["backward" if backward else "forward"]
     keys = min(scores.n, scores.n / 2 + rates.diagonal) if causal else scores.n
     flops_per_element = 4 * (BACKWARD_FLOPS if backward else 1)  # two products forward, five backward
@@ -159,5 +149,5 @@ def _item_bytes(dtype: str) -> int:
 
 
 def has_own_rates(precision: str, gpu: Gpu) -> bool:
-    """Whether steps of this precision were fitted on this GPU."""
+    """True if steps of this precision were fitted on this GPU."""
     return gpu.is_fitted and precision not in FP8 and DTYPE_OF_MATMULS[precision] in gpu.rates.products

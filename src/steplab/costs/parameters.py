@@ -5,9 +5,7 @@ from steplab.specs.model import TransformerShape
 
 def num_parameters(shape: TransformerShape) -> int:
     """All parameters, a tied weight counted once: the blocks', the final norm's, the embeddings' and the head's.
-
-    Without heads (planning only): the matrices of the feed-forward blocks, nothing else.
-    """
+    Without heads (planning only): only the matrices of the feed-forward blocks."""
     d, vocabulary = shape.d_model, shape.vocab_size * shape.d_model
     matrices = num_attention_weights(shape) + num_feed_forward_weights(shape)
     if shape.num_heads == 0:
@@ -19,8 +17,8 @@ def num_parameters(shape: TransformerShape) -> int:
 
 
 def num_embedding_parameters(shape: TransformerShape) -> int:
-    """Parameters that are looked up and cost no FLOPs: learned positions, and the token embedding unless it is the
-    head's weight too."""
+    """Parameters that are looked up and cost no FLOPs: learned positions, and the token embedding unless it is also the
+    head's weight."""
     tokens = 0 if shape.head == "tied" else shape.vocab_size
     return (tokens + shape.learned_positions) * shape.d_model
 
@@ -36,7 +34,6 @@ def num_feed_forward_weights(shape: TransformerShape) -> int:
 
 
 def _num_biases(shape: TransformerShape) -> int:
-    """Biases of a block's linear layers."""
     if shape.biases == "none":
         return 0
     projections = shape.d_model + 2 * shape.kv_width

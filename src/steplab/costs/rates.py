@@ -1,8 +1,7 @@
-"""What kernels reach of a GPU's stated peak and bandwidth: the form of the figures, and the table of those fitted.
+"""The shares of a GPU's stated peak and bandwidth that kernels reach, and the table of fitted ones.
 
-`rates.toml` is written by benchmarks/fit_rates.py from stored records. A GPU without an entry is predicted
-with the shares of the one that has been measured, of its own stated figures, and with a wider interval unless steps
-that were measured on it say otherwise.
+benchmarks/fit_rates.py writes `rates.toml` from stored records. A GPU without an entry uses the first entry's shares of
+its own stated figures, with a wider interval unless measured steps on it narrow that.
 """
 
 import dataclasses
@@ -22,22 +21,22 @@ class ProductRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Rates of matrix products in one number format; see kernel_time.product_s."""
 
     fixed_s: float
-    """Seconds that the smallest takes."""
+    """Seconds of the smallest product."""
     peak_share: float
     """Share of the stated dense peak that a long product reaches on full tiles."""
     ramp_k: float
-    """Length of the inner dimension by which the first load and the last store of a tile lengthen it."""
+    """Elements that a tile's first load and last store add to the inner dimension."""
     bandwidth_share: float
     """Share of the stated bandwidth."""
     partial_wave: float
-    """0: a last wave of tiles that fills the GPU in part takes as long as a full one; 1: as long as its part."""
+    """0: a partly filled last wave of tiles takes as long as a full one; 1: only its part."""
 
 
 class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Rates of one pass of a fused attention; see kernel_time.attention_s."""
 
     fixed_s: float
-    """Seconds that the smallest takes."""
+    """Seconds of the smallest attention."""
     peak_share: float
     """Share of the stated dense peak that its products reach."""
     softmax_width: float
@@ -47,65 +46,63 @@ class AttentionRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class StreamingRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Rates of kernels that memory bandwidth bounds; see kernel_time.streaming_s."""
+    """Rates of bandwidth-bound kernels; see kernel_time.streaming_s."""
 
     fixed_s: float
-    """Seconds that the smallest takes."""
+    """Seconds of the smallest kernel."""
     cached_gain: float
-    """By how much faster a small tensor is, which the cache still holds, than a large one."""
+    """Relative gain in speed of a small tensor, in the cache, over a large one."""
     cached_bytes: float
     """Bytes moved at which that gain has fallen to 1/e."""
     shares: dict[str, float]
-    """Share of the stated bandwidth by operator ('copy', 'copy strided'; 'fused' and 'fused reduction' for a compiler's
+    """Share of the stated bandwidth by operator ('copy', 'copy strided'; 'fused' and 'fused reduction' for compiled
     kernels; 'default' for all others)."""
 
 
 class HostRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How long Python takes for each kernel, and to compile, on hosts that were measured."""
+    """Python's time for each kernel, and for compiling, on measured CPUs."""
 
     eager_s: float
-    """Seconds of the host per kernel of an eager step, on the quickest host."""
+    """Python's seconds per kernel of an eager step, on the quickest CPU."""
     eager_slow_s: float
-    """The same, on the slowest."""
     compiled_s: float
-    """Seconds of the host per kernel of a compiled step, on the quickest host."""
+    """Python's seconds per kernel of a compiled step, on the quickest CPU."""
     compiled_slow_s: float
-    """The same, on the slowest."""
     compile_blocks_s: float
-    """Seconds to compile blocks that are alike, with nothing in Inductor's cache."""
+    """Seconds to compile identical blocks, with an empty Inductor cache."""
     compile_layer_s: float
     """Seconds for each block of a model that is compiled as a whole, likewise."""
     forward_call_s: float = 0.0
-    """Seconds of the host per operator that an eager model of others calls forward, views included, with all of its
-    Python around; 0: not known."""
+    """Python's seconds per operator that an eager third-party model calls forward, views included, with all Python
+    around it; 0: not known."""
     backward_call_s: float = 0.0
-    """The same for each that autograd calls."""
+    """The same for operators that autograd calls."""
 
     def paces(self, *, compiled: bool) -> tuple[float, float]:
-        """Seconds of Python per kernel, on the quickest host and on the slowest."""
+        """Seconds of Python per kernel, on the quickest CPU and on the slowest."""
         return (self.compiled_s, self.compiled_slow_s) if compiled else (self.eager_s, self.eager_slow_s)
 
 
 class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How kernels within a step differ from kernels by themselves."""
+    """How kernels within a step differ from kernels alone."""
 
     gap_s: float
-    """Seconds between a kernel and the next, while the host is ahead."""
+    """Seconds between a kernel and the next, while Python is ahead."""
     replayed_gap_s: float
-    """The same where a CUDA graph launches the kernels."""
+    """The same if a CUDA graph launches the kernels."""
     product_factor: float
-    """Times which products and fused attention take longer."""
+    """Factor on the time of products and fused attention."""
     streaming_factor: float
-    """Times which all other kernels take longer."""
+    """Factor on the time of all other kernels."""
     throttle_from: float
     """Share of the stated peak of tensor cores, over the whole step, above which the power limit lowers the clock."""
     throttle: float
     """Growth of the time of products for each unit of that share above it."""
     hidden_update: float = 0.0
-    """Share of an update's time that is hidden by the backward pass, where the update is overlapped with it."""
+    """Share of an overlapped update's time that the backward pass hides."""
     spread: dict[str, float]
-    """Half of the 90 % interval around the central value, as a share of it, by what was fitted: eager, compiled, and
-    'elsewhere' for number formats without a fit of their own, and for GPUs without one that no step was measured on."""
+    """Half of the 90 % interval around the central value, as a share of it, by kind of fit: eager, compiled, and
+    'elsewhere' for number formats without a fit, and for GPUs without a fit or a measured step."""
 
     def gap(self, replayed: bool) -> float:
         """Seconds between a kernel and the next."""
@@ -113,27 +110,21 @@ class StepRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class Borrower(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A GPU without a fit of its own on which steps were measured that borrowed shares predict."""
+    """A GPU without a fit on which steps were measured, predicted by borrowed shares."""
 
     steps: int
-    """Number of steps in which the host was ahead."""
     spread: float
-    """Error, as a share of the measured time, that 19 of 20 of them have at most."""
+    """Largest error of 19 of 20 of them, as a share of the measured time."""
     until_utc: str
-    """When the newest of them was made."""
+    """Date of the newest one."""
 
 
 class GpuRates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that was fitted on one GPU."""
-
     name: str
-    """As in the hardware catalogue."""
     source: str
-    """The records that it was fitted to."""
     until_utc: str
-    """When the newest of them was made."""
     held_out: dict[str, list[str]] = {}
-    """Records that it was not fitted to: by field of a step, the values that were left out."""
+    """Records left out of the fit: by field of a step, the values."""
     products: dict[str, ProductRates]
     """By number format."""
     streaming: StreamingRates
@@ -151,33 +142,28 @@ class _File(msgspec.Struct, forbid_unknown_fields=True):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Gpu:
-    """A GPU that a step is predicted for."""
-
     name: str
     peaks: dict[str, float]
     """Dense FLOP/s by number format."""
     bandwidth_bytes_per_s: float
     multiprocessors: int | None
-    """Number of streaming multiprocessors; None: not known, and tiles are taken to fill all waves."""
+    """Number of streaming multiprocessors; None: not known, and tiles are assumed to fill all waves."""
     rates: GpuRates
-    """What kernels reach of these figures."""
     is_fitted: bool
-    """Whether the rates were fitted on this GPU, rather than on another."""
+    """True if the rates were fitted on this GPU."""
     sources: tuple[str, ...]
-    """Where the figures come from."""
     is_stated: bool = True
-    """Whether peaks and bandwidth are those of a data sheet, rather than inferred from measured ceilings."""
+    """True if peaks and bandwidth are a data sheet's, False if inferred from measured peaks."""
     peak_sources: dict[str, str] = field(default_factory=dict)
-    """Where each peak comes from."""
     device_names: tuple[str, ...] = ()
-    """What torch calls it."""
+    """torch's names of it."""
     platform: str = "cuda"
-    """What its kernels are compiled for: cuda or rocm."""
+    """Target of its kernels: cuda or rocm."""
 
 
 @functools.cache
 def fitted_rates() -> tuple[GpuRates, ...]:
-    """The committed rates of GPUs, the one whose shares others borrow first."""
+    """The committed rates of GPUs; others borrow the first one's shares."""
     text = resources.files("steplab.costs").joinpath("rates.toml").read_text(encoding="utf-8")
     return tuple(msgspec.toml.decode(text, type=_File).gpu)
 
@@ -187,8 +173,8 @@ LEAST_PER_S = 1e9
 
 
 def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_bytes_per_s: float | None = None) -> Gpu:
-    """A GPU of the catalogue with the committed rates, its figures replaced by those given; peak: FLOP/s by number
-    format. Raises UserError for a GPU that the catalogue does not have, and for a figure that is not positive."""
+    """A known GPU with the committed rates, its figures replaced by given ones; peak: FLOP/s by number format. Raises
+    UserError for an unknown GPU, and for a figure that is not positive."""
     gpu = gpu_of(hardware_named(name))
     given = {f"peak {dtype}": value for dtype, value in (peak or {}).items()}
     given |= {} if bandwidth_bytes_per_s is None else {"bandwidth": bandwidth_bytes_per_s}
@@ -210,16 +196,15 @@ def gpu_named(name: str, *, peak: Mapping[str, float] | None = None, bandwidth_b
 
 
 def gpu_of(hardware: HardwareSpec) -> Gpu:
-    """A GPU of the catalogue with its own committed rates, or where it has none, with those that others borrow."""
+    """A known GPU with its own committed rates, or else with those that others borrow."""
     table = fitted_rates()
     return gpu_with(hardware, next((each for each in table if each.name == hardware.name), table[0]))
 
 
 def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
-    """A GPU with these rates, of itself or of another."""
     own = rates.name == hardware.name
-    borrowed = f"no record of {hardware.name} was fitted: it is taken to reach the shares of its figures that "
-    borrowed += f"{rates.name} does"
+    borrowed = f"no record of {hardware.name} was fitted: it is assumed to reach the same shares of its figures as "
+    borrowed += f"{rates.name}"
     if tried := rates.borrowers.get(hardware.name):
         borrowed += f", by which 95 % of {tried.steps} steps measured on it are predicted within {tried.spread:.1%}"
     return Gpu(
@@ -240,8 +225,8 @@ def gpu_with(hardware: HardwareSpec, rates: GpuRates) -> Gpu:
 
 
 def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_per_s: float) -> Gpu:
-    """A device that the catalogue lacks, by what `steplab doctor` measured of large products and of a large copy: with
-    the figures of which borrowed shares would give that."""
+    """A device that is not known, from `steplab doctor`'s measurements of large products and a large copy: with the
+    figures that borrowed shares turn into these."""
     rates = fitted_rates()[0]
     others = rates.products["bf16"].peak_share
     shares = {dtype: each.peak_share for dtype, each in rates.products.items()}
@@ -261,5 +246,4 @@ def measured_gpu(name: str, matmul_flops_per_s: Mapping[str, float], copy_bytes_
 
 
 def with_rates(gpu: Gpu, **changes: object) -> Gpu:
-    """The GPU with some of its rates replaced."""
     return dataclasses.replace(gpu, rates=msgspec.structs.replace(gpu.rates, **changes))

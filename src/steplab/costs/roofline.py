@@ -1,7 +1,7 @@
-"""How fast a device could go: peaks, bandwidth and ridges.
+"""A device's limits: peaks, bandwidth and ridges.
 
 An operator that does I FLOPs for each byte it moves cannot exceed min(peak, I x bandwidth) FLOP/s (Williams, Waterman
-and Patterson 2009, "Roofline"). What kernels reach of that is in costs.rates.
+and Patterson 2009, "Roofline"). costs.rates has the shares that kernels reach.
 """
 
 from collections.abc import Sequence
@@ -12,18 +12,16 @@ from steplab.specs.hardware import HardwareSpec
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Roofline:
-    """The stated limits of one device."""
-
     hardware: HardwareSpec | None
-    """The device's entry in the catalogue; None if it is not listed."""
+    """Its hardware entry; None: not listed."""
 
     def peak(self, dtype: str) -> float | None:
-        """Dense FLOP/s of matrix products in a number format; None if it is not stated."""
+        """Dense FLOP/s of matrix products in a number format; None: not stated."""
         stated = self.hardware.peak_flops(dtype) if self.hardware else None
         return stated.flops_per_s if stated else None
 
     def bandwidth(self) -> float | None:
-        """B/s of the device's memory; None if it is not stated."""
+        """B/s of the device's memory; None: not stated."""
         return self.hardware.memory_bandwidth_bytes_per_s if self.hardware else None
 
     def ridge(self, dtype: str) -> float | None:
@@ -37,7 +35,7 @@ class Roofline:
         return max(flops / peak, moved_bytes / bandwidth) if peak and bandwidth else None
 
     def citations(self, dtypes: Sequence[str]) -> list[str]:
-        """The sources of the bandwidth and of these peaks, each text once."""
+        """The sources of the bandwidth and of these peaks, without duplicates."""
         if self.hardware is None:
             return []
         figures = ["memory_bandwidth_bytes_per_s", *(dtype for dtype in dtypes if dtype in self.hardware.peaks)]

@@ -1,7 +1,7 @@
-"""Makes findings from a Run; the entry point of this package.
+"""Findings about a Run: the entry point of this package.
 
-Each diagnosis uses only the record, and gives no finding where the record lacks what it needs. Each prediction assumes
-that no other finding is followed, so the predicted gains do not add up; what would exceed the step is limited.
+Each diagnosis uses only the record, and gives no finding if the record lacks its data. Each prediction assumes that no
+other finding is followed, so the predicted gains do not add up; their sum is limited to the step.
 """
 
 import dataclasses
@@ -55,21 +55,17 @@ DIAGNOSES: tuple[Callable[[Case], Finding | None], ...] = (
     late_message,
     slow_group,
 )
-"""All diagnoses."""
 
 WITHOUT_PROFILE = (optimizer_not_fused, head_dimension, vocabulary_padding, batch_too_small, compile_in_the_loop)
 """The diagnoses that need no profile."""
 _LEFT = 1e-3
-"""Share of the step below which nothing is left of it to save."""
 _NOTABLE = 1.005
 """Ratio of profiled to unprofiled step time above which a finding mentions that its times are scaled."""
 
 
 def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
-    """The findings about a run, in the order in which to follow them (records.finding.in_order).
-
-    `ceilings` were measured by `steplab doctor` on the run's device; they are used where the catalogue lacks it.
-    """
+    """The findings about a run, in the order in which to follow them (records.finding.in_order). `ceilings`, from
+    `steplab doctor` on the run's device, replace missing hardware figures."""
     if run.failure is not None:
         return []
     case = case_of(run, ceilings)
@@ -83,7 +79,7 @@ def explain(run: Run, ceilings: Ceilings | None = None) -> list[Finding]:
 
 
 def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Finding]:
-    """The findings, of which all together save no more than the step: each that would is limited to what is left."""
+    """The findings, limited so that together they save no more than the step."""
     left_s = step_s
     for finding in findings:
         if left_s is not None and finding.saves_s is not None and finding.tokens_ratio == 1:
@@ -101,7 +97,6 @@ def _within(step_s: float | None, findings: Iterable[Finding]) -> Iterator[Findi
 
 
 def _scaled(case: Case, finding: Finding) -> Finding:
-    """Add a remark where the times differ from those that `steplab profile` shows."""
     slowdown = case.slowdown(case.profile) if case.profile is not None else 1.0
     if slowdown < _NOTABLE:
         return finding
@@ -126,7 +121,7 @@ def _believable(case: Case, finding: Finding) -> Finding:
 
 
 def not_looked_at(run: Run, ceilings: Ceilings | None = None) -> tuple[str, ...]:
-    """One line for each thing that the record lacks: what could not be diagnosed without it, and how to record it."""
+    """One line for each thing that the record lacks: the missing diagnoses, and how to record it."""
     return tuple(_gaps(case_of(run, ceilings)))
 
 
@@ -146,7 +141,7 @@ def _gaps(case: Case) -> list[str]:
         )
     gaps[:0] = profile.doubts if profile else ()
     if run.timing is None:
-        gaps.append("the step was not timed without a profiler: waits for the host include what the profiler adds")
+        gaps.append("the step was not timed without a profiler: waits for Python include the profiler's overhead")
     if case.gpu is None:
         device = run.device_name or "a device the record does not name"
         known = run.device_name is not None

@@ -15,22 +15,20 @@ CONSIDERABLE = 0.20
 """Least share of the step that does not grow with the batch; twice the batch then saves a tenth of a token's time."""
 
 FACTORS = (8, 4, 2)
-"""Proposed batch sizes as multiples of the present one; the largest that fits is taken."""
+"""Candidate multiples of the present batch size; the largest that fits is proposed."""
 FITS = 0.9
-"""Share of the device's memory that a batch may need, if all memory grew with it: weights and states do not, so the
-real peak is lower."""
+"""Share of the device's memory that a batch may need if all memory grew with it; weights and states do not, so the real
+peak is lower."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Fixed:
-    """Seconds per step that do not grow with the batch, by cause."""
-
     optimizer_s: float
     casts_s: float
     narrow_s: float
     """Matrix products that last as long as reading their weights, whatever the number of rows."""
     waiting_s: float
-    """Waits for the host, which launches as many kernels for a small batch as for a large one."""
+    """Waits for Python, which launches as many kernels for a small batch as for a large one."""
 
     @property
     def total_s(self) -> float:
@@ -38,7 +36,7 @@ class _Fixed:
 
 
 def batch_too_small(case: Case) -> Finding | None:
-    """Fires where a considerable share of the step does not grow with the batch and a larger batch fits."""
+    """Fires if a considerable share of the step does not grow with the batch and a larger batch fits."""
     spec, step_s = case.spec, case.step_s
     if spec is None or step_s is None or spec.model.kind == "factory":
         return None
@@ -52,13 +50,13 @@ def batch_too_small(case: Case) -> Finding | None:
     if case.profile is not None:
         parts.append(Evidence(what="casts of weights", value=fixed.casts_s, unit="s"))
         parts.append(Evidence(what="products bound by their weights' bytes", value=fixed.narrow_s, unit="s"))
-        parts.append(Evidence(what="waiting for the host", value=fixed.waiting_s, unit="s"))
+        parts.append(Evidence(what="waiting for Python", value=fixed.waiting_s, unit="s"))
     listed = ", ".join(f"{part.what} {format_time(part.value)}" for part in parts if part.value)
     return Finding(
         kind="batch_too_small",
         title=f"{format_percent(fixed.total_s / step_s)} of the step would be the same for a larger batch",
         saw=(
-            f"Of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens, {format_time(fixed.total_s)} do "
+            f"{format_time(fixed.total_s)} of {format_time(step_s)} for {spec.tokens * spec.micro_steps} tokens do "
             f"not depend on the batch: {listed}."
         ),
         why=(
@@ -90,8 +88,7 @@ def _fixed(case: Case) -> _Fixed:
 
 
 def _narrow_s(case: Case, profile: Profile) -> float:
-    """Seconds per step of memory-bound products: their intensity is below the ratio of the peak to the bandwidth that
-    products reach."""
+    """Seconds per step of memory-bound products: their intensity is below their peak over their bandwidth."""
     gpu, found_s = case.gpu, 0.0
     for op in profile.ops:
         is_linear = op.category == "matmul" and "bmm" not in op.name

@@ -1,8 +1,5 @@
-"""The run under diagnosis, and the figures that several diagnoses take from it. All times are per step.
-
-Two clocks are used. A profiler slows the host and hardly the device, so the times of kernels are from the profile and
-the time of a step is from the timing alone, which was made without a profiler.
-"""
+"""The run under diagnosis, and shared figures. All times are per step. A profiler slows Python and hardly the device,
+so kernel times come from the profile, and a step's time only from the timing without a profiler."""
 
 import re
 from collections.abc import Iterable
@@ -18,48 +15,44 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_rate, format_time
 
 _COMPILED = re.compile(r"triton_(poi|red|per|tem)_|CompiledFunction|Torch-Compiled Region")
-"""Names of kernels that torch.compile generates; on a CPU, whose kernels are operators, of calls of compiled code."""
+"""Names of kernels that torch.compile generates; on a CPU, of calls of compiled code."""
 _TRIANGLE = re.compile(r"aten::tri[lu]_?$")
 ACROSS = re.compile(r"HtoD|DtoH|Host|Pageable|Pinned")
-"""Matches the names of copies between host and device."""
+"""Matches copies between CPU and GPU."""
 WORTH_TELLING = 0.01
-"""Least share of a step that a finding must predict to save, where it has no threshold of its own: repeated
-measurements of one step differ by about as much."""
+"""Least predicted saving, as a share of a step, for findings without their own threshold: repeated measurements of one
+step differ by about as much."""
 _NEVER_WAITED = 0.01
-"""Share of the window below which the GPU did not wait for the host: its queue was never empty."""
+"""Share of the window below which the GPU did not wait for Python: its queue was never empty."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Case:
-    """A run, and what kernels reach on its device."""
-
     run: Run
     gpu: Gpu | None
-    """Rates on the device, from its figures, stated or measured by `steplab doctor`; None where neither is known."""
+    """Rates on the device, from its figures, stated or measured by `steplab doctor`; None: neither is known."""
 
     @property
     def spec(self) -> StepSpec | None:
-        """The spec; None where no spec decides the step: a trace, a recorded loop, or a factory's own step."""
+        """The spec; None if no spec determines the step: a trace, a recorded loop, or a factory's own step."""
         spec = self.run.spec
         whole_step = spec is not None and spec.model.kind == "factory" and self.run.model is None
         return None if whole_step else spec
 
     @property
     def profile(self) -> Profile | None:
-        """The profile; None if there is none."""
         return self.run.profile
 
     @property
     def step_s(self) -> float | None:
-        """Median step, unprofiled; None where it was not timed."""
+        """Median step, unprofiled; None: not timed."""
         return self.run.median_s
 
     def phase_s(self, name: str) -> float | None:
-        """Median of one phase, unprofiled."""
         return self.run.phase_s(name)
 
     def slowdown(self, profile: Profile) -> float:
-        """Profiled over unprofiled step time on a CPU, where the profiler slows what it measures; elsewhere 1."""
+        """Profiled over unprofiled step time on a CPU, which the profiler slows; elsewhere 1."""
         if profile.device != "cpu" or not self.step_s:
             return 1.0
         return max(1.0, profile.window_s / profile.num_steps / self.step_s)
@@ -69,45 +62,42 @@ class Case:
         return total_s / profile.num_steps / self.slowdown(profile)
 
     def busy_s(self, profile: Profile, phases: Iterable[PhaseTime] | None = None) -> float:
-        """Time per step in which the device worked, in all phases or in these."""
+        """Seconds per step in which the device worked, in all phases or in these."""
         return self.per_step(profile, sum(p.busy_s for p in (profile.phases if phases is None else phases)))
 
     def length_s(self, profile: Profile) -> float:
-        """Time of a step: unprofiled where it was timed, else as profiled."""
+        """Seconds of a step: unprofiled if it was timed, else as profiled."""
         return self.step_s if self.step_s is not None else self.per_step(profile, profile.window_s)
 
     def ops_s(self, profile: Profile, ops: Iterable[OpStats]) -> float:
-        """Device time per step of some operators."""
         return self.per_step(profile, sum(op.device_s for op in ops))
 
     @property
     def is_gpu(self) -> bool:
-        """Whether it ran on a GPU, as far as the record says."""
+        """True if the record shows a GPU."""
         if self.profile is not None:
             return self.profile.device == "cuda"
         return self.run.environment is not None and self.run.environment.device.kind == "cuda"
 
     @property
     def is_eager(self) -> bool:
-        """Whether the model ran uncompiled, as far as the record says: a user's own may have compiled itself."""
+        """True unless the record shows that the model was compiled: a user's own may have compiled itself."""
         if self.spec is not None and self.spec.compile != "off":
             return False
         return self.profile is None or not any(_COMPILED.match(kernel.name) for kernel in self.profile.kernels)
 
     @property
     def is_causal(self) -> bool:
-        """Whether attention is known to be causal: by the model, or by the triangle that a trace makes."""
+        """True if attention is known to be causal: by the model, or by a triangular mask in the trace."""
         if self.spec is None:
             return self.profile is not None and any(_TRIANGLE.match(op.name) for op in self.profile.ops)
         model = self.run.model
         return self.spec.model.kind in ("transformer", "hf") and (model is None or model.is_causal)
 
     def host_limit(self, profile: Profile, saves_s: float) -> str:
-        """A warning where the host might not keep up with a step that is shorter by `saves_s`; '' where it will.
-
-        Where the GPU hardly waits, the host's time does not show its speed: with a full queue the host launches only as
-        fast as the GPU works.
-        """
+        """A warning if Python might not keep up with a step that is shorter by `saves_s`; '' if it will. If the GPU
+        hardly waits, Python's time does not show its speed: with a full queue Python launches only as fast as the GPU
+        works."""
         host = [p.host_s for p in profile.phases if p.host_s is not None]
         waited_s = sum(p.host_bound_s for p in profile.phases)
         if profile.device != "cuda" or not host or waited_s < _NEVER_WAITED * profile.window_s:
@@ -116,13 +106,13 @@ class Case:
         if after_s >= host_s:
             return ""
         return (
-            f" Under the profiler the host took {format_time(host_s)} to launch a step, and takes less without it; if "
-            f"that is still more than the predicted {format_time(after_s)}, the host becomes the limit."
+            f" Under the profiler Python took {format_time(host_s)} to launch a step, and takes less without it; if "
+            f"that is still more than the predicted {format_time(after_s)}, Python becomes the limit."
         )
 
 
 def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
-    """The device a run was made on; doubtful ceilings and those of another device or number of threads do not count."""
+    """The device of a run; ceilings that are doubtful, or of another device or number of threads, are ignored."""
     name = run.device_name
     hardware = find_hardware(name) if name else None
     if hardware is not None:
@@ -136,22 +126,20 @@ def gpu_of_run(run: Run, ceilings: Ceilings | None) -> Gpu | None:
 
 
 def case_of(run: Run, ceilings: Ceilings | None) -> Case:
-    """The case of a run; `ceilings` are used where the catalogue does not know the run's device."""
     return Case(run=run, gpu=gpu_of_run(run, ceilings))
 
 
 def reached_bandwidth(name: str, gpu: Gpu) -> str:
-    """What kernels of one name in the rates reach of the bandwidth, in words."""
+    """Share of the bandwidth that kernels of a rate's name reach, in words."""
     share = f"{streaming_share(name, gpu):.2g} of {_figure(gpu.bandwidth_bytes_per_s, 'B/s', gpu)}"
     return f"{share}, as fitted on {gpu.rates.name}"
 
 
 def stated_peak(dtype: str, gpu: Gpu) -> str:
-    """The dense peak of a number format, in words."""
     return f"{_figure(gpu.peaks[dtype], 'FLOP/s', gpu)} in {dtype}"
 
 
 def _figure(per_s: float, unit: str, gpu: Gpu) -> str:
     if gpu.is_stated:
         return f"{format_rate(per_s, unit)} stated for {gpu.name}"
-    return f"{format_rate(per_s, unit)}, inferred from what `steplab doctor` measured"
+    return f"{format_rate(per_s, unit)}, inferred from `steplab doctor`"

@@ -1,4 +1,4 @@
-"""Copies between fp32 and low precision, found among a profile's operators; those of weights apart."""
+"""Copies between fp32 and low precision among a profile's operators, weights apart."""
 
 from steplab.explain.shapes import shapes_of
 from steplab.records.profile import OpStats, Profile
@@ -7,11 +7,9 @@ _LOW = ("bf16", "fp16")
 
 
 def weight_cast_ops(profile: Profile) -> list[OpStats]:
-    """Copies between fp32 and low precision of a matrix: weights have two dimensions where activations have three.
-
-    Forward they go down and backward, as gradients, up. The logits, which a loss may flatten to two, go the other way
-    round, so the direction tells them apart.
-    """
+    """Copies of a matrix between fp32 and low precision: weights have two dimensions where activations have three.
+    Weights are cast down in forward, and their gradients up in backward. Logits, which a loss may flatten to two
+    dimensions, go the other way, so the direction distinguishes them."""
     return [op for op in profile.ops if op.category == "copy" and _is_cast(op)]
 
 
@@ -21,7 +19,6 @@ def cast_ops(profile: Profile) -> list[OpStats]:
 
 
 def cast_bytes(op: OpStats) -> float:
-    """Bytes that all calls of a cast read and write."""
     return op.calls * sum(shape.size_bytes or 0 for shape in shapes_of(op))
 
 
@@ -34,7 +31,7 @@ def _is_cast(op: OpStats) -> bool:
     shapes = shapes_of(op)
     if len(shapes) != 2 or shapes[0].sizes != shapes[1].sizes or len(shapes[0].sizes) != 2:
         return False
-    # copy_(to, from); Inductor's kernels name what they read first.
+    # copy_(to, from); Inductor's kernels name their inputs first.
     to, source = reversed(shapes) if op.name.startswith("triton_") else shapes
     down, up = to.dtype in _LOW and source.dtype == "fp32", to.dtype == "fp32" and source.dtype in _LOW
     return up if op.phase == "backward" else down

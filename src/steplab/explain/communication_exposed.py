@@ -1,4 +1,4 @@
-"""Collectives with no computation beside them."""
+"""Collectives with no concurrent computation."""
 
 import dataclasses
 import re
@@ -16,9 +16,9 @@ from steplab.units import format_percent, format_time
 CONSIDERABLE = 0.05
 """Least share of the step: collectives that cannot overlap (the last bucket of gradients) take a few per cent."""
 _FURTHER = 4
-"""Factor by which larger buckets are proposed: their number is what costs, so a small factor would change little."""
+"""Proposed growth of buckets: their number is the cost, so a small factor would change little."""
 _GATHERS = re.compile(r"all_?gather", re.IGNORECASE)
-"""Names of the kernels and calls by which parameters that are sharded come together."""
+"""Names of kernels and calls that gather sharded parameters."""
 _OF_BUCKETS = (
     "gradients are best sent as they arise: in larger buckets if there are many, smaller ones if the last is late "
     "(`steplab ddp` compares them, and other ways to send); fewer bytes with bf16 gradients, less often with gradient "
@@ -26,22 +26,22 @@ _OF_BUCKETS = (
 )
 _OF_SHARDS = (
     "parameters that stay gathered after the forward pass take more memory, and are gathered once and not twice; a "
-    "larger batch computes longer beside the same messages; in code of your own FSDP2 has "
+    "larger batch computes longer during the same messages; in your own code FSDP2 has "
     "set_modules_to_forward_prefetch, and sends half the bytes with MixedPrecisionPolicy(param_dtype=torch.bfloat16)"
 )
 _OF_PARTS = (
-    "ranks that split products or blocks wait for each other's activations, which little can be computed beside; "
+    "ranks that split products or blocks wait for each other's activations, with little else to compute; "
     "layouts with less of tp and pp send less, as far as the model fits"
 )
 
 
 def communication_exposed(case: Case) -> Finding | None:
-    """Fires where collectives run for a considerable share of the step with no computation beside them."""
+    """Fires if collectives run for a considerable share of the step with no concurrent computation."""
     profile = case.profile
     if profile is None or profile.communication is None:
         return None
     if case.run.traced_ranks is not None and case.run.traced_ranks.meetings:
-        return None  # what of it is waiting for a rank, and what is transfer, is told apart (explain.ranks)
+        return None  # explain.ranks separates waiting and transfer
     seen = profile.communication
     total_s, exposed_s = (case.per_step(profile, seconds) for seconds in (seen.total_s, seen.exposed_s))
     length_s = case.length_s(profile)
@@ -53,7 +53,7 @@ def communication_exposed(case: Case) -> Finding | None:
         title=f"Exposed communication takes {format_percent(exposed_s / length_s)} of the step",
         saw=(
             f"Collectives run for {format_time(total_s)} per step, {format_time(exposed_s)} of it "
-            f"({format_percent(seen.exposed_s / seen.total_s)}) with no computation beside them."
+            f"({format_percent(seen.exposed_s / seen.total_s)}) with no concurrent computation."
         ),
         why=(
             "Processes that train together exchange gradients or weights over links far slower than their memory. "
@@ -76,8 +76,8 @@ def communication_exposed(case: Case) -> Finding | None:
 
 
 def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
-    """The change and a note on it, by what the ranks exchange: a command for a step that steplab has spread, else a
-    change of the user's code."""
+    """The change and a note on it, by the kind of traffic: a command if steplab laid out the step, else a change of the
+    user's code."""
     spec = case.spec
     if spec is None or spec.layout == SINGLE:
         if any(_GATHERS.search(kernel.name) for kernel in profile.kernels):
@@ -95,7 +95,6 @@ def _remedy(case: Case, profile: Profile) -> tuple[str, str]:
 
 
 def _search_of_layouts(spec: StepSpec, gpu: Gpu | None) -> str:
-    """The command that ranks the layouts of the step on as many GPUs."""
     job = StepSpec(model=spec.model)
     kept = ("context", "pass_name", "precision", "compile", "attention", "checkpointing", "optimizer")
     job = dataclasses.replace(job, **{name: getattr(spec, name) for name in kept})

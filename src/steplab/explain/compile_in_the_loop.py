@@ -7,19 +7,19 @@ from steplab.records.finding import Evidence, Finding
 from steplab.units import format_time
 
 MANY_TIMES = 5.0
-"""Multiple of the median from which a step counts as one that compiled."""
+"""Multiple of the median from which a step may have compiled."""
 LEAST_S = 0.3
 """Least seconds beyond the median: compiling a graph takes longer, and a disturbance of the machine rarely does."""
 LEAST_AGAIN_S = 0.03
-"""Least seconds beyond the median where several steps were long: a small graph found in Inductor's cache is compiled in
-about 0.07 s, and disturbances that long and that frequent would raise the median itself."""
+"""Least seconds beyond the median if several steps were long. A small graph in Inductor's cache compiles in about 0.07
+s; disturbances that long and frequent would raise the median itself."""
 _COMPILING = "dynamo_timed"
-"""Part of the names of the ranges that mark compilation; `TorchDynamo Cache Lookup`, `Torch-Compiled Region` and
+"""Substring of the ranges that mark compilation; `TorchDynamo Cache Lookup`, `Torch-Compiled Region` and
 `CompiledFunction` mark the execution of compiled code."""
 
 
 def compile_in_the_loop(case: Case) -> Finding | None:
-    """Fires where a measured step of a compiled model took as long as a compilation, or where the profiler saw one."""
+    """Fires if a measured step of a compiled model took as long as a compilation, or if the profiler saw one."""
     spec = case.spec
     step = case.run.timing.phase("step") if case.run.timing else None
     late_s: list[float] = []

@@ -1,4 +1,4 @@
-"""Copies between host and device during which nothing computes."""
+"""Copies between CPU and GPU during which nothing computes."""
 
 from steplab.explain.case import ACROSS, Case
 from steplab.records.finding import Evidence, Finding
@@ -10,8 +10,8 @@ CONSIDERABLE = 0.05
 
 
 def copies_exposed(case: Case) -> Finding | None:
-    """Fires on a GPU where copies to or from the host take a considerable share of a step with no kernel beside them:
-    weights or states kept on the host, batches copied on the stream that computes."""
+    """Fires on a GPU if copies to or from the CPU take a considerable share of a step with no concurrent kernel:
+    weights or states kept on the CPU, batches copied on the computing stream."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or profile.timeline is None:
         return None
@@ -24,18 +24,18 @@ def copies_exposed(case: Case) -> Finding | None:
         kind="copies_exposed",
         title=f"Copies between CPU and GPU take {format_percent(alone_s / length_s)} of the step",
         saw=(
-            f"Copies between host and device run for {format_time(copies_s)} per step, {format_time(alone_s)} of it "
-            "with nothing beside them."
+            f"Copies between CPU and GPU run for {format_time(copies_s)} per step, {format_time(alone_s)} of it "
+            "with nothing else running."
         ),
         why=(
-            "PCIe moves a hundredth of what the GPU's memory does. Kernels wait for the copies before them on their "
-            "stream, and need not for those of another."
+            "PCIe has a hundredth of the bandwidth of the GPU's memory. Kernels wait for earlier copies on their "
+            "stream, and not for copies on another."
         ),
         change="keep on the GPU what each step needs, or copy it ahead on another stream: with torch.cuda.stream(side)",
         note="overlapped copies need pinned memory and non_blocking=True",
         evidence=(
-            Evidence(what="copies between host and device", value=copies_s, unit="s"),
-            Evidence(what="with no kernel beside them", value=alone_s, unit="s"),
+            Evidence(what="copies between CPU and GPU", value=copies_s, unit="s"),
+            Evidence(what="with no concurrent kernel", value=alone_s, unit="s"),
         ),
         saves_s=alone_s,
         at_most=True,
@@ -44,7 +44,6 @@ def copies_exposed(case: Case) -> Finding | None:
 
 
 def _alone_s(timeline: Timeline) -> float:
-    """Seconds of the step in which nothing but copies between host and device runs."""
     is_copy = [ACROSS.search(name) is not None for name in timeline.names]
     borders = []
     for kernel, start_ns, duration_ns in zip(timeline.kernel, timeline.start_ns, timeline.duration_ns, strict=True):

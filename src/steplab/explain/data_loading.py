@@ -1,4 +1,4 @@
-"""The host loads data while the device waits."""
+"""Python loads data while the device waits."""
 
 from steplab.explain.case import Case
 from steplab.records.finding import Evidence, Finding
@@ -9,7 +9,7 @@ CONSIDERABLE = 0.02
 
 
 def data_loading(case: Case) -> Finding | None:
-    """Fires where the host spends a considerable share of the steps in torch's DataLoader while the device waits."""
+    """Fires if Python spends a considerable share of the steps in torch's DataLoader while the device waits."""
     profile = case.profile
     host_s = profile.host_work_s.get("data loading", 0.0) if profile else 0.0
     if profile is None or not host_s:
@@ -23,16 +23,16 @@ def data_loading(case: Case) -> Finding | None:
         kind="data_loading",
         title=f"Loading data takes {format_percent(saves_s / case.length_s(profile))} of the step",
         saw=(
-            f"The host is in the DataLoader for {format_time(loading_s)} per step, and the device waits for the host "
+            f"Python is in the DataLoader for {format_time(loading_s)} per step, and the device waits for Python "
             f"for {format_time(waits_s)}."
         ),
-        why="A batch that is not ready when the step begins is waited for; workers load ahead, in other processes.",
+        why="A step waits for a batch that is not ready; workers load batches ahead, in other processes.",
         change="DataLoader(..., num_workers=8, pin_memory=True, persistent_workers=True, prefetch_factor=4)",
         evidence=(
-            Evidence(what="host time in the DataLoader", value=loading_s, unit="s"),
-            Evidence(what="waiting for the host", value=waits_s, unit="s"),
+            Evidence(what="Python's time in the DataLoader", value=loading_s, unit="s"),
+            Evidence(what="waiting for Python", value=waits_s, unit="s"),
         ),
         saves_s=saves_s,
         at_most=True,
-        prediction="At most: batches are ready, and no wait is left for them.",
+        prediction="At most: batches are ready, and no wait remains.",
     )

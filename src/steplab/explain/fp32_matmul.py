@@ -11,19 +11,19 @@ from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time, three_digits
 
 CONSIDERABLE = 0.10
-"""Least share of the device's time in such products, which alone become faster."""
+"""Least share of the device's time in such products."""
 
 _WITHOUT_TF32 = re.compile(r"simt|sgemm|ffma", re.IGNORECASE)
-"""Matches the names of CUTLASS and cuBLAS kernels that multiply fp32 outside the tensor cores."""
+"""Matches CUTLASS and cuBLAS kernels that multiply fp32 outside the tensor cores."""
 _WITH_TF32 = re.compile(r"tf32|s1688|tensorop", re.IGNORECASE)
 _FIRST_WITH_TF32 = 8
 """Major compute capability of Ampere, the first architecture with TF32."""
 _AMPERE_OR_LATER = re.compile(r"ampere|nvjet|(sm|cutlass_)(8|9|1\d)\d", re.IGNORECASE)
-"""Matches the names of kernels that no older GPU runs, for traces that do not name the device."""
+"""Matches kernels that no older GPU runs, for traces without a device name."""
 
 
 def fp32_matmul(case: Case) -> Finding | None:
-    """Fires where products in full fp32 take a considerable share of the time of a GPU that has TF32."""
+    """Fires if products in full fp32 take a considerable share of the time of a GPU with TF32."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or not _has_tf32(case, profile):
         return None
@@ -75,7 +75,7 @@ def _names_show_it(profile: Profile) -> bool:
 
 
 def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | None, str]:
-    """Each product is faster by the ratio of its predicted times, or of the peaks where its sizes are not known."""
+    """Each product is faster by the ratio of its predicted times, or of the peaks if its sizes are not known."""
     gpu = case.gpu
     if gpu is None or not {"fp32", "tf32"} <= gpu.peaks.keys():
         return None, "The device's peaks in fp32 and TF32 are not known; their ratio is 7 to 8 on A100 and later."
@@ -85,11 +85,11 @@ def _gain(case: Case, profile: Profile, ops: list[OpStats]) -> tuple[float | Non
         product = product_of(op)
         return product_s(product, "tf32", gpu) / product_s(product, "fp32", gpu) if product else 1 / ratio
 
-    # A product that memory bounds now already stays as it is.
+    # A product that memory already bounds does not change.
     saves_s = case.per_step(profile, sum(op.device_s * max(0.0, 1 - left(op)) for op in ops))
     return saves_s, (
-        f"Each product is shortened as its sizes let expect, a large one by the ratio of the peaks, "
-        f"{three_digits(ratio)} ({stated_peak('tf32', gpu)}; {stated_peak('fp32', gpu)}): TF32 is taken to reach the "
+        f"Each product is shortened according to its sizes, a large one by the ratio of the peaks, "
+        f"{three_digits(ratio)} ({stated_peak('tf32', gpu)}; {stated_peak('fp32', gpu)}): TF32 is assumed to reach the "
         "same share of its peak as fp32, which holds for large products (0.77 and 0.76 on an H200 at 8192)."
         + case.host_limit(profile, saves_s)
     )

@@ -12,7 +12,7 @@ _DOUBLE = re.compile(r"dgemm|d884|f64f64|(Functor\w*|Ops)<double")
 
 
 def fp64_work(case: Case) -> Finding | None:
-    """Fires where operators on fp64 tensors, or kernels named after doubles, take a considerable share of the time."""
+    """Fires if operators on fp64 tensors, or kernels named after doubles, take a considerable share of the time."""
     profile = case.profile
     if profile is None:
         return None

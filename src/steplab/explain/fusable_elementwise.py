@@ -18,8 +18,8 @@ _NUM_NAMED = 3
 
 
 def fusable_elementwise(case: Case) -> Finding | None:
-    """Fires where fusing an eager model's elementwise work would save a considerable share of the device's time; on a
-    CPU, of which no share is known, where that work takes one."""
+    """Fires if fusing an eager model's elementwise work would save a considerable share of the device's time. On a CPU
+    the saving is not known, and the work itself must take that share."""
     profile = case.profile
     if profile is None or not case.is_eager:
         return None
@@ -37,7 +37,7 @@ def fusable_elementwise(case: Case) -> Finding | None:
         ),
     ]
     if not fusing.products_s:
-        del saved[1]  # zero would be no measurement: without a dry run nothing is known of products that are not padded
+        del saved[1]  # zero would be no measurement: without a dry run nothing is known of unpadded products
     return Finding(
         kind="fusable_elementwise",
         title=f"{share} of the device's work is elementwise, in kernels that could be fused",
@@ -64,10 +64,10 @@ def fusable_elementwise(case: Case) -> Finding | None:
 
 
 def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, str]:
-    """Seconds saved per step, and how they were found; None on a CPU. A launch-bound step lasts as long as its
-    launches, so there the number of launches decides."""
+    """Seconds saved per step, and their derivation; None on a CPU. The number of launches determines a launch-bound
+    step."""
     if not case.is_gpu:
-        why = "How much compiling leaves of such work is known of CUDA GPUs alone; on a CPU it may also cost time."
+        why = "The gain from compiling is known only for CUDA GPUs; on a CPU compiling may also cost time."
         return None, why
     shares = fusing.shares
     leaves = f"{format_percent(shares.memory_bound)} of the time of such kernels and {format_percent(shares.kernels)}"
@@ -84,14 +84,13 @@ def _gain(case: Case, profile: Profile, fusing: Fusing) -> tuple[float | None, s
         return saves_s, told + case.host_limit(profile, saves_s)
     device_s = case.busy_s(profile) + fusing.gaps_s - fusing.saves_s
     told += (
-        " The step is launch-bound: it is taken to last as long as its launches, of which compiling leaves "
-        f"{format_percent(shares.host)} of the host's time, or as the device's work if that is longer."
+        " The step is launch-bound: it is assumed to last as long as its launches, where compiling leaves "
+        f"{format_percent(shares.host)} of Python's time, or as the device's work if that is longer."
     )
     return max(0.0, case.step_s - max(device_s, shares.host * case.step_s)), told
 
 
 def _most(case: Case, profile: Profile) -> str:
-    """The ranges, with their phases, in which most of that time is spent."""
     found = defaultdict[str, float](float)
     for op in profile.ops:
         if op.range and op.category in FUSABLE and is_compiled(op.phase):

@@ -1,10 +1,8 @@
-"""What compiling the model would save of a profiled step.
+"""Savings from compiling the model of a profiled step.
 
-A multiply, an add or a cast does at most a few FLOPs for each byte that it moves, so it lasts as long as memory takes
-to deliver its tensors. One after another, such operators send every intermediate to memory and fetch it back; a
-compiler fuses them into kernels that read the inputs and write the output. Which operators feed each other is not in a
-profile. A dry run of the step knows it, and its shares are part of a profile that `steplab profile` made; of other
-profiles no more is known than how much compiling left of steps that were recorded both ways.
+Fusing memory-bound operators saves the traffic of every intermediate between them. A profile does not show the
+operators' dependencies; a dry run does, and `steplab profile` stores its shares in the profile. Other profiles use the
+shares of steps that were recorded eager and compiled.
 """
 
 from dataclasses import dataclass
@@ -14,46 +12,43 @@ from steplab.explain.vocabulary_padding import padding_saves_s
 from steplab.records.profile import CompiledShares, Profile
 
 FUSABLE = ("elementwise", "normalisation", "softmax", "reduction", "copy")
-"""Categories of work that is bound by memory, whatever its size."""
+"""Categories of memory-bound work, whatever its size."""
 MOST_LEFT = CompiledShares(memory_bound=0.41, products=1.0, kernels=0.58, host=0.58)
-"""The most that compiling left of any of the twelve eager steps that were recorded compiled too, on an H200 (in
-tests/golden; a test computes it). `host` is taken to be the share of the kernels; of the products nothing is known."""
+"""The largest share that compiling left of any of the twelve steps recorded eager and compiled, on an H200
+(tests/golden; a test computes it). `host` is assumed to be the kernels' share; products were not compared."""
 
 _LONGEST_GAP_S = 5e-6
-"""Longest time between a kernel and the next of a queue; where more passes, another stream, process or event was waited
-for."""
+"""Longest gap between queued kernels; a longer one waits for another stream, process or event."""
 _PRODUCTS = ("matmul", "attention")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Fusing:
-    """What compiling the model changes in a step; all figures are per step."""
+    """Effects of compiling the model on a step; all figures are per step."""
 
     shares: CompiledShares
-    """What it leaves: by the dry run where there was one, else the most that it left of recorded steps."""
+    """Remaining shares: from the dry run if there was one, else the largest of recorded steps."""
     fusable_s: float
-    """Device time of the kernels that bandwidth bounds, without those of the optimizer, which is not compiled."""
+    """Device time of bandwidth-bound kernels, without the optimizer's, which is not compiled."""
     products_s: float
-    """Device time that products save: those of an odd vocabulary are padded, and the clock may change."""
+    """Device time that products save: an odd vocabulary is padded, and the clock may change."""
     gaps_s: float
-    """Time between one kernel and the next, which was launched already: in the profile, no more than a few microseconds
-    a kernel, and no more than the timed step has beside its kernels."""
+    """Time between a kernel and the next, already launched one: at most a few microseconds a kernel in the profile, and
+    at most the timed step's time outside of kernels."""
     num_kernels: float
-    """Kernels of all phases but the optimizer's."""
+    """Kernels of all phases except the optimizer's."""
 
     @property
     def fused_s(self) -> float:
-        """Device time that fused kernels save."""
         return self.fusable_s * (1 - self.shares.memory_bound)
 
     @property
     def saves_s(self) -> float:
-        """Device time that is saved, with the gaps before kernels that are no more."""
+        """Saved device time, with the gaps before kernels that fusing removes."""
         return self.fused_s + self.products_s + self.gaps_s * (1 - self.shares.kernels)
 
 
 def fusing_of(case: Case, profile: Profile) -> Fusing:
-    """What compiling the model changes in a profiled step."""
     shares = profile.compiled or MOST_LEFT
     model = [phase for phase in profile.phases if is_compiled(phase.phase)]
 
@@ -76,5 +71,5 @@ def fusing_of(case: Case, profile: Profile) -> Fusing:
 
 
 def is_compiled(phase: str) -> bool:
-    """Whether what runs in a phase is compiled with the model."""
+    """True if a phase is compiled with the model."""
     return phase != "optimizer"

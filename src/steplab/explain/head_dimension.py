@@ -10,12 +10,12 @@ from steplab.specs.resolve import command
 from steplab.units import format_percent, format_time
 
 ALIGNED = 8
-"""Elements of bf16 in 16 bytes, the least that tensor-core kernels load at a time."""
+"""Elements of bf16 in 16 bytes, the smallest load of tensor-core kernels."""
 
 
 def head_dimension(case: Case) -> Finding | None:
-    """Fires for head dimensions that fused attention pads; without fused attention, for one that is no multiple of 8,
-    which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
+    """Fires for head dimensions that fused attention pads; without fused attention, for those that are no
+    multiple of 8, which tensor-core kernels cannot load whole. Plain attention hardly pads any multiple of 8."""
     spec, profile = case.spec, case.profile
     width = _from_spec(case)
     fused = spec is not None and not implementation(spec.attention).materialises_scores
@@ -43,7 +43,7 @@ def head_dimension(case: Case) -> Finding | None:
             )
     else:
         saw += f", no multiple of {ALIGNED}."
-        prediction = "No prediction: how much slower the kernels for such widths are is not known."
+        prediction = "No prediction: the slowdown of kernels for such widths is not known."
     fields = _whole_heads(case, width)
     return Finding(
         kind="head_dimension",
@@ -65,7 +65,6 @@ def head_dimension(case: Case) -> Finding | None:
 
 
 def _good(width: int) -> tuple[int, ...]:
-    """The widths of 64 and 128, nearest first."""
     return tuple(sorted((64, 128), key=lambda good: abs(good - width)))
 
 
@@ -94,8 +93,8 @@ def _from_spec(case: Case) -> int | None:
 
 
 def _from_ops(profile: Profile | None) -> int | None:
-    """Last size of the queries of a fused attention operator: [batch, heads, tokens, width], or heads and tokens the
-    other way round."""
+    """Last size of the queries of a fused attention operator: [batch, heads, tokens, width], or with heads and tokens
+    exchanged."""
     for op in profile.ops if profile else ():
         shapes = shapes_of(op)
         if op.category == "attention" and op.name.startswith("aten::") and shapes and len(shapes[0].sizes) == 4:

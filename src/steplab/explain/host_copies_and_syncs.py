@@ -1,4 +1,4 @@
-"""The host waits for the device within the step."""
+"""Python waits for the device within the step."""
 
 import re
 
@@ -11,18 +11,18 @@ from steplab.units import format_percent, format_time, listed
 _WAITS = re.compile(r"^(cuda|cu|hip)(Stream|Device|Event|Ctx)Synchronize|^(cuda|cu|hip)Memcpy")
 _COPY = re.compile(r"Memcpy")
 _AT_ONCE_S = 10e-6
-"""Mean host time of a synchronisation below which the host did not wait: the call itself, with the profiler's record of
-it, takes a few microseconds where the device has already finished."""
+"""Mean time of a synchronisation below which Python did not wait: the call and the profiler's record of it take a few
+microseconds if the device has finished."""
 _ASYNCHRONOUS = re.compile(r"Pinned")
-"""Matches the names of copies to and from page-locked memory, for which the host does not wait."""
+"""Matches copies to and from page-locked memory, for which Python does not wait."""
 _OF_A_PROFILER = re.compile(r"^(cuda|hip)DeviceSynchronize")
 _READS_BACK = ("aten::_local_scalar_dense", "aten::item", "aten::nonzero", "aten::is_nonzero")
 _NUM_NAMED = 3
 
 
 def host_copies_and_syncs(case: Case) -> Finding | None:
-    """Fires where the host synchronises with the GPU, or copies to or from it, at least once per step, and the GPU is
-    then idle because nothing has been launched."""
+    """Fires if Python synchronises with the GPU, or copies to or from it, at least once per step, and the GPU then
+    idles because nothing was launched."""
     profile = case.profile
     if profile is None or profile.device != "cuda":
         return None
@@ -49,21 +49,21 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
         ),
         why=(
             "The CPU normally runs ahead and keeps a queue of kernels before the GPU. Where it needs a number from the "
-            "GPU, such as a loss to print, it waits until the queue has drained, and then the GPU waits in turn until "
-            "the CPU has launched again."
+            "GPU, such as a loss to print, it waits until the queue has drained. Then the GPU waits until the CPU has "
+            "launched again."
         ),
         change=change,
         note=note,
         evidence=(
-            Evidence(what="waits of the host for the device", value=count, unit=""),
+            Evidence(what="waits of Python for the GPU", value=count, unit=""),
             Evidence(what="read back by the step's operators (.item() and the like)", value=reads, unit=""),
-            Evidence(what="host time in them", value=host_s, unit="s"),
-            Evidence(what="idle while the host launches, in their phases and the next", value=idle_s, unit="s"),
+            Evidence(what="Python's time in them", value=host_s, unit="s"),
+            Evidence(what="idle while Python launches, in their phases and the next", value=idle_s, unit="s"),
         ),
         saves_s=saves_s,
         at_most=True,
         prediction=(
-            "At most that idle time, and at most the host's time in the calls: without them every later launch comes "
+            "At most that idle time, and at most Python's time in the calls: without them every later launch comes "
             "that much earlier. A launch-bound step would still wait."
         ),
         fields=fields,
@@ -71,7 +71,7 @@ def host_copies_and_syncs(case: Case) -> Finding | None:
 
 
 def _most(profile: Profile, calls: list[HostCallStats]) -> str:
-    """The commonest of the calls, each with the host's time in it and the place it is made most from."""
+    """The commonest calls, each with Python's time in it and its most frequent place."""
     places: dict[str, dict[str, int]] = {}
     for call in calls:
         by_place = places.setdefault(call.name, {})
@@ -82,12 +82,11 @@ def _most(profile: Profile, calls: list[HostCallStats]) -> str:
     told = []
     for name, by_place in commonest:
         a_step, place = sum(by_place.values()) / profile.num_steps, max(by_place, key=lambda where: by_place[where])
-        told.append(f"{name}, {a_step:.3g} per step, {format_time(host_s[name])} on the host, most in {place}")
+        told.append(f"{name}, {a_step:.3g} per step, {format_time(host_s[name])} of Python's time, most in {place}")
     return "; ".join(told)
 
 
 def _places(profile: Profile) -> str:
-    """Where the dry run of the step saw that the model reads values."""
     if profile.compiled is None:
         return ""
     reads, made = profile.compiled.reads_at, profile.compiled.made_at
@@ -96,18 +95,18 @@ def _places(profile: Profile) -> str:
 
 
 def _counts(call: HostCallStats) -> bool:
-    """Whether the host waited in it. A profiler synchronises once itself when it ends, after the step."""
+    """True if Python waited in the call. A profiler synchronises once when it ends, after the step."""
     own = call.phase == OUTSIDE and call.calls <= 1 and _OF_A_PROFILER.match(call.name)
     at_once = not _COPY.search(call.name) and call.total_s < _AT_ONCE_S * call.calls
     return bool(_WAITS.match(call.name)) and not own and not at_once and not _ASYNCHRONOUS.search(call.name)
 
 
 def _idle_after_s(case: Case, profile: Profile, of: set[str]) -> float:
-    """Idle time of phases with such calls and of those that follow them, the first following the last; no more than
-    the unprofiled step is idle."""
+    """Idle time of phases with such calls and of the phases after them (cyclic); at most the unprofiled step's idle
+    time."""
     phases = [phase.phase for phase in profile.phases]
     after = {phases[(number + 1) % len(phases)] for number, name in enumerate(phases) if name in of}
-    if of - set(phases):  # a phase in which nothing ran on the device, so that the next step feels it
+    if of - set(phases):  # nothing ran on the device in that phase, so the next step idles
         after.add(phases[0])
     idle_s = case.per_step(profile, sum(p.host_bound_s for p in profile.phases if p.phase in of | after))
     if case.step_s is None:

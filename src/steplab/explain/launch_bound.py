@@ -1,4 +1,4 @@
-"""The device waits for the host to launch kernels."""
+"""The device waits for Python to launch kernels."""
 
 from dataclasses import replace
 
@@ -17,15 +17,13 @@ from steplab.units import format_percent, format_time
 
 
 def launch_bound(case: Case) -> Finding | None:
-    """Fires where the host keeps the device idle for a considerable share of forward and backward.
-
-    The profiler slows the host, so what it shows is confirmed by the unprofiled time where there is one.
-    """
+    """Fires if Python keeps the device idle for a considerable share of forward and backward. The profiler slows
+    Python, so the unprofiled time, if any, must confirm the wait."""
     profile = case.profile
     if profile is None or not waits_for_host(case, profile):
         return None
     waiting_s = wait_s(case, profile, model_phases(profile))
-    if case.step_s is None:  # what has a cause that is known is told by that alone
+    if case.step_s is None:  # another diagnosis reports a known cause
         causes = (host_copies_and_syncs(case), data_loading(case), compile_in_the_loop(case))
         waiting_s -= sum(cause.saves_s or 0.0 for cause in causes if cause)
         if waiting_s <= CONSIDERABLE * case.length_s(profile):
@@ -59,20 +57,20 @@ def launch_bound(case: Case) -> Finding | None:
 
 _SYNCS_FIRST = (
     "; but the step also waits for the GPU (see host_copies_and_syncs): a CUDA graph holds no such call and does not "
-    "shorten it, so that must go first"
+    "shorten it, so remove that first"
 )
 
 
 _SLOW_HOST: tuple[str, str, dict[str, str]] = (
-    "record the host with Python stacks: torch.profiler.profile(with_stack=True)",
+    "record Python stacks: torch.profiler.profile(with_stack=True)",
     "each launch comes later than launching alone explains: look for data loading, .item(), and Python in the step",
     {},
 )
 
 
 def _change(case: Case) -> tuple[str, str, dict[str, str]]:
-    """The change, its note and its fields: CUDA graphs, of which one call launches all kernels of a phase. Compiling
-    without them would leave a launch for each kernel that it could not fuse."""
+    """The change, its note and its fields: CUDA graphs, which launch all kernels of a phase at once. Compiling without
+    them would leave a launch for each unfused kernel."""
     own = 'model = torch.compile(model, mode="reduce-overhead")'
     shapes = "one launch replays all kernels of a pass; inputs must keep their shapes, and the graphs hold their memory"
     if case.spec is None:
@@ -85,7 +83,6 @@ def _change(case: Case) -> tuple[str, str, dict[str, str]]:
 
 
 def _graph_fields(spec: StepSpec) -> dict[str, str]:
-    """CUDA graphs of the whole step over compiled blocks, where that can be recorded; else those of torch.compile."""
     try:
         refuse_unrecorded_step(replace(spec, cuda_graph="step"))
     except Unsupported:
@@ -102,7 +99,7 @@ def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
         "launches."
     )
     if case.step_s is None:
-        return told + " The step was not timed without a profiler, which slows the host: the real share is smaller."
+        return told + " The step was not timed without a profiler, which slows Python: the real share is smaller."
     return told + (
         f" Without it a step takes {format_time(case.step_s)}, and the device works for "
         f"{format_time(case.busy_s(profile))} of it; in forward and backward it waits for {format_time(waiting_s)}."
@@ -112,14 +109,14 @@ def _saw(case: Case, profile: Profile, waiting_s: float) -> str:
 def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) -> tuple[Evidence, ...]:
     idle = tuple(
         Evidence(
-            what=f"idle while the host launches, {phase.phase}, under the profiler",
+            what=f"idle while Python launches, {phase.phase}, under the profiler",
             value=profiled_wait_s(case, profile, [phase]),
             unit="s",
         )
         for phase in model_phases(profile)
     )
     step = (Evidence(what="step, unprofiled", value=case.step_s, unit="s"),) if case.step_s is not None else ()
-    fused = (Evidence(what="device time that fusing saves besides", value=fused_s, unit="s"),) if fused_s else ()
+    fused = (Evidence(what="device time that fusing also saves", value=fused_s, unit="s"),) if fused_s else ()
     return (
         *idle,
         *step,
@@ -132,16 +129,16 @@ def _evidence(case: Case, profile: Profile, waiting_s: float, fused_s: float) ->
 
 def _prediction(case: Case, waiting_s: float, fused_s: float, *, replays: bool, whole_step: bool) -> str:
     if case.step_s is None:
-        return "At most the idle time while the host launches, as profiled: the profiler itself made part of it."
+        return "At most the idle time while Python launches, as profiled; the profiler itself caused part of it."
     if not replays:
-        return "At most: no wait is left."
+        return "At most: no wait remains."
     told = (
         f"The unprofiled forward and backward minus the time the device works in them, {format_time(waiting_s)}: a "
-        "replayed graph does not wait for the host. "
+        "replayed graph does not wait for Python. "
     )
     if fused_s:
         told += f"Compiling also fuses, which saves {format_time(fused_s)} of device time (see fusable_elementwise). "
-    optimizer = ", and what the optimizer waits, which it no longer does" if whole_step else ""
+    optimizer = ", and the optimizer's wait, which it saves too" if whole_step else ""
     return told + (
         f"Left out: gaps of about a microsecond between the kernels of a graph, copying inputs into it{optimizer}."
     )

@@ -11,16 +11,16 @@ from steplab.specs.step import StepSpec
 from steplab.units import format_percent, format_time
 
 CONSIDERABLE = 0.15
-"""Least share of the device's time: one matmul among many and a reduction are expected to take a few per cent."""
+"""Least share of the device's time: one matmul among many and a reduction should take a few per cent."""
 
 PASSES = 2
-"""Number of times that a fused loss moves the logits: it reads them once and writes their gradient in their place."""
+"""Passes of a fused loss over the logits: it reads them once and overwrites them by their gradient."""
 _LIKE = "fused reduction"
-"""The kind of compiled kernel whose rate is assumed for it."""
+"""The compiled kernel whose rate is assumed for it."""
 
 
 def loss_share(case: Case) -> Finding | None:
-    """Fires where vocabulary matmuls and loss take a considerable share of the device's time."""
+    """Fires if vocabulary matmuls and loss take a considerable share of the device's time."""
     profile, built_in = case.profile, _built_in(case)
     part = vocabulary_part(case, profile) if profile else None
     if profile is None or part is None or (built_in is not None and built_in.loss != "plain"):
@@ -62,7 +62,7 @@ def loss_share(case: Case) -> Finding | None:
 
 
 def _built_in(case: Case) -> StepSpec | None:
-    """The spec of a model whose loss steplab computes, by one process or in a layout that leaves it whole."""
+    """The spec of a model whose loss steplab computes, in one process or in a layout that leaves it whole."""
     spec = case.spec
     if spec is None or spec.model.kind != "transformer" or spec.layout.tp > 1 or spec.layout.pp > 1:
         return None
@@ -73,7 +73,7 @@ _IN_CHUNKS = "computed in chunks, the logits need less memory as well"
 
 
 def _change(case: Case) -> tuple[str, str]:
-    """What fuses the loss on this device, as a change and a note; Liger's kernel is written for GPUs."""
+    """A fused loss for this device, as a change and a note; Liger's kernel is for GPUs."""
     if case.is_gpu:
         compiler = "or torch.compile around head and loss; " if case.is_eager else ""
         liger = "loss = LigerFusedLinearCrossEntropyLoss()(head.weight, hidden, targets)  # of liger-kernel"
@@ -84,20 +84,20 @@ def _change(case: Case) -> tuple[str, str]:
 
 
 def _gain(case: Case, part: VocabularyPart, loss_s: float) -> tuple[float | None, str]:
-    """Seconds saved per step and how they are found: the products stay, the rest shrinks to PASSES over the logits."""
+    """Seconds saved per step and their derivation: the products stay, the rest shrinks to PASSES over the logits."""
     logits_bytes = _logits_bytes(part, case.profile) if case.profile else None
     if logits_bytes is None or case.gpu is None:
         return None, "The size of the logits or the bandwidth of the device is not known."
     fused_s = streaming_s(_LIKE, PASSES * logits_bytes, case.gpu)
     return max(0.0, loss_s - fused_s), (
-        f"The products stay as they are. A fused loss reads the logits and writes their gradient once: "
-        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. One that computes the logits anew costs a "
-        "further matmul."
+        f"The products do not change. A fused loss reads the logits and writes their gradient once: "
+        f"{format_time(fused_s)} at {reached_bandwidth(_LIKE, case.gpu)}. Recomputing the "
+        "logits costs a further matmul."
     )
 
 
 def _logits_bytes(part: VocabularyPart, profile: Profile) -> float | None:
-    """Bytes of the logits as the head's product outputs them, one row per token."""
+    """Bytes of the logits from the head's product, one row per token."""
     forward = [op for op in part.matmuls if op.phase == "forward"] or list(part.matmuls[:1])
     for op in forward:
         shapes = shapes_of(op)

@@ -13,25 +13,24 @@ from steplab.units import format_bytes, format_time
 FUSED_BYTES, STEPWISE_BYTES = (4 * UPDATE_PASSES[name] for name in ("adamw_fused", "adamw_foreach"))
 """Bytes AdamW moves for a parameter in fp32, in one kernel and operator by operator."""
 _FUSED_KERNEL = "_fused_adamw_"
-"""As the rates have it."""
 MANY_KERNELS = 50
-"""Number of kernels from which the optimizer of a foreign trace counts as not fused: fused AdamW needs one kernel for
-thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""
+"""Number of kernels from which the optimizer of a third-party trace counts as not fused. Fused AdamW needs one kernel
+for thirty to a hundred tensors, foreach about eight for each such group, and the loop about eight for each tensor."""
 CONSIDERABLE = 0.01
 """Least share of the step that must be saved; it is small because the change is one word."""
 
 _FUSED_ON = ("cuda", "cpu")
-"""Kinds of device for which torch has fused optimizers; on a CPU, whose operators stand in place of kernels, too."""
+"""Devices for which torch has fused optimizers; on a CPU, operators count as kernels."""
 _IN_CODE = "torch.optim.AdamW(..., fused=True)"
 _NOT_FUSED = ("adamw_loop", "adamw_foreach")
 _SMALL = ("elementwise", "optimizer", "reduction", "other")
 _FUSED = re.compile(r"_?fused_?(adam|optimizer)", re.IGNORECASE)
 _ADAM = re.compile(r"addcdiv")
-"""Name of the last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
+"""Last operation of Adam's step, parameter += first moment / root of the second; SGD has none."""
 
 
 def optimizer_not_fused(case: Case) -> Finding | None:
-    """Fires for AdamW as a loop or as foreach, and for a foreign trace whose Adam step is many small kernels."""
+    """Fires for AdamW as a loop or as foreach, and for a third-party trace whose Adam step is many small kernels."""
     if case.spec is not None:
         return _from_spec(case)
     return _from_kernels(case, case.profile) if case.profile is not None else None
@@ -94,7 +93,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
             f"The optimizer's step is {num_kernels:.0f} {work}, none of them fused: {format_time(now_s)} per step, "
             f"the device busy for {format_time(busy_s)} of it."
         ),
-        change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or whatever optimizer it is",
+        change=_IN_CODE if is_adam else "torch.optim.SGD(..., fused=True)  # or your optimizer",
         note="Adam, AdamW, SGD and Adagrad of torch have fused=True; parameters must be floating-point",
         evidence=(
             Evidence(what="optimizer phase", value=now_s, unit="s"),
@@ -106,7 +105,7 @@ def _from_kernels(case: Case, profile: Profile) -> Finding | None:
             f"Operator by operator Adam moves {STEPWISE_BYTES} bytes for an fp32 parameter, fused {FUSED_BYTES}: that "
             "share of the busy time is left, and no waiting. Left out: gradient clipping, if it is part of the phase."
             if is_adam
-            else "The device's idle time in the phase: a single launch avoids it. The bytes moved are taken to stay."
+            else "The device's idle time in the phase: a single launch avoids it. The bytes moved are assumed to stay."
         ),
         fields={},
     )

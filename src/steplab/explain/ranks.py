@@ -1,7 +1,5 @@
-"""What makes the ranks of a run wait for each other: a late rank, uneven work, a late message, a slow group.
-
-Each needs the traces of all ranks (`steplab import-trace FOLDER`).
-"""
+"""Causes of waits between the ranks of a run: a late rank, uneven work, a late message, a slow group. Each needs the
+traces of all ranks (`steplab import-trace FOLDER`)."""
 
 from statistics import median
 
@@ -19,7 +17,7 @@ _SLOW = 0.5
 
 
 def straggler(case: Case) -> Finding | None:
-    """Fires where one rank comes last to most collectives, and the others wait for it."""
+    """Fires if one rank comes last to most collectives, and the others wait for it."""
     seen = case.run.traced_ranks
     if seen is None or len(seen.ranks) < 2:
         return None
@@ -52,7 +50,7 @@ def straggler(case: Case) -> Finding | None:
 
 
 def imbalance(case: Case) -> Finding | None:
-    """Fires where ranks compute for different times: the step lasts as long as the longest."""
+    """Fires if ranks compute for different times: the step lasts as long as the longest."""
     seen = case.run.traced_ranks
     if seen is None or len(seen.ranks) < 2:
         return None
@@ -65,7 +63,7 @@ def imbalance(case: Case) -> Finding | None:
         kind="imbalance",
         title=f"Rank {most.rank} computes {format_percent(seen.imbalance)} longer than the mean of the ranks",
         saw=f"It computes for {format_time(most.compute_s)} per step; all ranks for {format_time(mean_s)} in the mean.",
-        why="Ranks that have done their part wait for the one that has most: of tokens, experts, layers or padding.",
+        why="Ranks wait for the one with the most work: tokens, experts, layers or padding.",
         change="give ranks the same number of tokens (batch by length), layers by their time, experts by load",
         evidence=(
             Evidence(what="computation of the longest rank beyond the mean", value=saves_s, unit="s"),
@@ -82,7 +80,7 @@ def _beyond_mean_s(seen: TracedRanks, rank: TracedRank) -> float:
 
 
 def late_message(case: Case) -> Finding | None:
-    """Fires where one collective of a step is transferred with no computation beside it, all ranks being there."""
+    """Fires if one collective of a step is transferred with no concurrent computation after all ranks arrived."""
     seen = case.run.traced_ranks
     found = max(seen.meetings, key=lambda meeting: meeting.exposed_s, default=None) if seen else None
     if seen is None or found is None:
@@ -92,14 +90,14 @@ def late_message(case: Case) -> Finding | None:
         return None
     return Finding(
         kind="late_message",
-        title=f"{found.collective} {found.number + 1} of a step takes {format_time(found.exposed_s)} beside nothing",
+        title=f"{found.collective} {found.number + 1} of a step takes {format_time(found.exposed_s)} exposed",
         saw=(
             f"From the arrival of its last rank it takes {format_time(found.transfer_s)}, "
-            f"{format_time(found.exposed_s)} of it with no computation beside it."
+            f"{format_time(found.exposed_s)} of it with no concurrent computation."
         ),
-        why="A message that becomes ready when no work is left, as the last bucket of gradients does, is all exposed.",
+        why="A message that is ready after all other work, such as the last bucket of gradients, is fully exposed.",
         change="DistributedDataParallel(model, bucket_cap_mb=...) with a smaller last bucket; FSDP2 with prefetching",
-        evidence=(Evidence(what="transfer beside no computation", value=found.exposed_s, unit="s"),),
+        evidence=(Evidence(what="transfer with no concurrent computation", value=found.exposed_s, unit="s"),),
         saves_s=found.exposed_s,
         at_most=True,
         prediction="At most: all of that transfer hidden.",
@@ -107,7 +105,7 @@ def late_message(case: Case) -> Finding | None:
 
 
 def slow_group(case: Case) -> Finding | None:
-    """Fires where large messages of one process group travel at less than half the bus bandwidth of another group's."""
+    """Fires if large messages of one process group travel at less than half the bus bandwidth of another group's."""
     seen = case.run.traced_ranks
     known = [m for m in seen.meetings if m.bus_bytes_per_s and m.size_bytes >= _LARGE_BYTES] if seen else []
     if seen is None or not known:
@@ -127,7 +125,7 @@ def slow_group(case: Case) -> Finding | None:
         title=f"Process group {worst.group or 'of all ranks'} is slow: {format_rate(worst.bus_bytes_per_s, 'B/s')}",
         saw=f"Another group's messages reach {format_rate(best_per_s, 'B/s')}; its own are exposed for "
         f"{format_time(exposed_s)} per step.",
-        why="A group that spans machines, or crosses a slow link, is best given the fewest bytes.",
+        why="A group that spans machines, or crosses a slow link, should carry the fewest bytes.",
         change="lay tensor and expert parallelism within a machine and data parallelism across; check NCCL_DEBUG=INFO",
         evidence=(Evidence(what="its exposed transfers", value=exposed_s, unit="s"),),
         saves_s=saves_s,

@@ -10,7 +10,7 @@ from steplab.ops.attention.implementations import implementation
 from steplab.records.finding import Evidence, Finding
 from steplab.records.profile import ATTENTION_PARTS, OpStats, Profile
 from steplab.specs.resolve import command
-from steplab.units import format_bytes, format_count, format_percent, format_time
+from steplab.units import format_bytes, format_count, format_percent, format_time, listed
 
 CONSIDERABLE = 0.05
 """Least share of the device's time in scores, softmax and values: at short contexts they are a few per cent, and a
@@ -18,28 +18,23 @@ fused kernel saves only part of them."""
 
 _IN_CODE = "torch.nn.functional.scaled_dot_product_attention(q, k, v, {})"
 _SMALLEST_CONTEXT = 16
-"""Least number of columns of a softmax that counts as one of attention."""
+"""Least number of columns of a softmax that counts as attention's."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Seen:
-    """The operators of attention, with totals over all profiled steps."""
-
     ops: tuple[OpStats, ...]
-    """All operators on the scores."""
     total_s: float
-    """Device time."""
     where: str
-    """How the operators were recognised."""
 
 
 def scores_materialised(case: Case) -> Finding | None:
-    """Fires where scores, softmax and value product, each through memory, take a considerable share of the device's
-    time: by the ranges of plain attention, or by square inputs of a softmax where there are no such ranges."""
+    """Fires if scores, softmax and value product, each through memory, take a considerable share of the device's time.
+    They are found by the ranges of plain attention, or else by square inputs of a softmax."""
     profile = case.profile
     if profile is None:
         return None
-    # A user's own model brings its own attention, of which the spec's field says nothing.
+    # A user's own model has its own attention, which the spec's field does not describe.
     chosen = case.spec if case.spec and case.spec.model.kind != "factory" else None
     if chosen is not None and not implementation(chosen.attention).materialises_scores:
         return None
@@ -55,25 +50,25 @@ def scores_materialised(case: Case) -> Finding | None:
     saves_s, prediction = _gain(case, profile, seen, now_s)
     moved = sum(op.moved_bytes or 0.0 for op in seen.ops) / profile.num_steps
     flops = sum(op.flops or 0.0 for op in seen.ops if op.category == "matmul") / profile.num_steps
+    did = [f"take {format_time(now_s)} per step"]
+    did += [f"move at least {format_bytes(moved)}"] * bool(moved)
+    did += [f"compute {format_count(flops).rstrip()}FLOP in matmuls"] * bool(flops)
     return Finding(
         kind="scores_materialised",
         title=f"Attention scores go through memory: {format_percent(now_s / busy_s)} of the device's work",
-        saw=(
-            f"Scores, softmax and value product ({seen.where}) take {format_time(now_s)} per step, move at least "
-            f"{format_bytes(moved)} and compute {format_count(flops).rstrip()}FLOP in matmuls."
-        ),
+        saw=(f"Scores, softmax and value product ({seen.where}) {listed(did)}."),
         why=(
             "The scores have context x context entries per head, far more than queries, keys and values together, and "
             "plain attention writes and reads them several times. A fused kernel keeps them on the chip, tile by tile, "
-            "and skips what a causal mask hides."
+            "and skips scores that a causal mask hides."
         ),
         change=command(chosen, fields) if chosen else own,
-        note=f"in your own code {own}" if chosen else "with the mask that is applied now, if there is one",
+        note=f"in your own code {own}" if chosen else "with the present mask, if any",
         evidence=(
             Evidence(what="scores, softmax and values", value=now_s, unit="s"),
             Evidence(what="device busy", value=busy_s, unit="s"),
-            Evidence(what="bytes they move at least", value=moved, unit="B"),
-            Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP"),
+            *([Evidence(what="bytes they move at least", value=moved, unit="B")] if moved else []),
+            *([Evidence(what="FLOPs of their matmuls", value=flops, unit="FLOP")] if flops else []),
         ),
         saves_s=saves_s,
         prediction=prediction,
@@ -85,15 +80,17 @@ def _by_range(profile: Profile) -> _Seen | None:
     def inside(name: str) -> bool:
         return name.rpartition(".")[2] in ATTENTION_PARTS
 
-    total_s = sum(kernel.total_s for kernel in profile.kernels if inside(kernel.range))
-    if not total_s:
+    kernels = [kernel for kernel in profile.kernels if inside(kernel.range)]
+    if not (total_s := sum(kernel.total_s for kernel in kernels)):
         return None
     ops = tuple(op for op in profile.ops if inside(op.range))
-    return _Seen(ops=ops, total_s=total_s, where="by their ranges, backward included")
+    known = any(kernel.phase == "backward" for kernel in kernels)
+    where = f"by their ranges, {'backward included' if known else 'of the forward pass alone'}"
+    return _Seen(ops=ops, total_s=total_s, where=where)
 
 
 def _by_shape(profile: Profile) -> _Seen | None:
-    """Operators over [heads, S, S], where a softmax runs over such a tensor: no activation has that many rows."""
+    """Operators over [heads, S, S], if a softmax runs over such a tensor: no activation has that many rows."""
     square = next((s for s in softmax_inputs(profile) if _is_square(s)), None)
     if square is None:
         return None
@@ -128,10 +125,10 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
     products = [op for op in seen.ops if op.category == "matmul" and op.flops]
     scores = _scores(products)
     if scores is None:
-        return None, "The record does not have the sizes of its products, so what a fused kernel needs is not known."
+        return None, "The record lacks the sizes of its products, so a fused kernel's time is not known."
     dtype = next((op.dtype for op in products if op.dtype in ("bf16", "fp16")), "fp32")
     if case.gpu is None or dtype not in case.gpu.peaks:
-        return None, f"No {dtype} peak is known for the device, so what a fused kernel needs is not known."
+        return None, f"The device's {dtype} peak is not known, so a fused kernel's time is not known either."
     backward = sum(op.flops or 0.0 for op in products if op.phase == "backward")
     forward = sum(op.flops or 0.0 for op in products) - backward
     # plain attention has two products forward and four backward, each with the FLOPs of the scores
@@ -147,12 +144,12 @@ def _gain(case: Case, profile: Profile, seen: _Seen, now_s: float) -> tuple[floa
     saves_s = max(0.0, now_s - fused_s)
     return saves_s, (
         f"A fused kernel computes {masked}, and five products for four in the backward pass, in "
-        f"{format_time(fused_s)}: as torch's own was measured on {case.gpu.rates.name}, with "
+        f"{format_time(fused_s)}: the rate of torch's own on {case.gpu.rates.name}, with "
         f"{stated_peak(dtype, case.gpu)}." + case.host_limit(profile, saves_s)
     )
 
 
 def _scores(products: Sequence[OpStats]) -> Product | None:
-    """The sizes of the product of queries and keys: that of the forward pass whose result is square."""
+    """The sizes of the product of queries and keys: the forward product with a square result."""
     found = (product_of(op) for op in sorted(products, key=lambda op: op.phase == "backward"))
     return next((product for product in found if product and product.m == product.n), None)

@@ -1,4 +1,4 @@
-"""Reads tensors as a record writes them: 'bf16[2048, 768] bf16[768, 3072]'."""
+"""Reads tensors in a record's notation: 'bf16[2048, 768] bf16[768, 3072]'."""
 
 import math
 import re
@@ -13,16 +13,12 @@ _TENSOR = re.compile(r"(\w+)\[([\d, ]*)\]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Shape:
-    """One input of an operator."""
-
     dtype: str
-    """Number format, by the names of specs (fp32, bf16, fp16)."""
+    """Number format in specs' names (fp32, bf16, fp16)."""
     sizes: tuple[int, ...]
-    """Size of each dimension."""
 
     @property
     def numel(self) -> int:
-        """Elements."""
         return math.prod(self.sizes)
 
     @property
@@ -32,7 +28,7 @@ class Shape:
 
 
 def shapes_of(op: OpStats) -> tuple[Shape, ...]:
-    """The input tensors of an operator; empty where the record does not have them."""
+    """The input tensors of an operator; empty if the record lacks them."""
     return tuple(
         Shape(dtype=dtype, sizes=tuple(int(size) for size in sizes.split(",")))
         for dtype, sizes in _TENSOR.findall(op.inputs)
@@ -41,8 +37,8 @@ def shapes_of(op: OpStats) -> tuple[Shape, ...]:
 
 
 def product_of(op: OpStats) -> Product | None:
-    """Sizes of a matrix product by its two factors, [..., m, k] and [..., k, n]; None where it is no such operator, or
-    the record does not have them."""
+    """Sizes of a matrix product by its two factors, [..., m, k] and [..., k, n]; None for other operators, or if the
+    record lacks them."""
     first = _FIRST_FACTOR.get(op.name.removeprefix("aten::"))
     factors = [] if first is None else [shape.sizes for shape in shapes_of(op)][first : first + 2]
     if len(factors) < 2 or min(map(len, factors)) < 2:
@@ -52,9 +48,9 @@ def product_of(op: OpStats) -> Product | None:
 
 
 _FIRST_FACTOR = {"mm": 0, "bmm": 0, "addmm": 1, "baddbmm": 1}
-"""Place of the first factor among the inputs of an operator; in compiled code its output is one more, the last."""
+"""Place of the first factor among an operator's inputs; compiled code adds its output as the last."""
 
 
 def softmax_inputs(profile: Profile) -> list[Shape]:
-    """The tensors that softmax operators ran over, those of most time first."""
+    """The tensors that softmax operators ran over, most time first."""
     return [shape for op in profile.ops if op.category == "softmax" for shape in shapes_of(op)]

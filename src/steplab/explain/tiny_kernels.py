@@ -15,8 +15,8 @@ _PUTS = ("aten::index_add_", "aten::index_put_", "aten::_index_put_impl_", "aten
 
 
 def tiny_kernels(case: Case) -> Finding | None:
-    """Fires on a GPU where one operator launches MANY tiny kernels per step, or where tokens are selected and put back
-    for each expert in turn, and that, with waiting for its launches, may take a twentieth of the step."""
+    """Fires on a GPU if one operator launches MANY tiny kernels per step, or if tokens are selected and put back for
+    each expert in turn. Its kernels and the waits for their launches must take a twentieth of the step."""
     profile = case.profile
     if profile is None or profile.device != "cuda" or not profile.num_launches:
         return None
@@ -49,7 +49,7 @@ def tiny_kernels(case: Case) -> Finding | None:
         ),
         why=(
             "A kernel of a few microseconds takes as long to launch as to run, so a loop in Python over elements, "
-            "parameters or experts is as slow as the host."
+            "parameters or experts is as slow as Python."
         ),
         change="sort tokens by expert and multiply once: torch._grouped_mm, or a grouped GEMM of Triton"
         if loops

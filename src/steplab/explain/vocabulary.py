@@ -1,4 +1,4 @@
-"""The part of the model that deals with the vocabulary: the output head's products, and the loss."""
+"""The vocabulary's part of the model: the output head's products, and the loss."""
 
 import re
 from dataclasses import dataclass
@@ -17,21 +17,17 @@ letters are smaller, and cost almost nothing."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class VocabularyPart:
-    """The work on the vocabulary, with totals over all profiled steps."""
-
     size: int
-    """Entries of the vocabulary."""
     matmuls: tuple[OpStats, ...]
     """Products with the output head's weight, forward and backward."""
     matmul_s: float
-    """Device time of these products."""
     loss_s: float
     """Device time of everything else: cast, softmax, loss, and their gradients."""
 
 
 def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
-    """Entries of the vocabulary by the spec, or, for a foreign trace, by the loss's log-softmax over [tokens, V], where
-    V is at least _LEAST_ENTRIES."""
+    """Entries of the vocabulary from the spec or, for a third-party trace, from the loss's log-softmax over [tokens, V]
+    with V at least _LEAST_ENTRIES."""
     model = case.spec.model if case.spec else None
     if model and model.shape:
         return model.shape.vocab_size or None
@@ -49,9 +45,7 @@ def vocabulary_size(case: Case, profile: Profile | None) -> int | None:
 
 def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
     """The work on the vocabulary, found by the ranges of head and loss, else by tensors of [.., V]; None without both.
-
-    It excludes the embedding's look-up and the optimizer's update of its weights.
-    """
+    It excludes the embedding's look-up and the optimizer's update of its weights."""
     size = vocabulary_size(case, profile)
     if size is None:
         return None
@@ -70,20 +64,20 @@ def vocabulary_part(case: Case, profile: Profile) -> VocabularyPart | None:
 
 
 def _is_ambiguous(case: Case, size: int) -> bool:
-    """Whether something else of the model has the vocabulary's size, so that shapes do not tell them apart."""
+    """True if another size of the model equals the vocabulary's, so that shapes are ambiguous."""
     spec = case.spec
     shape = spec.model.shape if spec else None
     return bool(spec and shape and size in (shape.d_model, shape.d_ff, spec.context, spec.tokens))
 
 
 def _is_one_thing(op: OpStats, profile: Profile) -> bool:
-    """Whether its tensors say what it does: an operator of torch or one generated kernel. A compiled function, or any
-    other container, gets the logits among all else that it computes with."""
+    """True for an operator of torch or one generated kernel. A compiled function, or any other container, receives the
+    logits among other tensors."""
     return op.name.startswith("aten::") or (profile.device == "cuda" and op.name.startswith("triton_"))
 
 
 def _has(op: OpStats, size: int) -> bool:
-    """Whether an operator outside of embedding and optimizer works on logits or on the head's weight."""
+    """True if an operator outside of embedding and optimizer works on logits or on the head's weight."""
     if op.category == "embedding" or op.phase == "optimizer" or "embedding" in op.name:
         return False
     return any(len(shape.sizes) > 1 and size in (shape.sizes[0], shape.sizes[-1]) for shape in shapes_of(op))

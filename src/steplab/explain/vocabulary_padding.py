@@ -1,4 +1,4 @@
-"""A vocabulary whose size does not suit the tensor cores."""
+"""A vocabulary size that does not suit the tensor cores."""
 
 import math
 
@@ -12,14 +12,14 @@ from steplab.units import format_percent, format_rate, format_time
 SUITS = 64
 """Every matmul kernel takes multiples of this size without padding; the entries added to reach one are never used."""
 ALIGNED = 8
-"""Elements of bf16 in 16 bytes: rows whose length is no multiple of it cannot be loaded 16 bytes at a time, and the
-fastest kernels do not take them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
+"""Elements of bf16 in 16 bytes: rows of another multiple cannot be loaded 16 bytes at a time, and the fastest kernels
+refuse them (NVIDIA, "Matrix Multiplication Background User's Guide", tensor core requirements)."""
 _HALF = {"bf16", "fp16"}
 
 
 def vocabulary_padding(case: Case) -> Finding | None:
-    """Fires on a GPU where the vocabulary is no multiple of 64 and its products run slower than the step's others;
-    without a profile, where it is no multiple of 8."""
+    """Fires on a GPU if the vocabulary is no multiple of 64 and its products run slower than the step's others; without
+    a profile, if it is no multiple of 8."""
     size = vocabulary_size(case, case.profile)
     if size is None or size % SUITS == 0 or not case.is_gpu:  # other devices have no tensor cores
         return None
@@ -73,8 +73,8 @@ def vocabulary_padding(case: Case) -> Finding | None:
 
 
 def padding_saves_s(case: Case, profile: Profile) -> float:
-    """Device time per step that the vocabulary's products save where a compiler pads them, as Inductor does in half
-    precision if their rows are not aligned; 0 for others, and where their rates are not known."""
+    """Device time per step that the vocabulary's products save if a compiler pads them, as Inductor does in half
+    precision for unaligned rows. 0 in other cases, and if the rates are not known."""
     part = vocabulary_part(case, profile)
     if part is None or not case.is_gpu or part.size % ALIGNED == 0 or not {op.dtype for op in part.matmuls} <= _HALF:
         return 0.0

@@ -1,4 +1,4 @@
-"""How long the device waits for the host, by two clocks: with the profiler and without it."""
+"""The device's waits for Python, by two clocks: with the profiler and without it."""
 
 from collections.abc import Sequence
 
@@ -6,31 +6,29 @@ from steplab.explain.case import Case
 from steplab.records.profile import PhaseTime, Profile
 
 CONSIDERABLE = 0.10
-"""Least share of waiting that makes a step launch-bound: every step has gaps of one or two per cent, and changing how
-kernels are launched is worth it from about a tenth."""
+"""Least share of waiting that makes a step launch-bound: every step has gaps of one or two per cent, and another way to
+launch pays from about a tenth."""
 LONGEST_LAUNCH_S = 100e-6
-"""Longest wait for a launch that launching itself explains: an operator with the Python around it takes 5 to 50 µs, and
-up to twice that under a profiler. A host that lets the GPU wait longer does something else."""
+"""Longest wait that a launch itself explains: an operator with the Python around it takes 5 to 50 µs, and up to twice
+that under a profiler. In a longer wait Python does something else."""
 
 _MODEL = ("forward", "backward")
 
 
 def model_phases(profile: Profile) -> list[PhaseTime]:
-    """Forward and backward, which torch.compile of a model covers while the optimizer's step stays eager; all phases
-    where the trace marks none of the two."""
+    """Forward and backward, which torch.compile of a model covers while the optimizer stays eager; all phases if the
+    trace marks neither."""
     return [phase for phase in profile.phases if phase.phase in _MODEL] or list(profile.phases)
 
 
 def profiled_wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
-    """Seconds per step in which the next kernel was not launched yet; the profiler slows the host, which adds to it."""
+    """Seconds per step in which the next kernel was not launched yet; includes the profiler's slowdown of Python."""
     return case.per_step(profile, sum(phase.host_bound_s for phase in phases))
 
 
 def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
     """Seconds per step of these phases in which the device does not work: their unprofiled time minus their busy time.
-
-    The profiled time is used where the step was not timed, and the whole step where its phases were not timed.
-    """
+    The profiled time replaces a missing step time, and the whole step missing phase times."""
     if case.step_s is None:
         return profiled_wait_s(case, profile, phases)
     timed_s = {phase.phase: case.phase_s(phase.phase) for phase in phases}
@@ -40,7 +38,7 @@ def wait_s(case: Case, profile: Profile, phases: Sequence[PhaseTime]) -> float:
 
 
 def waits_for_host(case: Case, profile: Profile) -> bool:
-    """Whether forward and backward wait for a considerable share of the step, under the profiler and without it."""
+    """True if forward and backward wait for a considerable share of the step, with and without the profiler."""
     phases = model_phases(profile)
     profiled_share = sum(phase.host_bound_s for phase in phases) / profile.window_s if profile.window_s else 0.0
     waits = wait_s(case, profile, phases) > CONSIDERABLE * case.length_s(profile)
@@ -48,7 +46,7 @@ def waits_for_host(case: Case, profile: Profile) -> bool:
 
 
 def is_launch_bound(case: Case, profile: Profile) -> bool:
-    """Whether it waits because of the launches themselves, which are many and short."""
+    """True if it waits because of the launches themselves, which are many and short."""
     num_launches = profile.num_launches / profile.num_steps
     waiting_s = wait_s(case, profile, model_phases(profile))
     return waits_for_host(case, profile) and waiting_s <= LONGEST_LAUNCH_S * num_launches

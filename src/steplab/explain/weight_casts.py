@@ -16,11 +16,10 @@ CONSIDERABLE = 0.03
 _WITH_COPIES = ("bf16", "fp16")
 """Precisions that compute on low-precision copies of fp32 weights."""
 _BY_BYTES = ("softmax", "normalisation", "elementwise", "reduction")
-"""Memory-bound categories of work."""
 
 
 def weight_casts(case: Case) -> Finding | None:
-    """Fires where casts of weights, and of their gradients back, take a considerable share of the device's time."""
+    """Fires if casts of weights, and of their gradients back, take a considerable share of the device's time."""
     spec, profile = case.spec, case.profile
     if profile is None or (spec is not None and spec.precision not in _WITH_COPIES):
         return None
@@ -58,8 +57,6 @@ def weight_casts(case: Case) -> Finding | None:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Remedy:
-    """A change without those casts, and what it saves."""
-
     fields: dict[str, str]
     note: str
     saves_s: float
@@ -68,7 +65,6 @@ class _Remedy:
 
 
 def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
-    """Weights in bf16 of which AdamW keeps fp32 masters; None where the step cannot have them."""
     spec = case.spec
     if spec is None or spec.precision != "bf16" or profile.device != "cuda":
         return None
@@ -84,14 +80,14 @@ def _masters(case: Case, profile: Profile, weights_s: float) -> _Remedy | None:
     return _Remedy(
         fields=fields,
         note=(
-            "the numbers stay those of autocast, for masters, moments and update are fp32; in your own code masters = "
+            "the numbers stay autocast's, because masters, moments and update are fp32; in your own code masters = "
             "bf16_with_masters(model) and OneKernelAdamW(..., masters=masters), of steplab.ops.adamw"
         ),
         saves_s=weights_s,
         at_most=False,
         prediction=(
-            "The casts of weights go, and those of their gradients; AdamW moves 28 bytes a parameter either way. Left "
-            "out: what another AdamW takes besides its bytes." + case.host_limit(profile, weights_s)
+            "No weight or gradient is cast; AdamW moves 28 bytes a parameter either way. Left "
+            "out: AdamW's other costs." + case.host_limit(profile, weights_s)
         ),
     )
 
@@ -111,15 +107,15 @@ def _bf16_throughout(case: Case, profile: Profile, weights_s: float) -> _Remedy:
 
 
 def _gain(case: Case, profile: Profile, weights_s: float) -> tuple[float, str]:
-    """Seconds saved per step and how they are found. With weights in bf16 nothing is cast, and what autocast keeps in
-    fp32 (softmax, norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW."""
+    """Seconds saved per step and their derivation. With weights in bf16 nothing is cast, and autocast's fp32 work
+    (softmax, norms, the loss, sums of the residual stream) moves half as many bytes, as does AdamW."""
     others_s = case.ops_s(profile, cast_ops(profile)) - weights_s
     wide = [op for op in profile.ops if op.dtype == "fp32" and op.phase != "optimizer" and op.category in _BY_BYTES]
     wide_s = case.ops_s(profile, wide)
     update_s = case.phase_s("optimizer") if case.spec and case.spec.optimizer.startswith("adamw") else None
     saves_s = weights_s + others_s + wide_s / 2 + (update_s / 2 if update_s else 0.0)
     return saves_s, (
-        f"At most: the casts go, those of activations with them ({format_time(others_s)}), and what autocast computes "
+        f"At most: no casts, also of activations ({format_time(others_s)}), and autocast's work "
         f"in fp32 moves half as many bytes: half of {format_time(wide_s)}"
         + (f", and of the {format_time(update_s)} of AdamW" if update_s else "")
         + "."

@@ -1,8 +1,8 @@
-"""What torch.compile makes of a model, asked of torch itself: AOTAutograd and the min-cut partitioner on fake tensors.
+"""A compiled model's operators and memory, from AOTAutograd and the min-cut partitioner on fake tensors.
 
-The partitioned graphs run as Inductor would run them, as far as memory goes: results of products and fused attention,
-what these read, and what a graph gives are in memory; what lies between is joined into kernels and is not. Neither
-CUDA nor dynamo is needed. Values that the host reads end a graph in reality and are refused here.
+The partitioned graphs run as by Inductor, as far as memory goes: results and inputs of products and fused attention,
+and a graph's outputs, are in memory; everything between is fused into kernels. Neither CUDA nor dynamo is needed.
+Values that Python reads would end a graph and are refused here.
 """
 
 import operator
@@ -36,13 +36,13 @@ _VIEWS = frozenset(
     }
 )
 _EXTERN = ("mm", "addmm", "bmm", "baddbmm", "convolution", "_scaled_dot_product", "_grouped_mm", "sort", "cumsum")
-"""Beginnings of the names of operators that are kernels of their own."""
+"""Prefixes of operators that are separate kernels."""
 _PRODUCTS = ("mm", "addmm", "bmm", "baddbmm", "_grouped_mm")
 _CASTS = ("_to_copy", "convert_element_type")
 
 
 def compile_on_fakes(step: ModelStep, mode: str, watcher: Watcher, storages: Storages) -> None:
-    """Have a built step run as torch compiles it; mode: of torch.compile, or `block` for each block by itself."""
+    """Make a built step run as torch compiles it; mode: of torch.compile, or `block` for each block alone."""
     runner = _Runner(watcher, storages)
     if mode == "block":
         for block in repeated_blocks(step.module):
@@ -53,7 +53,7 @@ def compile_on_fakes(step: ModelStep, mode: str, watcher: Watcher, storages: Sto
 
 
 def _kind(block: nn.Module) -> tuple[object, ...]:
-    """Equal for blocks whose compiled code is the same."""
+    """Equal for blocks with the same compiled code."""
     return tuple((name, tuple(p.shape), p.dtype, p.requires_grad) for name, p in block.named_parameters()) + tuple(
         (name, type(inner), getattr(inner, "sliding_window", None)) for name, inner in block.named_modules()
     )
@@ -67,8 +67,7 @@ class _Runner:
         self._known: dict[str, Any] = {}
 
     def call(self, module: nn.Module, function: Callable[..., Any], kind: object, *args: Any, **kwargs: Any) -> Any:
-        """function(*args, **kwargs) of a module as compiled code; kind: what tells it from other modules, if not (),
-        which are then taken to be alike."""
+        """function(*args, **kwargs) of a module as compiled code; kind: distinguishes modules; () for one kind."""
         leaves, tree = tree_flatten((args, kwargs))
         tensors = [each for each in leaves if isinstance(each, Tensor)]
         shapes = [(tuple(each.shape), each.dtype, each.requires_grad) for each in tensors]
@@ -112,7 +111,7 @@ class _Runner:
 
 
 def _boxed(run: Callable[[list[Any]], list[Any]]) -> Callable[[list[Any]], list[Any]]:
-    """Tell AOTAutograd that arguments come in a list, which the function may empty."""
+    """Marked for AOTAutograd: arguments come in a list, which the function may empty."""
 
     def boxed(args: list[Any]) -> list[Any]:
         return run(args)
@@ -129,14 +128,12 @@ class _Made:
     value: Tensor | None
     """None: several, each of them a node."""
     where: str | None
-    """Part of the model; None: the part that is under way."""
+    """Part of the model; None: the current part."""
     is_product: bool
     within: tuple[Count, ...]
-    """What the kernel takes beside."""
     cast_of: fx.Node | None
     """The input that it is a copy of in another format."""
     dies: list[fx.Node] = field(default_factory=list)
-    """Memory that nothing reads after it."""
 
 
 class _Graph:
@@ -172,7 +169,7 @@ class _Graph:
                 made.dies.append(memory)
 
     def __call__(self, args: list[Any]) -> list[Any]:
-        """The outputs, of inputs that are taken out of the list as they are read for the last time."""
+        """The outputs; each input is removed from the list at its last read."""
         inputs = dict(zip(self._inputs, args, strict=True))
         args.clear()
         there: dict[fx.Node, Tensor] = {}
@@ -250,19 +247,19 @@ def _name(node: fx.Node) -> str:
 
 
 def _memory_of(node: fx.Node) -> fx.Node:
-    """The node whose memory a view lies in."""
+    """The node whose memory a view shares."""
     while node.op == "call_function" and _name(node) in _VIEWS:
         node = node.all_input_nodes[0]
     return node
 
 
 def _is_kernel(node: fx.Node) -> bool:
-    """Whether it is a kernel of its own, or one of the results of such a one."""
+    """True for a separate kernel, or one of its results."""
     return node.op == "call_function" and _name(node).startswith(_EXTERN)
 
 
 def _sources(node: fx.Node, in_memory: Set[fx.Node]) -> Iterator[fx.Node]:
-    """What is in memory and read to make a node, through all that is joined into its kernel."""
+    """Tensors in memory that are read to make a node, through everything fused into its kernel."""
     seen, left = set[fx.Node](), [*node.all_input_nodes]
     while left:
         each = _memory_of(left.pop())

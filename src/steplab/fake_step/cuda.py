@@ -1,8 +1,7 @@
-"""What torch does otherwise on CUDA than on a CPU, for tensors of a CPU that have no content.
+"""CUDA's behaviour of torch, on CPU tensors without content.
 
-A build of torch without CUDA cannot fake its tensors, so the step runs on tensors of the CPU. On CUDA autocast has
-other rules, and some functions of torch run one fused kernel where a CPU composes operators; both are put in place
-here.
+A build of torch without CUDA cannot fake CUDA tensors, so the step runs on CPU tensors. This file substitutes CUDA's
+autocast rules, and fused kernels for functions that a CPU composes of operators.
 """
 
 import warnings
@@ -24,20 +23,20 @@ _LOWER = frozenset(
         *("addmv", "addr", "chain_matmul", "einsum", "linalg_multi_dot", "mv", "_scaled_dot_product_flash_attention"),
     }
 )
-"""Operators that autocast computes in the low precision; those with a like rule on the CPU are left out."""
+"""Operators that autocast computes in low precision, without those that have the same rule on the CPU."""
 _PROMOTED = frozenset(
     ["addcdiv", "addcmul", "atan2", "bilinear", "cross", "dot", "index_put", "scatter_add", "tensordot", "vdot"]
 )
-"""Operators whose inputs autocast brings to the widest format among them, which torch does by itself in most cases."""
+"""Operators whose inputs autocast widens to the widest format among them; torch promotes most itself."""
 _CELLS = ("cell", "_thnn_")
-"""Parts of the names of recurrent cells, which Transformers do not have."""
+"""Substrings of recurrent cells, which Transformers do not have."""
 _LEFT_ALONE = ("cross_entropy_loss",)
 """Operators that autocast casts on a CPU and not on CUDA."""
 
 
 @contextmanager
 def as_on_cuda() -> Iterator[None]:
-    """Within it, torch treats tensors of the CPU as it does those of CUDA."""
+    """A context in which torch treats CPU tensors as CUDA tensors."""
     with _kernels_looked_up_anew(), torch.library._scoped_library("aten", "IMPL") as library:
         for name in _rules_of("AutocastCUDA") - _rules_of("AutocastCPU"):
             stem = name.partition(".")[0]
@@ -46,7 +45,7 @@ def as_on_cuda() -> Iterator[None]:
             cast = _to_low if stem in _LOWER else _to_fp32
             library.impl(name, partial(_cast_first, _overload(name), cast), "AutocastCPU")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that rules of the CPU are replaced is meant
+            warnings.simplefilter("ignore")  # replacing the CPU's rules is intended
             for name in _LEFT_ALONE:
                 library.impl(name, torch.library.fallthrough_kernel, "AutocastCPU")
             if hasattr(_aten, "_grouped_mm"):
@@ -58,7 +57,7 @@ def as_on_cuda() -> Iterator[None]:
 
 @contextmanager
 def _kernels_looked_up_anew() -> Iterator[None]:
-    """The dispatcher of torch.compile keeps which kernel an operator has; what it kept is true on one side alone."""
+    """torch.compile's dispatcher caches each operator's kernel, which is valid on one side only."""
     _forget_kernels()
     try:
         yield
@@ -84,7 +83,7 @@ def _overload(name: str) -> Any:
 
 
 def _cast_first(op: Any, cast: Callable[[Tensor], Tensor], *args: Any, **kwargs: Any) -> Any:
-    """The operator without autocast, of inputs that are cast; as they are, where the caller names a format."""
+    """The operator without autocast, on cast inputs; on the original ones if the caller names a format."""
     with torch._C._ExcludeDispatchKeyGuard(_CPU_KEY):
         if any(isinstance(each, torch.dtype) for each in (*args, *kwargs.values())):
             return op(*args, **kwargs)
@@ -100,7 +99,7 @@ def _to_low(x: Tensor) -> Tensor:
 
 
 def _rms_norm(x: Tensor, normalized_shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """One kernel, if weight and input are in one format; else the operators that torch composes it of."""
+    """One kernel, if weight and input are in one format; else torch's composition."""
     if weight is not None and weight.dtype is not x.dtype:
         exponent = torch.finfo(x.dtype).eps if eps is None else eps
         wide = x.float()
@@ -115,11 +114,11 @@ _below_autograd: Any = torch._C._AutoDispatchBelowAutograd
 
 
 class _FusedRmsNorm(torch.autograd.Function):
-    """An operator with a backward pass of its own on CUDA, and composed of others on a CPU."""
+    """An operator with its own backward pass on CUDA, but composed of others on a CPU."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, normalized_shape: list[int], weight: Tensor | None, eps: float | None) -> Tensor:
-        # Gradients are on for it, as they are for operators of torch: that tells a recomputation from a backward pass.
+        # Gradients are on, as for torch's operators, which distinguishes a recomputation from a backward pass.
         with torch.set_grad_enabled(ctx.needs_input_grad[0] or ctx.needs_input_grad[2]), _below_autograd():
             output, reciprocal = _aten._fused_rms_norm(x, normalized_shape, weight, eps)
         ctx.save_for_backward(x, reciprocal, weight)
@@ -136,7 +135,7 @@ class _FusedRmsNorm(torch.autograd.Function):
 
 
 def _grouped_mm(a: Tensor, b: Tensor, offs: Tensor | None = None, *_: object, **__: object) -> Tensor:
-    """In every number format: torch's own refuses all but bf16 without content, and computes them with content."""
+    """In every number format: torch's own refuses all except bf16 without content, and computes them with content."""
     assert offs is not None
     sizes = (offs.shape[0], a.shape[0], b.shape[1]) if b.dim() == a.dim() == 2 else (a.shape[0], b.shape[-1])
     return a.new_empty(sizes)
@@ -161,7 +160,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """The first kernel that takes the inputs and is not switched off, in torch's order
+    """The first enabled kernel that takes the inputs, in torch's order
     (aten/src/ATen/native/transformers/cuda/sdp_utils.cpp)."""
     width, on = query.shape[-1], torch.backends.cuda
     grouped, half = query.shape[-3] != key.shape[-3], query.dtype in (torch.bfloat16, torch.float16)
@@ -189,11 +188,11 @@ def _attention(
 
 
 _WIDEST_OF_FLASH, _ELEMENTS_OF_FLASH = 256, 8
-"""Largest head dimension, and what it is padded to a multiple of."""
+"""Largest head dimension, and the multiple that it is padded to."""
 
 
 def _numbers(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
-    """A mask of truth values as numbers that are added."""
+    """A boolean mask as an additive one."""
     if mask is None or mask.dtype is not torch.bool:
         return mask
     return torch.zeros_like(mask, dtype=dtype).masked_fill_(mask.logical_not(), float("-inf"))
@@ -204,4 +203,4 @@ _OWN: dict[str, Callable[..., Tensor]] = {
     "rms_norm": _rms_norm,
     "dropout": _dropout,
 }
-"""Operators that torch composes of others on a CPU -> what they do on CUDA."""
+"""Operators that torch composes on a CPU -> their CUDA behaviour."""

@@ -1,4 +1,4 @@
-"""Tensors that a model makes without naming a device: on a GPU the host makes them, and copies them in each step."""
+"""Tensors that a model makes without naming a device: on a GPU the CPU makes them, and copies them in each step."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +14,12 @@ _FACTORIES = frozenset(
         *(torch.rand, torch.randn, torch.randint, torch.randperm),
     }
 )
-"""Functions that make a tensor of no other, on the CPU if no device is named."""
+"""Functions that make a tensor from no other, on the CPU by default."""
 
 
 class HostMade(TorchFunctionMode):
-    """Tells each such tensor of several elements, while it is entered. One element is mostly a constant, which kernels
-    take from the host with their arguments."""
+    """Reports each such tensor of several elements while it is entered. A single element is mostly a constant, which
+    kernels take as an argument."""
 
     def __init__(self, tell: Callable[[Tensor], None]) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""What is to be known of single operators: sizes of products, fused attention, memory within kernels."""
+"""Facts about single operators: sizes of products, fused attention, memory within kernels."""
 
 import math
 from collections.abc import Sequence
@@ -17,13 +17,13 @@ from steplab.plan.dry_run.sizes import Count
 _FACTORS = {"mm": 0, "addmm": 1, "bmm": 0, "baddbmm": 1}
 """Products -> position of the first factor."""
 _GROUPED = "_grouped_mm"
-"""Products of groups of rows, each with a matrix of its own."""
+"""Products of groups of rows, each with its own matrix."""
 _FUSED = {
     f"_scaled_dot_product_{theirs}_attention{suffix}": (ours, bool(suffix))
     for theirs, ours in (("flash", "sdpa_flash"), ("efficient", "sdpa_efficient"), ("cudnn", "sdpa_cudnn"))
     for suffix in ("", "_backward")
 }
-"""Fused attention -> its name here, and whether it is the backward pass."""
+"""Fused attention -> its name here, and True for the backward pass."""
 _CAUSAL = {
     "_scaled_dot_product_flash_attention": 4,
     "_scaled_dot_product_efficient_attention": 6,
@@ -36,8 +36,8 @@ _CAUSAL = {
 
 
 def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
-    """Sizes of a matrix product; None for other operators. Of grouped ones, those of experts, the rows are taken to be
-    dealt out evenly."""
+    """Sizes of a matrix product; None for other operators. Grouped ones (experts) are assumed to have equal numbers of
+    rows."""
     if name == _GROUPED:
         rows, second = args[:2]
         if second.dim() == 3:
@@ -54,48 +54,43 @@ def product_of(name: str, args: tuple[Any, ...]) -> Product | None:
 
 
 def flops_of_product(name: str, args: tuple[Any, ...], product: Product) -> float:
-    """Of grouped products those of the rows that there are."""
+    """FLOPs of a product; a grouped one counts its actual rows."""
     if name != _GROUPED:
         return float(product.flops)
     return 2.0 * args[0].shape[-2] * args[0].shape[-1] * args[1].shape[-1]
 
 
 def refuse_unknown(name: str, namespace: str, doing: str) -> None:
-    """Raise Unsupported for an operator that does more than memory bandwidth bounds, and how much is not known."""
+    """Raise Unsupported for an operator that bandwidth does not bound and whose cost is not known."""
     if namespace != "aten":
-        raise Unsupported(doing, f"what its operator {namespace}::{name} costs is not known", _INSTEAD)
+        raise Unsupported(doing, f"the cost of its operator {namespace}::{name} is not known", _INSTEAD)
     if name.startswith(_UNKNOWN):
-        raise Unsupported(doing, f"what operators like its {name} cost is not known", _INSTEAD)
+        raise Unsupported(doing, f"the cost of operators like its {name} is not known", _INSTEAD)
 
 
 def refuse_sparse(name: str, outputs: Sequence[Tensor], doing: str) -> None:
-    """Raise Unsupported for an operator whose results have no memory of a size that is known before it runs."""
+    """Raise Unsupported for an operator whose results have no memory size before it runs."""
     if any(each.layout != torch.strided for each in outputs):
         raise Unsupported(doing, f"its {name} makes sparse tensors, whose sizes depend on values", _INSTEAD)
 
 
 _UNKNOWN = (
     *("convolution", "_scaled_mm", "_scaled_grouped_mm", "_cudnn_rnn", "_thnn_", "_flash_", "_fft"),
-    "mkldnn_rnn",  # what torch runs on a CPU in place of cuDNN's
+    "mkldnn_rnn",  # torch's substitute for cuDNN's on a CPU
 )
-"""Beginnings of the names of such operators."""
+"""Prefixes of the names of such operators."""
 _INSTEAD = "measure it with `steplab run`"
 
 
 @dataclass(frozen=True, slots=True)
 class Fused:
-    """A call of fused attention."""
-
     name: str
-    """As the rates have it."""
     scores: Product
-    """Queries times keys."""
     flops: float
-    """With what a causal mask leaves."""
+    """With only the scores that a causal mask leaves."""
 
 
 def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
-    """What a call of fused attention computes; None for other operators."""
     if name not in _FUSED:
         return None
     ours, backward = _FUSED[name]
@@ -104,12 +99,12 @@ def fused_attention(name: str, args: tuple[Any, ...]) -> Fused | None:
     scores = Product(m=tokens, n=key.shape[-2], k=width, batch=batch * heads)
     place = _CAUSAL[name]
     causal = len(args) > place and bool(args[place])
-    flops = scores.flops * (1.0 if causal else 2.0)  # two products, of which the mask leaves half
+    flops = scores.flops * (1.0 if causal else 2.0)  # two products, halved by the mask
     return Fused(f"{ours}_backward", scores, flops * BACKWARD_FLOPS) if backward else Fused(ours, scores, flops)
 
 
 def held_within(name: str, args: tuple[Any, ...]) -> list[Count]:
-    """Bytes that a kernel takes while it runs, beyond its results."""
+    """Bytes of a kernel's temporary memory."""
     if name == "_softmax_backward_data":  # gradient and output are multiplied first
         return [_bytes(args[0].element_size(), *args[0].shape)]
     if name not in _FUSED or not _FUSED[name][1]:

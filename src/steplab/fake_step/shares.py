@@ -1,4 +1,4 @@
-"""The job of predicting what compiling leaves of a step of any model, in a process that may import the user's code."""
+"""Predicts the share that compiling leaves of a step of any model, in a process that may import the user's code."""
 
 from steplab.costs.rates import gpu_named
 from steplab.fake_step.step import operators_of_fake

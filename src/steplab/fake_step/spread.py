@@ -1,4 +1,4 @@
-"""A model that is not steplab's own as layouts spread it: its weights, and traces of a step with two of its blocks."""
+"""A third-party model for layouts: its weights, and traces of a step with two of its blocks."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -21,8 +21,8 @@ _BLOCKS = 2
 
 
 def spread(spec: StepSpec) -> Spread:
-    """The model of a spec, whose layout is not looked at. Raises Unsupported as `fake_step` does, and for a model
-    without blocks that are alike."""
+    """The model of a spec; the layout is ignored. Raises Unsupported as `fake_step` does, and for a model without
+    identical blocks."""
     doing = f"planning layouts of {spec.model.label}"
     with built_on_fakes(spec) as step:
         blocks = _alike(step.module, doing)
@@ -48,12 +48,11 @@ def spread(spec: StepSpec) -> Spread:
 def with_blocks(
     spec: StepSpec, listen: Listener, *, blocks: int, compiled: bool
 ) -> AbstractContextManager[Callable[[], None]]:
-    """As `fake_step`, with so many of the model's first blocks."""
+    """As `fake_step`, with only the model's first `blocks` blocks."""
     return fake_step(spec, Count(0, ""), listen, cut=partial(_cut, number=blocks), compiled=compiled)
 
 
 def _cut(step: ModelStep, number: int) -> None:
-    """Leave the first blocks alone."""
     blocks = repeated_blocks(step.module)
     for module in step.module.modules():
         for name, child in module.named_children():
@@ -73,8 +72,8 @@ def _alike(module: nn.Module, doing: str) -> list[nn.Module]:
 
 
 def _kind(block: nn.Module) -> list[object]:
-    """What tells one kind of block from another: modules, sizes of weights, and choices such as a sliding window, but
-    not the block's own number."""
+    """Facts that distinguish kinds of blocks: modules, sizes of weights, and choices such as a sliding window, but not
+    the block's number."""
     found: list[object] = [(name, tuple(p.shape), p.requires_grad) for name, p in block.named_parameters()]
     for name, inner in block.named_modules():
         plain = (str, float, bool, type(None))

@@ -45,15 +45,19 @@ def fake_step(
     cut: Callable[[ModelStep], None] = lambda step: None,
     compiled: bool = False,
 ) -> Iterator[Callable[[], None]]:
-    """A context in which the step is built, and a function that runs it eagerly, as one process on CUDA does; with
-    `compiled` as its spec's compile says, without the operators of what is compiled.
+    """A context that builds the step, and a function that runs it eagerly, as one process on CUDA does.
 
-    Every event goes to `listen`; what the model prints goes to stderr. workspace: the bytes of a cuBLAS handle. A value
-    that the model reads off a tensor (`.item()`) is a symbol, which may be added up and put into other tensors. cut:
-    takes blocks off the step once it is built.
+    Args:
+        workspace: bytes of a cuBLAS handle.
+        listen: receives every event.
+        cut: removes blocks once the step is built.
+        compiled: run as the spec's `compile`, without the operators of compiled code.
 
-    Raises UserError as `build_workload` does, and Unsupported for a model whose course depends on such values, or with
-    operators whose costs are not known.
+    The model's prints go to stderr. A value that the model reads off a tensor (`.item()`) is a symbol, which may be
+    added up and put into other tensors.
+
+    Raises UserError as `build_workload` does, and Unsupported for a model whose control flow depends on such values, or
+    with operators of unknown cost.
     """
     doing = f"predicting a step of {spec.model.name}"
     storages = Storages(listen)
@@ -100,15 +104,15 @@ def fake_step(
         if isinstance(error, RuntimeError) and any(words in str(error) for words in ("overflow", "negative dimension")):
             why = "a tensor of it has a size below zero or beyond 64 bits"
             raise Unsupported(doing, why, "give other sizes") from error
-        if place:  # in the user's code, which may do with tensors what those without content do not bear
+        if place:  # user code may do things that tensors without content do not support
             why = f"{where}it fails on tensors without content ({type(error).__name__}: {_said(error)})"
             raise Unsupported(doing, why, "measure it with `steplab run` and `steplab memory`") from error
         raise
 
 
 def _admit_values(mode: FakeTensorMode) -> str:
-    """Make what the model reads off tensors symbols, rather than errors, and say where it reads them. What torch needs
-    for it takes half a second to import, and most models read nothing."""
+    """Turn values that the model reads off tensors into symbols instead of errors, and return the place of the read.
+    torch's modules for it take half a second to import, and most models read nothing."""
     if mode.shape_env is None:
         from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
@@ -117,14 +121,14 @@ def _admit_values(mode: FakeTensorMode) -> str:
 
 
 def _depends_on_values(error: Exception) -> bool:
-    """Whether sizes, the course of the program or what it prints were to depend on values of tensors."""
+    """True if sizes, control flow or prints depended on values of tensors."""
     is_guard = type(error).__name__ == "GuardOnDataDependentSymNode"  # its module takes half a second to import
     return is_guard or isinstance(error, _READS_VALUES) or "SymFloat" in str(error) or "SymInt" in str(error)
 
 
 @contextmanager
 def _errors_told_once() -> Iterator[None]:
-    """torch logs the traceback of an operator that fails, and raises its error as well."""
+    """torch logs the traceback of a failing operator, and raises its error as well."""
     logger = logging.getLogger(FakeTensorMode.__module__)
     before, logger.disabled = logger.disabled, True
     try:
@@ -134,7 +138,7 @@ def _errors_told_once() -> Iterator[None]:
 
 
 def tokens_of(spec: StepSpec) -> int | None:
-    """The tokens of a step; None of a model that sizes its batches itself."""
+    """The tokens of a step; None for a model that sizes its batches itself."""
     return spec.tokens_of_all if knows_tokens(spec) else None
 
 
@@ -150,14 +154,13 @@ def operators_of_fake(spec: StepSpec) -> tuple[Operator, ...]:
 
 @contextmanager
 def built_on_fakes(spec: StepSpec) -> Iterator[ModelStep]:
-    """A context with the step as it is built, on tensors without content. Raises as `fake_step` does."""
+    """A context with the built step, on tensors without content. Raises as `fake_step` does."""
     found: list[ModelStep] = []
     with fake_step(dataclasses.replace(spec, **_ALONE), Count(0, ""), lambda event: None, cut=found.append):
         yield found[0]
 
 
 _ALONE: dict[str, Any] = {"layout": SINGLE, "pass_name": "forward_backward", "data_parallel": "bucketed"}
-"""Fields of a step that one process takes, without an optimizer."""
 
 
 def _built(
@@ -167,7 +170,7 @@ def _built(
     if workload.module is None:
         why = "its factory returns a whole step, which cannot be divided into phases"
         raise Unsupported(doing, why, "have it return (module, make_batch)")
-    # An overlapped update needs the same memory and operators, and then there is a phase in which its state is made.
+    # An overlapped update needs the same memory and operators; without overlap a phase makes its state.
     step = ModelStep(workload, dataclasses.replace(spec, update=AFTER, compile="off"), _CPU)
     cut(step)
     step.scaler = torch.amp.GradScaler("cpu", enabled=False)  # it would read values
@@ -219,8 +222,8 @@ def _within_its_block(name: str) -> str:
 
 @contextmanager
 def _conversion_by_data() -> Iterator[None]:
-    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails where nothing is converted.
-    That they take each other's memory is what it does for tensors with content."""
+    """nn.Module.to swaps tensors without content by torch.utils.swap_tensors, which fails if nothing is converted. With
+    content, they take each other's memory instead."""
 
     def convert(there: torch.Tensor, converted: torch.Tensor) -> None:
         there.data = converted.data
@@ -235,9 +238,9 @@ def _conversion_by_data() -> Iterator[None]:
 
 @contextmanager
 def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
-    """transformers looks at the positions of tokens to see whether several sequences are packed into one, and builds a
-    mask where it cannot, as on tensors without content and under a compiler (`traced`). Eagerly positions that follow
-    each other show that none are packed, and attention is causal without a mask."""
+    """Let transformers assume that sequences are not packed. It reads token positions to detect packing, and builds a
+    mask if it cannot, as on tensors without content and under a compiler (`traced`). Eagerly, consecutive positions
+    show that nothing is packed, and attention is causal without a mask."""
     masks: Any = sys.modules.get("transformers.masking_utils")
     packed = getattr(masks, "find_packed_sequence_indices", None)
     if packed is None:
@@ -258,7 +261,7 @@ def _masks_as_they_are(*, traced: bool) -> Iterator[None]:
 
 @contextmanager
 def _settings_of_torch() -> Iterator[None]:
-    """The step sets what fp32 products are computed in, for the whole process."""
+    """The step sets the precision of fp32 products for the whole process."""
     before, cudnn = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
         yield

@@ -1,4 +1,4 @@
-"""The memory of tensors without content: when each is made, whose it is, and when the last tensor in it is gone."""
+"""The memory of tensors without content: its owner, and its lifetime up to the last tensor in it."""
 
 import weakref
 from collections.abc import Iterable
@@ -19,7 +19,7 @@ FORMATS = {
     torch.int32: "int32",
     torch.bool: "bool",
 }
-"""Number formats by the names that records have for them."""
+"""Number formats by their names in records."""
 
 
 def formula_of(tensor: Tensor) -> str:
@@ -28,8 +28,6 @@ def formula_of(tensor: Tensor) -> str:
 
 
 class Storages:
-    """Every memory that is there."""
-
     def __init__(self, listen: Listener) -> None:
         self._listen = listen
         self._numbers: WeakIdKeyDictionary = WeakIdKeyDictionary()
@@ -37,12 +35,11 @@ class Storages:
         self._made = 0
 
     def number(self, tensor: Tensor) -> int | None:
-        """Which memory a tensor lies in; None: one that was not followed."""
+        """Number of a tensor's memory; None: not followed."""
         found: int | None = self._numbers.get(tensor.untyped_storage())
         return found
 
     def piece(self, tensor: Tensor) -> Piece | None:
-        """The memory of a tensor."""
         number = self.number(tensor)
         return None if number is None else self._alive.get(number)
 
@@ -54,7 +51,7 @@ class Storages:
         weakref.finalize(storage, self.free, number).atexit = False
 
     def make(self, what: str, formula: str, num_bytes: int, where: str, category: str = "temporaries") -> int:
-        """Memory that no tensor here lies in; its number is for `free`."""
+        """Memory outside of these tensors; its number is for `free`."""
         piece = Piece(what=what, formula=formula, num_bytes=num_bytes, category=category, where=where)
         self._made += 1
         self._alive[self._made] = piece
@@ -62,17 +59,16 @@ class Storages:
         return self._made
 
     def free(self, number: int) -> None:
-        """Give memory back."""
         self._listen(Freed(self._alive.pop(number)))
 
     def call(self, tensors: Iterable[Tensor], category: str) -> None:
-        """Say whose the memory of these is."""
+        """Set the category of these tensors' memory."""
         for tensor in tensors:
             if piece := self.piece(tensor):
                 piece.category = category
 
     def call_rest(self, category: str) -> None:
-        """Say of all that is still temporary whose it is."""
+        """Set the category of all temporaries."""
         for piece in self._alive.values():
             if piece.category == "temporaries":
                 piece.category = category

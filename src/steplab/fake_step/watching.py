@@ -44,7 +44,6 @@ _PLAIN_NAMES = {
     **dict.fromkeys(("new_zeros", "new_ones", "new_full"), "fill"),
     **dict.fromkeys(("zero_", "fill_", "scalar_tensor"), "fill"),
 }
-"""Operators -> names that the dry run has for what they do."""
 _NO_KERNEL = frozenset(
     {
         *("empty", "empty_like", "empty_strided", "empty_permuted"),
@@ -52,16 +51,16 @@ _NO_KERNEL = frozenset(
     }
 )
 _READ_IN_PART = frozenset({"embedding", "index", "index_select", "gather", "nll_loss_forward"})
-"""Operators that read as many elements of their first tensor as the second, of indices, names."""
+"""Operators that read only the elements of their first tensor that the second, of indices, names."""
 _NOT_READ = {"nll_loss_backward": 1}
-"""Operators -> position of a tensor of which they use the sizes alone."""
+"""Operators -> position of a tensor; they use only its sizes."""
 _NOT_WRITTEN = {"_fused_adamw_": 1}
-"""Operators -> position of tensors, the gradients, that they say they write and do not."""
+"""Operators -> position of tensors, the gradients, that they declare as written but do not write."""
 _ACCUMULATE = "AccumulateGrad"
 
 
 class Watcher(TorchDispatchMode):
-    """Tells each operator and each memory that it makes, while it is entered."""
+    """Reports each operator and each memory that it makes, while it is entered."""
 
     def __init__(
         self,
@@ -74,9 +73,16 @@ class Watcher(TorchDispatchMode):
         fused_optimizer: bool,
         updates_in_backward: bool,
     ) -> None:
-        """doing: what an unknown operator makes impossible; workspace: the bytes of a cuBLAS handle; tf32: whether
-        products of fp32 are computed in it; fused_optimizer: whether the numbers of its steps are on the device;
-        updates_in_backward: whether the memory of an update is that pass's, though its operators are told apart."""
+        """It reports nothing until it is entered.
+
+        Args:
+            doing: the action that an unknown operator makes impossible.
+            workspace: bytes of a cuBLAS handle.
+            tf32: fp32 products are computed in it.
+            fused_optimizer: step numbers are on the device.
+            updates_in_backward: an update's memory belongs to the backward pass; its operators are still the
+                optimizer's.
+        """
         super().__init__()  # type: ignore[no-untyped-call]
         self._listen, self._storages, self._workspace, self._tf32 = listen, storages, workspace, tf32
         self._fused_optimizer, self._updates_in_backward = fused_optimizer, updates_in_backward
@@ -84,20 +90,17 @@ class Watcher(TorchDispatchMode):
         self._phase = "build"
         self._where = self._first = ""
         self._begins: list[tuple[int, str]] = []
-        """Numbers of autograd's nodes from which on a part of the model made them."""
+        """First sequence numbers of autograd's nodes, by part of the model."""
         self._is_paused = self._cudnn = False
         self._calls = 0
-        """Operators called since the last that was told."""
         self._handles: set[str] = set()
         self._asked: set[int] = set()
-        """Gradients whose device the engine asked for since the last operator, as it does before it adds them up."""
+        """Gradients whose device the engine queried since the last operator; it does so before it adds them."""
         self.on_value: Callable[[], str] = lambda: ""
-        """Called before the model reads a value off a tensor; gives the place where it does, 'model.py:12'."""
+        """Called before the model reads a value off a tensor; returns the source line, 'model.py:12'."""
         self.parameters: dict[int, str] = {}
-        """Memory -> name of the parameter that lies in it."""
 
     def begin(self, phase: str) -> None:
-        """A phase of the step begins."""
         self._phase = phase
         self._where = self._first if phase == "forward" else ""
         if phase == "forward":
@@ -106,7 +109,7 @@ class Watcher(TorchDispatchMode):
             self._listen(Began(phase))
 
     def follow(self, blocks: Iterable[nn.Module]) -> None:
-        """Say where operators run: before these, in 'block 3', behind them."""
+        """Note where operators run: before these blocks, in 'block 3', behind them."""
         blocks = list(blocks)
         for number, block in enumerate(blocks):
             block.register_forward_pre_hook(self._entering(f"block {number}"))
@@ -114,7 +117,7 @@ class Watcher(TorchDispatchMode):
         self._first = BEFORE if blocks else ""
 
     def tell_host_made(self, place: str, made: Tensor) -> None:
-        """The model makes a tensor at this place of its code without naming a device."""
+        """Report that the model makes a tensor at this source line without naming a device."""
         if self._is_paused:
             return
         self._listen(
@@ -138,7 +141,7 @@ class Watcher(TorchDispatchMode):
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Within it operators are not told."""
+        """A context in which operators are not reported."""
         before, self._is_paused = self._is_paused, True
         try:
             yield
@@ -146,12 +149,11 @@ class Watcher(TorchDispatchMode):
             self._is_paused = before
 
     def place(self) -> str:
-        """The part of the model that is under way, or that autograd goes back through."""
+        """The current part of the model, or the part that autograd goes back through."""
         node: Any = torch._C._current_autograd_node()
         return self._where if node is None else self.made_in(node._sequence_nr())
 
     def name_of_parameter(self, tensor: Tensor | None) -> str | None:
-        """The parameter whose memory it lies in; None: there is none."""
         return None if tensor is None else self.parameters.get(self._storages.number(tensor) or 0)
 
     def _entering(self, where: str) -> Callable[..., None]:
@@ -189,12 +191,10 @@ class Watcher(TorchDispatchMode):
 
     @property
     def _recomputing(self) -> bool:
-        """Whether checkpointing runs a forward pass again."""
         return torch.is_grad_enabled() and self._phase == "backward" and torch._C._current_autograd_node() is not None
 
     @property
     def _is_engines(self) -> bool:
-        """Whether it is autograd that calls operators."""
         return self._phase == "backward" and not torch.is_grad_enabled()
 
     def made_in(self, sequence_number: int) -> str:
@@ -203,8 +203,8 @@ class Watcher(TorchDispatchMode):
         return self._begins[at - 1][1] if at else ""
 
     def _is_added_in_place(self, args: tuple[Any, ...], accumulates: bool) -> bool:
-        """Whether the engine adds a gradient to one that is there in place. It does not where a mode is on, and does
-        otherwise if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp)."""
+        """True if the engine adds a gradient to an existing one in place. It does not under a mode, and otherwise does
+        if the memory is dense and no view of another tensor's (torch/csrc/autograd/input_buffer.cpp)."""
         if accumulates:
             return True
         there, added = args[:2]
@@ -212,7 +212,7 @@ class Watcher(TorchDispatchMode):
 
     def _name_gradient(self, parameter: Tensor, args: tuple[Any, ...]) -> None:
         name = self._parameter_name(parameter)
-        for each in args[:1]:  # what is added to it later is none of its own
+        for each in args[:1]:  # later additions are not its own
             piece = self._storages.piece(each) if isinstance(each, Tensor) else None
             if piece is not None:
                 piece.category, piece.what = "gradients", f"gradient of {name}"
@@ -234,7 +234,7 @@ class Watcher(TorchDispatchMode):
         fresh = self._follow(name, reads, outputs)
         writes = fresh + _changed(func, args, kwargs)
         if name == READS_A_VALUE:
-            writes = reads  # to the host, four bytes or so
+            writes = reads  # to the CPU, four bytes or so
         if writes and name not in _NO_KERNEL and self._phase != "build":
             if name in _COPIES:
                 self._tell("zeros", [], writes, None, (), place)
@@ -243,7 +243,6 @@ class Watcher(TorchDispatchMode):
         return made
 
     def _follow(self, name: str, reads: list[Tensor], outputs: list[Tensor]) -> list[Tensor]:
-        """The outputs that lie in memory of their own."""
         fresh = []
         on_host = self._phase == "optimizer" and not self._fused_optimizer
         for each in outputs:
@@ -261,7 +260,7 @@ class Watcher(TorchDispatchMode):
         return fresh
 
     def start_products(self) -> None:
-        """The first product of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
+        """A thread's first product allocates a cuBLAS workspace, which stays; autograd has its own thread."""
         thread = "backward" if self._phase == "backward" else "forward"
         if thread not in self._handles and self._workspace.value:
             self._handles.add(thread)
@@ -295,7 +294,7 @@ class Watcher(TorchDispatchMode):
             elements = max(each.numel() for each in (*reads, *writes))
             kind, flops = "streaming", float(flops_of_elements(name, elements))
         read_bytes, written_bytes = sum(map(_bytes_of, reads)) + part_bytes, sum(map(_bytes_of, writes))
-        if name in _COPIES:  # what was filled already is written where there is something
+        if name in _COPIES:  # existing elements are written over filled ones
             written_bytes = read_bytes
         rate = _rate(name, reads, writes, args, pointwise=pointwise) if kind == "streaming" else ""
         if fused is not None and self._takes_cudnn(fused, reads[0]):
@@ -328,7 +327,7 @@ class Watcher(TorchDispatchMode):
         self._calls = 0
 
     def _takes_cudnn(self, fused: Fused, query: Tensor) -> bool:
-        """Whether torch may choose cuDNN's kernel, which it prefers on Hopper; backward is as forward."""
+        """True if torch may choose cuDNN's kernel, which it prefers on Hopper; backward follows forward."""
         if self._phase == "forward":
             self._cudnn = torch.backends.cuda.cudnn_sdp_enabled()
         half = query.dtype in (torch.bfloat16, torch.float16)
@@ -344,7 +343,6 @@ def _what(storages: Storages, tensor: Tensor) -> str:
 
 
 def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
-    """The tensors that an operator writes in place."""
     found = []
     for place, declared in enumerate(func._schema.arguments):
         if declared.alias_info is not None and declared.alias_info.is_write:
@@ -354,13 +352,13 @@ def _changed(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[T
 
 
 def _bytes_of(tensor: Tensor) -> int:
-    """Bytes of its elements, those that are repeated counted once."""
+    """Bytes of its elements, repeated ones counted once."""
     sizes = zip(tensor.shape, tensor.stride(), strict=True)
     return tensor.element_size() * math.prod(size for size, stride in sizes if stride or not size)
 
 
 def _read(name: str, reads: list[Tensor]) -> tuple[list[Tensor], int]:
-    """What is read whole, and the bytes of what is read in part."""
+    """Tensors that are read whole, and bytes of those read in part."""
     if _PLAIN_NAMES.get(name) == "fill":
         return [], 0
     if name in _NOT_READ:
@@ -373,7 +371,7 @@ def _read(name: str, reads: list[Tensor]) -> tuple[list[Tensor], int]:
 
 
 def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
-    """Whether neighbours in one of the tensors are apart in another of as many elements."""
+    """True if neighbours in one of the tensors are apart in another of as many elements."""
     if name == "cat":
         return True
     whole = [each for each in (*reads, *writes) if each.numel() == writes[0].numel() and each.shape == writes[0].shape]
@@ -383,12 +381,11 @@ def _is_strided(name: str, reads: list[Tensor], writes: list[Tensor]) -> bool:
 
 
 def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any, ...], *, pointwise: bool) -> str:
-    """How a kernel goes over its tensors, which is what its share of the bandwidth follows from; empty: as others of
-    the operator's name do.
+    """A kernel's access pattern, which determines its share of the bandwidth; empty: the usual one for the operator.
 
-    torch's kernels for single elements read and write vectors where all tensors are alike, convert one element at a
-    time where formats differ, and compute an index an element where one is strided or repeated. Sums over rows have
-    few threads that read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
+    torch's elementwise kernels read and write vectors if all tensors match, convert one element at a time if
+    formats differ, and compute an index an element if one is strided or repeated. Sums over rows have few threads that
+    read neighbours (aten/src/ATen/native/cuda: Loops.cuh, Reduce.cuh).
     """
     if name in _COPIES or _is_first_power(name, args):
         return "copy strided" if name in _COPIES else "copy"
@@ -397,9 +394,9 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
         last = reads[0].dim() - 1
         return "sum" if not dims or any(dim % reads[0].dim() == last for dim in dims) else "sum of rows"
     if name in ("embedding_dense_backward", "nll_loss_backward"):
-        return "zeros"  # of which few are written over
+        return "zeros"  # few are overwritten
     if "softmax" in name and reads and reads[0].shape[-1] * reads[0].element_size() > _LONGEST_ROW:
-        return f"{name} long"  # rows that a multiprocessor cannot hold are read again
+        return f"{name} long"  # rows that exceed a multiprocessor's memory are read again
     if _PLAIN_NAMES.get(name) == "fill":
         return "zeros"
     if name.startswith("_fused_adam") and writes[0].dtype in (torch.bfloat16, torch.float16):
@@ -414,18 +411,17 @@ def _rate(name: str, reads: list[Tensor], writes: list[Tensor], args: tuple[Any,
 
 
 def _is_first_power(name: str, args: tuple[Any, ...]) -> bool:
-    """Whether it is the derivative of a square, which copies."""
     return name == "pow" and len(args) > 1 and args[1] == 1
 
 
 _WIDEST_OF_CUDNN = 128
 _LONGEST_ROW = 224 * 1024
-"""Bytes of shared memory that a block may have on a Hopper."""
+"""Shared memory of a block on a Hopper, in bytes."""
 _COPIES = frozenset({"slice_backward", "select_backward"})
-"""Operators that make zeros, of which they then write a part."""
+"""Operators that make zeros, then overwrite a part."""
 
 
 def _order(tensor: Tensor) -> tuple[int, ...]:
-    """The dimensions from the outermost in memory to the innermost; those of one element are nowhere."""
+    """The dimensions longer than one element, from outermost to innermost in memory."""
     sizes = [place for place, size in enumerate(tensor.shape) if size > 1]
     return tuple(sorted(sizes, key=tensor.stride, reverse=True))

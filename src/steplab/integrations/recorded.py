@@ -12,7 +12,7 @@ from torch import nn
 
 from steplab.errors import SteplabError, warn_caller
 from steplab.lab.recording import recorder
-from steplab.measurement.recorder.recorder import Recorder
+from steplab.measurement.recorder import Recorder
 from steplab.records.run import Run
 
 

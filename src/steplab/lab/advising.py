@@ -1,31 +1,259 @@
 """Walk from a step to the fastest that is found, and record the walk."""
 
+import math
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
-from steplab.errors import UserError
+from steplab.comparison.turns import chained
+from steplab.errors import Remark, UserError, warn_caller
 from steplab.lab.checkpointing import choose_checkpointing
 from steplab.lab.keeping import checked_name, keep, open_store
 from steplab.lab.machine import refuse_torchrun
 from steplab.lab.measuring import asked_step
-from steplab.lab.outlook import Attempt, Outlook, step_s, waited
+from steplab.lab.outlook import Attempt, Candidate, Outlook, now, step_s, waited
 from steplab.lab.profiling import profile
-from steplab.lab.turns import STEPS, StoredSession
-from steplab.lab.walking import Walk
-from steplab.measurement.processes.turns import Session
+from steplab.lab.turns import LEAST_GAIN, STEPS, StoredSession, failure_words
+from steplab.measurement.processes.turns import Session, Side
 from steplab.measurement.progress import OnProgress
 from steplab.records.advice import Advice, Tried
 from steplab.records.codec import new_head
+from steplab.records.comparison import Ratio
 from steplab.records.disturbances import disturbances
 from steplab.records.failure import Failure
 from steplab.records.run import Run
-from steplab.specs.changes import OPT_IN
+from steplab.specs.changes import FREEING, OPT_IN, Change
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.own_loop import own_loop, own_model
 from steplab.specs.step import StepSpec
 from steplab.units import format_time
+
+_MOST_PROCESSES = 3
+"""Processes of a comparison, at most, where each turn is one: the fastest step, the other, the fastest again."""
+
+
+@dataclass(eq=False, kw_only=True)
+class Walk:
+    """A walk under way, and what it has found so far."""
+
+    taking: StoredSession
+    outlook: Outlook
+    steps: int
+    """Measured steps of each side in a comparison."""
+    budget_s: float | None
+    """Seconds after which no further change is tried; None: all are."""
+    clock: Callable[[], float]
+    on_change: Callable[[str], None]
+    """Called with what is measured next."""
+    on_attempt: Callable[[Attempt], None]
+    """Called with each change that was tried."""
+    start: Any = None
+    """The side of the first step; None before it was built."""
+    met: Ratio | None = None
+    """Time of the fastest step over that of the first, measured in turns of the two; None: they had none."""
+    again: Any = None
+    """The side of the first step in those turns."""
+    interrupted: KeyboardInterrupt | None = None
+    """Reason why the walk ended early; None: it did not."""
+    _built_s: list[float] = field(default_factory=list)
+    """Seconds that building each step took, without compilation: in each process of it."""
+    _turns: list[float] = field(default_factory=list)
+    """Seconds that the turns of each comparison took, over the sum of both step times."""
+
+    def go(self, spec: StepSpec) -> None:
+        """Walk from a step until no change is left, or the time is over."""
+        self._began_s = self.clock()
+        start = self._built("start", spec, "the step as given", by_itself=True)
+        took_s, measured_s = self.clock() - self._began_s, step_s(start.run)
+        self._built_s.append(max(took_s - self.outlook.compile_s(spec) - self.steps * (measured_s or 0.0), 0.0))
+        self.start = start
+        trial_s, left_s = self._trial_s(measured_s), self.left_s
+        # A profile builds the step again, as each change does; one after which no change is tried would be of no use.
+        self.outlook.look(start.environment, may_profile=left_s >= 2 * trial_s and not start.failure)
+        if start.failure:
+            self._make_room()
+        elif left_s < trial_s:
+            anew = self.taking.session.alternating
+            doing, as_long = ("measuring", "at least twice as long") if anew else ("building", "as long")
+            took = f"took {format_time(took_s)} of the budget of {format_time(self.budget_s or 0.0)}"
+            why = f"{doing} the step as given {took}, and each change takes {as_long}"
+            warn_caller(Remark(f"{why}: only the step as given is measured"))
+        if self._goes_on and not self.taking.session.alternating:
+            self.taking.session.measure([self.best], 1)  # which shows whether the device waits for the host
+        self._look_at_best()
+        while candidate := next((each for each in self.untried if self._has_time(each.takes_s)), None):
+            self._try(candidate)
+        if len(self.kept) < 2 or start.failure or not self._goes_on:
+            return
+        if self._has_time(self._trial_s(step_s(self.leave(start))) + self.outlook.compile_s(spec)):
+            self.again = self._built("start again", spec, "the step as given beside the fastest")
+            self._seek_gain(self.best, self.again)
+            self.met = None if self._is_cut_off(self.best, self.again) else self.taking.gain(self.again, self.best)
+            self.leave(self.again)
+
+    @property
+    def kept(self) -> list[Attempt]:
+        """The changes that were kept, in their order."""
+        return [attempt for attempt in self.outlook.attempts if attempt.kept]
+
+    @property
+    def best(self) -> Any:
+        """The side of the fastest step until now, which may have failed; None before the first was built."""
+        return self.kept[-1].side if self.kept else self.start
+
+    @property
+    def overall(self) -> Ratio | None:
+        """Time of the fastest step over that of the first, if need be put together of the changes between; None if
+        nothing was kept, or the first step did not run."""
+        ratios = [attempt.ratio for attempt in self.kept if attempt.ratio]
+        return self.met or (chained(ratios) if ratios and len(ratios) == len(self.kept) else None)
+
+    @property
+    def untried(self) -> Iterable[Candidate]:
+        """The changes of the fastest step that were not tried, the next one first."""
+        if not self._goes_on:
+            return ()
+        trial_s = self._trial_s(step_s(self.best.run))
+        return self.outlook.candidates(self.best, trial_s, alternating=bool(self.taking.session.alternating))
+
+    def leave(self, side: Side) -> Run | None:
+        """The record of a side, which is ended if it is still there; None if it had no turn before an interruption."""
+        if self.interrupted and side.run is None and not side.failure:
+            return None
+        return self.taking.leave(side)
+
+    def _trial_s(self, other_s: float | None) -> float:
+        """Seconds of a comparison of the fastest step with another of that length, without compilation."""
+        known_s = sum(each for each in (step_s(self.best.run), other_s) if each)
+        if self.taking.session.alternating:
+            return _MOST_PROCESSES * median(self._built_s) + self.steps * known_s
+        return median(self._built_s) + (median(self._turns) * known_s if self._turns else 0.0)
+
+    def _has_time(self, takes_s: float) -> bool:
+        """True if there is time for something; it may then take no longer than what is left."""
+        left_s = self.left_s
+        if self.budget_s is not None:
+            self.taking.session.timeout_s = max(left_s, 1.0)
+        return left_s > 0 and left_s >= takes_s
+
+    @property
+    def left_s(self) -> float:
+        """Seconds that are left of the budget, negative if the walk took longer; infinite without one."""
+        return math.inf if self.budget_s is None else self.budget_s - (self.clock() - self._began_s)
+
+    @property
+    def _goes_on(self) -> bool:
+        return self.best is not None and not self.best.failure
+
+    def _look_at_best(self) -> None:
+        if self._goes_on and self.best.run:
+            self.outlook.see(self.best.run)
+
+    # --- trying -------------------------------------------------------------------------------------------
+
+    def _try(self, candidate: Candidate) -> None:
+        """Measure a change, for as long as it took to build its step, and keep or drop it."""
+        began_s = self.clock()
+        attempt = self._attempt(candidate.change, candidate.promise)
+        built_s, base, side = self.clock(), attempt.base, attempt.side
+        try:
+            if side is not None:
+                self._seek_gain(base, side, most_s=built_s - began_s)
+        except UserError as error:  # where each turn has a process of its own, it says so only now
+            attempt.side, attempt.failure = None, str(error)
+        if attempt.side is not None:
+            if self._is_cut_off(base, side, of=attempt):
+                return
+            decided_s, ratio = self.clock(), self.taking.gain(base, side)
+            attempt.ratio, attempt.took_s = ratio, decided_s - began_s
+            attempt.kept = ratio is not None and ratio.decision == "lower"
+            left = None if attempt.kept else self.leave(side)
+            if ratio is None:
+                attempt.failure = failure_words(left.failure) if left and left.failure else "the step without it failed"
+            elif not self.taking.session.alternating:
+                self._built_s.append(built_s - began_s - (side.run.timing.first_step_s or 0.0))
+                self._turns.append((decided_s - built_s) / (ratio.a + ratio.b))
+        self._settle(attempt)
+
+    def _is_cut_off(self, *sides: Any, of: Attempt | None = None) -> bool:
+        """True if the end of the budget cut a turn of these sides short; the turns before it stay. A change `of` which
+        that is so counts as not tried."""
+        late = [side for side in sides if side.failure and side.failure.kind == "timeout"]
+        if not late or self.left_s > 0:
+            return False
+        for side in late:
+            side.failure = side.failure if side.run is None else None
+        if of is not None:
+            why = f"the budget was over before {of.change.words_along(of.base.spec)} was decided"
+            left = self.leave(of.side) if of.side.run is not None else None
+            has = f", and record {left.id} has the turns until then" if left else ""
+            warn_caller(Remark(f"{why}; it counts as not tried{has}"))
+        return True
+
+    def _settle(self, attempt: Attempt) -> None:
+        """Count a change among those that were tried; one that is kept makes the fastest step (`best`)."""
+        self.outlook.settle(attempt)
+        self.on_attempt(attempt)
+        if attempt.kept:
+            self.leave(attempt.base)
+        self._look_at_best()
+
+    def _built(self, label: str, spec: StepSpec, words: str, *, by_itself: bool = False) -> Any:
+        """The side of a step. `by_itself`, it is known whether it runs, on what and how fast, which where each turn has
+        a process of its own takes one. Raises UserError for a step that the device, or this build of torch, refuses."""
+        self.on_change(words)
+        side = self.taking.enter(label, spec)
+        if by_itself and self.taking.session.alternating:
+            self.taking.session.measure([side], self.steps)
+        return side
+
+    def _attempt(self, change: Change, promise: Any, *, by_itself: bool = False) -> Attempt:
+        spec = self.best.spec
+        attempt = Attempt(change=change, base=self.best, promise=promise)
+        try:
+            attempt.side = self._built(change.words, change.made(spec), change.words_along(spec), by_itself=by_itself)
+        except UserError as error:
+            attempt.failure = str(error)
+        return attempt
+
+    def _seek_gain(self, before: Any, after: Any, most_s: float = 0.0) -> None:
+        """Measure two sides in turns. If all processes so far stayed in memory together, a step that does not fit so is
+        dropped: turns of new processes would hide small gains, its own and all later ones."""
+        ratios = [attempt.ratio for attempt in self.outlook.attempts if attempt.ratio]
+        alternates = not ratios or any(ratio.threshold > LEAST_GAIN for ratio in ratios)
+        self.taking.seek_gain(before, after, self.steps, most_s=most_s, clock=self.clock, alternates=alternates)
+
+    def _make_room(self) -> None:
+        """Where the first step ran out of memory, add the changes that need less until it runs, or time is over."""
+        for change in self.outlook.changes(self.start.spec) if _lacks_memory(self.start) else ():
+            spec = self.best.spec
+            if not (change.field in FREEING or change.makes_room) or change not in self.outlook.untried(spec):
+                continue
+            if not self._has_time(self._trial_s(None)):
+                warn_caller(Remark(f"the budget was over before {change.words} was tried, which needs less memory"))
+                return
+            self.outlook.gone.add(now(spec, change))  # what does not fit is not gone back to
+            attempt = self._attempt(change, self.outlook.promise(spec, change), by_itself=True)
+            if attempt.side is not None:
+                if self._is_cut_off(attempt.side, of=attempt):
+                    return
+                attempt.kept = attempt.side.failure is None or _lacks_memory(attempt.side)
+                attempt.failure = failure_words(attempt.side.failure) if attempt.side.failure else None
+                if not attempt.kept:
+                    self.leave(attempt.side)
+            self._settle(attempt)
+            if self._goes_on:
+                return
+
+
+def _lacks_memory(side: Any) -> bool:
+    """True if a step did not run because it ran out of memory; on a CPU the kernel then ends the process."""
+    failure = side.failure
+    return failure is not None and (failure.kind == "out_of_memory" or failure.signal == "SIGKILL")
+
 
 _PROFILED_STEPS = 5
 """Timed steps of the run whose profile is explained."""
@@ -133,7 +361,6 @@ def _recorded(walk: Walk, name: str, notes: tuple[str, ...]) -> Advice:
 
 
 def _doubts(walk: Walk) -> Iterator[str]:
-    """What disturbed the measurements of the first step and the fastest, whose times the answer states."""
     sides = {walk.best: "the fastest step", walk.again if walk.met else walk.start: "the step as given"}
     for side, words in sides.items():
         if run := walk.leave(side):
@@ -181,14 +408,12 @@ def _tried(walk: Walk, attempt: Attempt) -> Tried:
 
 
 def _added_lines(attempt: Attempt) -> tuple[str, ...]:
-    """The lines that are in the loop of the step with the change alone."""
     after = attempt.side.spec if attempt.side else attempt.change.made(attempt.base.spec)
     before = {*own_model(attempt.base.spec), *own_loop(attempt.base.spec)}
     return tuple(line for line in (*own_model(after), *own_loop(after)) if line not in before)
 
 
 def _value(attempt: Attempt) -> str:
-    """The value of the change; where that leaves a choice, what was chosen."""
     if attempt.change.value != AUTO or attempt.change.field != "checkpointing" or attempt.side is None:
         return attempt.change.value
     chosen: str = attempt.side.spec.checkpointing
@@ -196,7 +421,6 @@ def _value(attempt: Attempt) -> str:
 
 
 def _peak_bytes(run: Run | None) -> int | None:
-    """Peak memory of the device, or where that is not counted of the process."""
     if run is None or run.memory is None:
         return None
     peak = run.memory.peak("step")

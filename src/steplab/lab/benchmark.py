@@ -9,7 +9,7 @@ from steplab.errors import SteplabError
 from steplab.lab.keeping import Place, checked_name, keep, open_store
 from steplab.lab.machine import is_first_rank, let_the_first_store
 from steplab.measurement.processes.cells_launch import Cells, measure_cells
-from steplab.measurement.processes.messages import BadMessage
+from steplab.measurement.processes.wire import BadMessage
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import now_utc
 from steplab.records.environment import Environment
@@ -20,14 +20,14 @@ from steplab.units import counted
 
 
 class Measuring(TypedDict, total=False):
-    """How a benchmark is measured and stored."""
+    """Measures and stores a benchmark."""
 
     name: str
     """Name of the record."""
     store: Path | str | None
     """The store; None: the default one."""
     timeout_s: float | None
-    """How long one cell may take, or go without progress where it tells of that; None: any time."""
+    """Longest time of one cell in seconds, or longest pause where it reports progress; None: no limit."""
     on_progress: OnProgress
     """Called as the processes tell where they are."""
     on_cell: Callable[[int, Any], None]
@@ -118,6 +118,6 @@ def measure_benchmark(
 
 
 def went_well(run: Benchmark[Any]) -> bool:
-    """Whether at least one cell was measured, and none ended its processes."""
+    """True if at least one cell was measured, and none ended its processes."""
     crashed = any(cell.status in ("crashed", "timeout") for cell in run.cells)
     return not crashed and any(cell.failure is None for cell in run.cells)

@@ -30,7 +30,7 @@ class Chosen:
 
     spec: StepSpec
     notes: tuple[str, ...] = ()
-    """What was chosen and why, for the record; empty where the step named its choice."""
+    """The choice and its reason, for the record; empty if the step named it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -40,12 +40,12 @@ class Room:
     gpu: str
     """Name of the GPU."""
     usable_bytes: int
-    """What a program can count on."""
+    """Memory that a program can count on."""
     most_bytes: int
-    """What none can exceed."""
+    """Memory that no program can exceed."""
 
     def holds(self, predicted: MemoryPrediction) -> bool:
-        """Whether a step is sure to run."""
+        """True if a step is sure to run."""
         return _safe_bytes(predicted) <= self.usable_bytes
 
 
@@ -122,7 +122,7 @@ def _chosen(spec: StepSpec, choice: str, why: str) -> Chosen:
 
 
 def _safe_bytes(predicted: MemoryPrediction) -> int:
-    """What a GPU must have; of a lower bound, as if it were the peak."""
+    """Memory that a GPU must have; a lower bound counts as the peak."""
     if predicted.safe_device_bytes is not None:
         return predicted.safe_device_bytes
     return safe_device_bytes(predicted.reserved_bytes or predicted.peak_bytes)

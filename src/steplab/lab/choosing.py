@@ -22,7 +22,7 @@ from steplab.store.selection import BACK, LAST
 _MOST_TOGETHER = 60
 """Largest number of records of one kind without a study in one report; older ones are left out."""
 _TRIED_FIRST = 10
-"""How many of the newest records of each kind are tried, before all are listed because none of these can be read."""
+"""Number of newest records of each kind that are tried before all are listed."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -30,7 +30,7 @@ class Found:
     """The records that a text stands for."""
 
     side: Side
-    """What they are called in the comparison."""
+    """Their name in the comparison."""
     records: tuple[Record, ...]
     """The records, at least one, oldest first."""
 
@@ -73,7 +73,6 @@ def _beginning(path: Path) -> bytes:
 
 
 def _file_in(text: str) -> tuple[Path | None, str]:
-    """The file that a text names, if it does, and the rest."""
     if os.path.isfile(text):
         return Path(text), ""
     file, colon, rest = text.rpartition(":")
@@ -125,7 +124,6 @@ def _in_store(opened: Store, text: str) -> list[Record]:
 
 
 def _of_studies(opened: Store, studies: Sequence[str]) -> list[Record]:
-    """The records of the first of these that has any."""
     return next((records for study in studies if (records := list(opened.iterate(study=study)))), [])
 
 
@@ -261,7 +259,6 @@ def _of_study(opened: Store, study_id: str) -> ReportedRecords:
 
 
 def _selected(records: Iterable[Record], title: str | None = None) -> ReportedRecords:
-    """A selection of these records, with this title or one made from their kind."""
     found = tuple({record.id: record for record in records}.values())  # one may be given twice
     kinds = {kind_of(record).name for record in found}
     return ReportedRecords(

@@ -11,7 +11,7 @@ from steplab.lab.benchmark import Measuring, measure_benchmark
 from steplab.lab.machine import visible_gpus
 from steplab.measurement.machine.torchrun import torchrun_around
 from steplab.measurement.processes.cells_launch import Cells
-from steplab.measurement.processes.ranks import refuse_too_many
+from steplab.measurement.processes.launch import refuse_too_many
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import new_head
 from steplab.records.comm import CommCell, CommFit, CommRun
@@ -137,7 +137,6 @@ def _waits(cells: Sequence[CommCell]) -> Iterator[str]:
 
 
 def _why_no_line(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> list[str]:
-    """A note on the collectives that were timed but have no line in the profile; empty if all have one."""
     has_one = {(fit.collective, fit.way, fit.dtype, fit.world_size) for fit in profile}
     asked = dict.fromkeys(_line_of(cell.spec) for cell in cells if cell.slowest is not None)
     without = [f"{line[0]} ({', '.join(line[1:3])}, {line[3]} ranks)" for line in asked if line not in has_one]
@@ -148,7 +147,6 @@ def _why_no_line(cells: Sequence[CommCell], profile: Sequence[CommFit]) -> list[
 
 
 def _line_of(spec: CommSpec) -> tuple[str, str, str, int]:
-    """The line that a cell belongs to: its collective, transport, number format and world size."""
     return spec.collective, spec.transport, spec.dtype, spec.world_size
 
 

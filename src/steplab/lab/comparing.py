@@ -78,7 +78,6 @@ def history(
 
 
 def _metric(given: str) -> str:
-    """The name of the figure in rows."""
     name = given.replace("-", "_")
     for key in METRICS:
         if name == key or key.removeprefix(name) in ("_s", "_bytes", "_per_s"):
@@ -87,7 +86,6 @@ def _metric(given: str) -> str:
 
 
 def _what() -> Iterator[str]:
-    """The columns in which the runs of one series agree."""
     yield from (field.column for field in FIELDS.values() if field.about.role not in ("how", "device"))
     yield "device"
 
@@ -106,7 +104,6 @@ def _series(key: str, rows: Sequence[Row], threshold: float) -> Series:
 
 
 def _is_said(column: str, row: Row) -> bool:
-    """Whether a field belongs to the words for a step: those that decide what it computes, without quiet defaults."""
     field = next(field for field in STEP_FIELDS if field.column == column)
     value = row.get(column)
     quiet = field.about.quiet and str(value) == str(field.default)

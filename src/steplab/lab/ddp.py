@@ -136,7 +136,6 @@ def ddp_cells(study: DdpStudy, traces: Path | None) -> Cells[DdpCell]:
 
 
 def _with_traces(run: DdpRun, folder: Path, on_progress: OnProgress) -> DdpRun:
-    """The record with the overlap read from the traces of its cells."""
     numbers = {contender: number for number, contender in enumerate(run.study.contenders)}
     found = []
     for done, cell in enumerate(run.cells):

@@ -36,7 +36,7 @@ _COMPANIONS = {
 """Files that SQLite may keep with a database, by the suffix of their names."""
 _DEVICES = Path("/dev")
 _PACKED = ".gz"
-"""How the name of a file ends that is written compressed."""
+"""Suffix of files that are compressed."""
 
 
 _MARKED = re.compile(rb'[=:] ?"steplab[ "]|"steplab_version":|' + MARK.encode())
@@ -52,11 +52,11 @@ class Destination:
     store: Path | str | None = None
     """The store of the command; None: the default store."""
     force: bool = False
-    """Whether to replace a file that does not name steplab as its writer; the store is never replaced."""
+    """True: replace a file that does not name steplab as its writer; the store is never replaced."""
 
     @property
     def is_written_to(self) -> bool:
-        """Whether it is a device or a pipe, which is written to directly rather than replaced."""
+        """True if it is a device or a pipe, which is written to directly rather than replaced."""
         in_devices = self.path.parent in (_DEVICES, _DEVICES / "fd")
         return in_devices or (self.path.exists() and not self.path.is_file())
 
@@ -213,7 +213,7 @@ def write_whole(path: Path, content: bytes) -> None:
 
 
 def _is_same(path: Path, other: Path) -> bool:
-    """Whether two paths name the same file; paths that do not exist yet are compared without links."""
+    """True if two paths name the same file; paths that do not exist yet are compared without links."""
     with contextlib.suppress(OSError):
         return os.path.samefile(path, other)
     return _real(path) == _real(other)
@@ -257,7 +257,7 @@ def format_of(path: Path) -> str | None:
 
 
 def packed(file: IO[bytes], path: Path) -> AbstractContextManager[IO[bytes]]:
-    """What is written to the file, compressed where its path ends in .gz: the same bytes each time."""
+    """The bytes of the file, compressed if its path ends in .gz; the same each time."""
     if path.suffix != _PACKED:
         return nullcontext(file)
     return cast(IO[bytes], gzip.GzipFile(filename="", mode="wb", fileobj=file, mtime=0))

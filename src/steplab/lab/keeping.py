@@ -35,7 +35,7 @@ def open_store(path: Path | str | None = None, *, write: bool) -> Store:
 
 
 def has_store(path: Path | str | None = None) -> bool:
-    """Whether there is a store at `path`, or at the default path."""
+    """True if there is a store at `path`, or at the default path."""
     return (Path(path) if path else default_path()).exists()
 
 

@@ -117,7 +117,6 @@ def checked_keys(text: str, rows: Sequence[Row]) -> tuple[str, ...]:
 
 
 def _key(given: str) -> str:
-    """The name of a field, in which hyphens stand for underscores."""
     return given.replace("-", "_")
 
 
@@ -174,7 +173,6 @@ def _number(key: str, text: str) -> float:
 
 
 def _order(sort: str) -> tuple[str, bool]:
-    """The field to sort by, and whether the largest comes first."""
     name, _, order = sort.partition(":")
     if order not in ("", "asc", "desc") or not _FIELD.fullmatch(name):
         raise UserError(f"--sort takes FIELD, FIELD:asc or FIELD:desc, not '{sort}'")
@@ -182,8 +180,6 @@ def _order(sort: str) -> tuple[str, bool]:
 
 
 def _sorted(rows: Sequence[Row], key: str, descending: bool) -> list[Row]:
-    """Rows with a value in its order, numbers before texts; then those without."""
-
     def place(row: Row) -> tuple[bool, Scalar]:
         return isinstance(row[key], str), row[key]
 

@@ -1,5 +1,6 @@
 """This machine: its GPUs, its ceilings, and the processes that torchrun started on it, each with one command line."""
 
+import atexit
 import ctypes
 import dataclasses
 import importlib.metadata
@@ -92,7 +93,7 @@ def visible_gpu(number: int = 0, load: Callable[[str], Any] = ctypes.CDLL) -> Vi
 
 
 def is_first_rank() -> bool:
-    """Whether this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
+    """True if this process stores and prints: it is rank 0 of torchrun, or was not started by torchrun.
 
     Raises UserError if torchrun's variables contradict each other.
     """
@@ -138,11 +139,11 @@ def refuse_torchrun(verb: str) -> None:
 
 
 def is_told_here(failure: Failure) -> bool:
-    """Whether this command line reports the failure: it is the first, or that of the rank that failed."""
+    """True if this command line reports the failure: it is the first, or that of the rank that failed."""
     around = torchrun_around()
     return around is None or around.is_first or failure.rank == around.rank
 
 
 def let_the_first_store() -> None:
-    """Wait briefly before exiting with an error, because torchrun then ends all other processes."""
-    time.sleep(_FIRST_STORES_S)
+    """Wait briefly before this program exits, because torchrun ends all others if it exits with an error."""
+    atexit.register(time.sleep, _FIRST_STORES_S)

@@ -31,7 +31,7 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.step import FIELDS, StepSpec
 
 _LEAST_TRIAL_S = 1.0
-"""What a trial is taken to need at least."""
+"""Least time of a trial."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -41,7 +41,7 @@ class Promise:
     share: float
     """Share of the step that it saves; negative if it costs time."""
     source: str
-    """What predicts it: the kind of a finding, `plan time` or `plan layout`."""
+    """Source of the prediction: the kind of a finding, `plan time` or `plan layout`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -79,7 +79,7 @@ class Attempt:
 
     @property
     def is_settled(self) -> bool:
-        """Whether it was kept, failed, or saves nothing although the host launches it in time."""
+        """True if it was kept, failed, or saves nothing although the host launches it in time."""
         if self.kept or self.ratio is None:
             return True
         return self.ratio.decision in ("higher", "same") and not waited(self.side)
@@ -95,7 +95,7 @@ class Outlook:
     """Measures and profiles it, where nothing else predicts it."""
     store: Path | str | None
     keep_precision: bool
-    """Whether number formats stay as they are."""
+    """True if number formats stay as they are."""
     opt_in: Collection[str] = ()
     """Opt-in changes that are tried, by their values."""
     attempts: list[Attempt] = field(default_factory=list)
@@ -156,7 +156,7 @@ class Outlook:
         return None
 
     def room(self, spec: StepSpec) -> FitVerdict | None:
-        """Whether a step is predicted to fit the GPU; None: it is not known."""
+        """True if a step is predicted to fit the GPU; None: it is not known."""
         if self._gpu is None:
             return None
         if spec not in self._rooms:
@@ -169,7 +169,7 @@ class Outlook:
         return self._rooms[spec]
 
     def fits(self, spec: StepSpec, change: Change) -> bool:
-        """Whether a step with a change may fit the GPU, as all do but those that are predicted not to."""
+        """True if a step with a change may fit the GPU, as all do but those that are predicted not to."""
         return self.room(change.made(spec)) != "does not fit"
 
     def by_hand(self, best: Run | None) -> tuple[Finding, ...]:
@@ -279,14 +279,13 @@ class Outlook:
             yield rest
 
     def _differs(self, spec: StepSpec, change: Change) -> bool:
-        """Whether a step with a change is another one."""
         return self._meaning(spec, change)[1] != self._meant(spec, *now(spec, change))
 
     def _meaning(self, spec: StepSpec, change: Change) -> tuple[str, str]:
         return change.field, self._meant(spec, change.field, change.value)
 
     def _meant(self, spec: StepSpec, name: str, value: str) -> str:
-        """What a value of a field comes to on the device: what `auto` chooses. Two values may come to the same."""
+        """The value that a field has on the device, such as the choice of `auto`."""
         if (name, value) == ("reshard_after_forward", "auto"):
             return "always" if replace(spec, reshard_after_forward="auto").reshards else "never"
         if (name, value) != ("attention", "auto") or spec.model.shape is None:
@@ -300,7 +299,7 @@ def now(spec: StepSpec, change: Change) -> tuple[str, str]:
 
 
 def waited(side: Any) -> bool | None:
-    """Whether the device waited for the host in the step of a side; None: not known."""
+    """True if the device waited for the host in the step of a side; None: not known."""
     timing = side.run.timing if side and side.run else None
     return waits_for_host(timing.back_to_back) if timing else None
 

@@ -4,21 +4,26 @@ this needs neither torch nor a GPU."""
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import TypeVar
 
 from steplab.costs.rates import Gpu, gpu_named
 from steplab.errors import SteplabError, UserError
 from steplab.lab.checkpointing import choose_checkpointing, with_notes
+from steplab.lab.keeping import open_store
 from steplab.lab.layout_planning import plan_given_layout
 from steplab.lab.measuring import asked_step
 from steplab.lab.predicting import is_traced, memory_of, operators_of
+from steplab.measurement.progress import OnProgress, Progress
 from steplab.plan.accounting import account, device_of, mesh_of
+from steplab.plan.check import Predicted, check_runs
 from steplab.plan.dry_run.events import Operator
 from steplab.plan.time import predict_step_time, refuse_unknown_step
 from steplab.records.accounting import Accounting
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.records.step_time import PlannedStep, StepTimePrediction
+from steplab.records.time_check import TimeCheck
 from steplab.specs.checkpointing import AUTO
 from steplab.specs.ddp import DEFAULT_BUCKET_MB, Variant, variants_of
 from steplab.specs.hardware import accelerator_named, find_hardware, hardware_named
@@ -257,3 +262,26 @@ def chosen_gpu(name: str, peaks: tuple[str, ...], bandwidth_bytes_per_s: float |
 
 
 _FORMATS = ("fp32", "tf32", "bf16", "fp16")
+
+
+def check_plan(store: Path | None = None, on_progress: OnProgress = lambda progress: None) -> list[TimeCheck]:
+    """Every run of the store beside its prediction. Raises UserError where there is nothing to check."""
+
+    def tell(done: int, total: int) -> None:
+        on_progress(Progress(stage="predict", done=done, total=total))
+
+    tell(0, 0)
+    with open_store(store, write=False) as opened:
+        runs = [record for record in opened.iterate(kind="run") if isinstance(record, Run)]
+    found = check_runs(runs, predicted, tell)
+    if not found:
+        raise UserError("the store has no measured step on a GPU; import some with `steplab import`")
+    return found
+
+
+def predicted(spec: StepSpec, gpu: str) -> Predicted:
+    """As `plan steps` predicts it."""
+    (planned,) = plan_steps([spec], gpu=gpu)
+    if planned.time is None:
+        raise UserError(next(why for why in planned.why_not if why.startswith("time")).partition(": ")[2])
+    return planned.time, planned.memory.peak_bytes if planned.memory else None

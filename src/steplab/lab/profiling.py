@@ -172,7 +172,7 @@ def _destination(trace: Path | str | None, nsys: bool, store: Path | str | None,
 
 
 def is_recorded_elsewhere(run: Run) -> bool:
-    """Whether a record lacks a profile because this program runs under nsys, whose own report has the steps."""
+    """True if a record lacks a profile because this program runs under nsys, whose own report has the steps."""
     return run.timing is not None and run.profile is None and is_watched_by_nsys()
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
 
-    from steplab.measurement.recorder.recorder import Recorder
+    from steplab.measurement.recorder import Recorder
     from steplab.records.run import Run
     from steplab.store.database import Store
 
@@ -73,7 +73,7 @@ def recorder(
     for a device that does not exist, for steps that cannot be profiled, for FLOPs without a precision, and for ranks
     without a process group.
     """
-    from steplab.measurement.recorder.recorder import Recorder
+    from steplab.measurement.recorder import Recorder
 
     tokens = None if tokens_per_step is None else int(_number("tokens_per_step", tokens_per_step, 1))
     flops = _flops(flops_per_step, precision)
@@ -157,7 +157,6 @@ def _device_name(device: "torch.device | str") -> str:
 
 
 def _keep(store: "Store", run: "Run", recording: "Recorder", flops: float | None, precision: str | None) -> "Run":
-    """Store the record, with its MFU, and the profile of the trace if there is one."""
     if flops is not None and precision is not None:
         run = with_given_flops(run, flops, precision, recording.num_ranks, store)
     else:

@@ -47,7 +47,7 @@ class StudyJob:
     key: str
     """Its key in the store."""
     what: str
-    """What tells it from the other measurements of the study, in words."""
+    """Words that distinguish it from other measurements of the study."""
     measure: Measure
     """Measures it and stores the record. Raises SteplabError where that cannot be done at all."""
     num_steps: int = 0
@@ -101,7 +101,6 @@ def _measured(
 def _audit(
     spec: StepSpec, *, name: str, store: Path | str | None, place: Place, timeout_s: float, on_progress: OnProgress
 ) -> Numerics:
-    """Audit one step in its precision."""
     with open_store(store, write=True) as opened:
         record = numerics_in_child(spec, timeout_s=timeout_s, on_progress=on_progress)
         return keep(opened, dataclasses.replace(record, name=name), place)
@@ -113,7 +112,7 @@ _STEPS: dict[str, tuple[str, Measure]] = {
     "memory": ("memory", partial(_measured, Run, memory)),
     "precision": ("audit", partial(_measured, Numerics, _audit)),
 }
-"""What each part of steps is called, and what measures it."""
+"""Name of each part of steps, and its function."""
 
 
 def _doctor(given: Mapping[str, Any]) -> Measure:
@@ -159,7 +158,7 @@ class SweepProgress:
     skipped: int
     """Number of measurements that a resumed study found finished."""
     what: str
-    """What tells that measurement from the others of the study, in words."""
+    """Words that distinguish it from other measurements of the study."""
     num_steps: int
     """Its warm-up and measured steps; 0: not known."""
     within: Progress | None = None

@@ -31,7 +31,7 @@ class PeakFigure:
     source: str
     """Source of the peak, a data sheet or a measurement; or the reason why it is not known."""
     measured: bool = False
-    """Whether `steplab doctor` measured it."""
+    """True if `steplab doctor` measured it."""
 
 
 def with_utilizations(run: Run, store: Store) -> Run:
@@ -153,7 +153,6 @@ def _done_over(used: Sequence[Utilization]) -> list[Utilization]:
 
 
 def _uncounted(run: Run, used: Sequence[Utilization]) -> list[str]:
-    """A note why a checkpointed model of transformers has no HFU."""
     spec = run.spec
     if (
         not used

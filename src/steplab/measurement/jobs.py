@@ -108,7 +108,7 @@ class Job:
     """The type of the facts that hold for all cells of a benchmark."""
     holds_device: bool = False
     """Whether the job holds the device until Python is ahead of it, which needs longer launch queues
-    (measurement.machine.head_start)."""
+    (measurement.clock)."""
 
     def load(self) -> Callable[[Any, "Observer", "World | None"], object]:
         """The function, imported with all that it needs."""

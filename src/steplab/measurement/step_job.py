@@ -1,21 +1,84 @@
-"""The jobs of a measuring process that times a step: at once, with further steps that are recorded, or in turns."""
+"""Measures one step in this process: build, compile, warm up, repeat, and then record further steps if requested.
 
+Each step has its own process, because peak memory, process-wide torch settings and the memory that a failed allocation
+keeps alive must not affect the next one.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from statistics import median
+from typing import Protocol
 
+import torch
+
+from steplab.errors import ERRORS, UNSUPPORTED
+from steplab.measurement.clock import OnStep, Phase, run_back_to_back, run_synchronised, seconds_of
 from steplab.measurement.jobs import StepTask, TurnsTask
+from steplab.measurement.machine.device import Device, host_peak_bytes, open_device, refuse_unserved
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_from, failure_of, lack_of_host_memory
+from steplab.measurement.machine.load import OtherProcesses, Suspension
 from steplab.measurement.machine.world import World
 from steplab.measurement.memory.recorder import MemoryRecorder
 from steplab.measurement.observer import Observer
 from steplab.measurement.profile.profiler import StepProfiler
-from steplab.measurement.step.session import measure_here
-from steplab.measurement.step.watcher import Watch
-from steplab.records.run import Run
-from steplab.records.turns import Turns
+from steplab.measurement.step.flop_count import count_flops
+from steplab.measurement.step.graphed import GraphedStep, Step
+from steplab.measurement.step.step import make_step
+from steplab.measurement.tensors import not_finite
+from steplab.model.build import build_workload, count_parameters
+from steplab.model.workload import Workload, num_lookup_parameters, num_parameters
+from steplab.ops.attention.plain import Span
+from steplab.records.codec import new_head
+from steplab.records.environment import Environment
+from steplab.records.failure import Failure
+from steplab.records.memory import AllocatorState, Memory, PeakMemory
+from steplab.records.ranks import RankSamples
+from steplab.records.run import NOT_FINITE, ModelFacts, Run
+from steplab.records.timing import PhaseSamples, Timing, find_phase, joined, part
+from steplab.records.turns import Turn, Turns
+from steplab.specs.attention_kernels import refuse_unserved_kernels
+from steplab.specs.checkpointing import checkpointing_remark
+from steplab.specs.step import StepSpec, refuse_unserved_graph
+from steplab.specs.step_choices import OVERLAPPED, WITH_MASTERS
+
+
+class Watcher(Protocol):
+    """Runs steps and records them; it is made before the model is built."""
+
+    @property
+    def stage(self) -> str:
+        """The stage that is under way while the steps run; the watcher's notes begin with it."""
+
+    @property
+    def export_stage(self) -> str:
+        """The stage that is under way while the files are written."""
+
+    @property
+    def num_steps(self) -> int:
+        """The number of steps that are recorded."""
+
+    @property
+    def span(self) -> Span:
+        """The ranges that the model is built with."""
+
+    def record(self, step: Step, on_step: OnStep, on_export: Callable[[], None] = lambda: None) -> tuple[str, ...]:
+        """Run the steps, write the files, and return notes on what the files lack.
+
+        `on_export` is called when the steps are over and writing begins. Whatever a step or torch raises passes
+        through.
+        """
+
+
+Watch = Callable[[StepSpec, Device], Watcher]
+"""Makes the watcher of a step. Raises Unsupported if it does not work on this device."""
 
 
 def measure_step(task: StepTask, observer: Observer, world: World | None) -> Run:
-    """The record of the step. Raises UserError or Unsupported for one that cannot be served at all."""
+    """The record of the step. Raises UserError or Unsupported for a request that cannot be served at all."""
     return measure_here(task.spec, observer, _watch(task, world), world)
 
 
@@ -38,3 +101,342 @@ def _watch(task: StepTask, world: World | None) -> Watch | None:
     if not task.profiled_steps:
         return None
     return partial(StepProfiler, num_steps=task.profiled_steps, trace=place(task.trace) if task.trace else None)
+
+
+def measure_here(
+    spec: StepSpec,
+    observer: Observer,
+    watch: Watch | None = None,
+    world: World | None = None,
+    turns: Turns | None = None,
+) -> Run:
+    """Measure one cell in this process; a failure of the model or of its memory is part of the record.
+
+    In a world every rank calls this, and a record without a failure has the samples of all.
+
+    With `watch`, further steps are recorded after all timing; if that fails, the record has a note. With `turns`, the
+    steps are measured in the turns that the observer gives, and the observer gets the record after each. Raises
+    UserError or Unsupported for a request that cannot be served at all.
+    """
+    device = world.device if world else open_device(spec.device)
+    refuse_unserved(spec.precision, device.torch_device)
+    refuse_unserved_kernels(spec, device.torch_device.type)
+    if spec.cuda_graph == "step":
+        refuse_unserved_graph(device.torch_device.type)
+    environment = read_environment(device.torch_device)
+    observer.on_environment(environment)
+    watcher = watch(spec, device) if watch else None
+    cell = _Cell(spec, device, environment, observer, world)
+    if device.torch_device.type != "cuda" and (lack := lack_of_host_memory(_least_state_bytes(spec))):
+        return cell.record(failure=lack)
+    try:
+        return cell.take_turns(turns) if turns else cell.measure(watcher)
+    except ERRORS as error:
+        if not isinstance(error, UNSUPPORTED) or cell.stage == "build":
+            raise
+        # An operator that refuses its inputs only when the step runs is a result, like any other failure.
+        return cell.record(failure=Failure(kind="error", message=str(error), phase=cell.stage))
+    except (Exception, SystemExit) as error:  # the model's code may call sys.exit, as argparse does
+        failure = failure_from(error, cell.stage, spec, device)
+        return cell.record(failure=failure)
+
+
+def _least_state_bytes(spec: StepSpec) -> int:
+    """Bytes that parameters, gradients and optimizer state take at least; 0 for a model that is not built in."""
+    if spec.model.shape is None or not spec.model.shape.num_heads:
+        return 0
+    width = 2 if spec.precision in ("bf16_pure", *WITH_MASTERS) else 4
+    moment = 2 if spec.precision == "bf16_pure" else 4
+    gradients = width if spec.pass_name != "forward" and spec.update != OVERLAPPED else 0
+    moments = 2 * moment if spec.pass_name == "train" and spec.optimizer != "sgd" else 0
+    return count_parameters(spec.model.shape) * (width + gradients + moments)
+
+
+_LEAD_IN, _LEAD_IN_OF_SHORT = 1, 2
+"""Steps before those of a turn, which are not counted: the first takes memory from the driver again, and in steps of a
+GPU that are shorter than _SHORT_S the second lets the host run ahead."""
+_SHORT_S = 0.1
+_WITH_ONE_THREAD, _LONGEST_WITH_ONE_THREAD_S = 6, 10.0
+"""Steps with one thread, from which comparison.samples decides; and how long one may take by the time with all."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Warm:
+    step: Step
+    samples: tuple[PhaseSamples, ...]
+    first_step_s: float | None
+    states: tuple[AllocatorState, ...]
+    others: OtherProcesses
+    suspension: Suspension
+
+    @property
+    def last_s(self) -> float:
+        """Time of the last warm-up step in seconds; 0 without one."""
+        step = find_phase(self.samples, "step")
+        return step.best_s[-1] if step and step.best_s else 0.0
+
+
+class _Cell:
+    def __init__(
+        self, spec: StepSpec, device: Device, environment: Environment, observer: Observer, world: World | None
+    ) -> None:
+        self.spec, self.device, self.environment, self.observer = spec, device, environment, observer
+        self.world = world
+        self.stage = "build"
+        self.model: ModelFacts | None = None
+        self.tokens_per_step: int | None = spec.tokens_of_all
+        self.notes: list[str] = []
+
+    def warm_up(self, watcher: Watcher | None = None) -> "_Warm":
+        spec, device, on_step = self.spec, self.device, self.observer.on_step
+        layers = spec.model.shape.num_layers if spec.model.shape else None
+        gradients = spec.pass_name != "forward"
+        if remark := checkpointing_remark(spec.checkpointing, num_layers=layers, gradients=gradients):
+            self.notes.append(remark)
+        self.begin("build", 0)
+        marked = {"span": watcher.span} if watcher else {}
+        workload = build_workload(spec, device.torch_device, **marked)
+        self.model = _facts(workload)
+        self.notes += workload.notes
+        if not workload.knows_tokens:
+            self.tokens_per_step = None
+        built = make_step(workload, spec, device.torch_device, self.world)
+        step = GraphedStep(built, device, spec.model.name) if spec.cuda_graph == "step" else built
+        first_step_s = self.compile(step) if spec.compile != "off" or spec.cuda_graph == "step" else None
+        self.meet()
+        others, suspension = OtherProcesses(), Suspension()
+        self.begin("warmup", spec.warmup)
+        states = [device.allocator_state()]
+
+        def on_warmup_step(iteration: int) -> None:
+            states.append(device.allocator_state())
+            on_step(iteration)
+
+        samples, _ = run_back_to_back(step.phases, device, spec.warmup, on_warmup_step, before_drain=self.read_clocks)
+        if not device.asynchronous:
+            self.notes.append(f"peak device memory: torch keeps no high-water mark on {device.torch_device.type}")
+        return _Warm(
+            step=step,
+            samples=samples,
+            first_step_s=first_step_s,
+            states=tuple(state for state in states if state),
+            others=others,
+            suspension=suspension,
+        )
+
+    def measure(self, watcher: Watcher | None) -> Run:
+        spec, device, on_step = self.spec, self.device, self.observer.on_step
+        warm = self.warm_up(watcher)
+        phases = warm.step.phases
+        self.begin("measure", spec.steps)
+        device.reset_peak()
+        # Without warm-up steps the clocks read above were those of an idle GPU.
+        before_drain = (lambda: None) if spec.warmup else self.read_clocks
+        measured, host_s = run_back_to_back(phases, device, spec.steps, on_step, before_drain=before_drain)
+        step_peak = self.peak(warm.step)
+        # The other ranks would be counted as other processes.
+        other_cpus = warm.others.mean_cpus() if self.world is None else None
+        self.environment = dataclasses.replace(
+            self.environment, other_cpus=other_cpus, suspended_s=warm.suspension.seconds()
+        )
+        synchronised: tuple[PhaseSamples, ...] = ()
+        phase_peaks: tuple[PeakMemory, ...] = ()
+        if device.asynchronous:
+            self.begin("phases", spec.steps)
+            synchronised, phase_peaks = run_synchronised(phases, device, spec.steps, on_step)
+            if isinstance(warm.step, GraphedStep):
+                phase_peaks = tuple(warm.step.phase_peaks.values())
+        self.check_weights(warm.step)
+        if self.model is not None and self.model.is_counted:
+            self.count_flops(self.model, phases)
+        peaks = (step_peak, *(p for p in phase_peaks if p.phase != "step")) if step_peak else ()
+        timing = Timing(
+            warmup=warm.samples,
+            back_to_back=measured,
+            synchronised=synchronised,
+            back_to_back_host_s=host_s,
+            first_step_s=warm.first_step_s,
+            one_thread_s=() if watcher else self.with_one_thread(phases, measured),
+        )
+        memory = self.memory(warm, peaks)
+        run = self.record(timing=timing, memory=memory, ranks=self.gather(timing, memory))
+        return self.watch(watcher, run, warm.step) if watcher else run
+
+    def with_one_thread(self, phases: Sequence[Phase], measured: Sequence[PhaseSamples]) -> tuple[float, ...]:
+        """Times of steps with one thread, where a first one is faster: on a busy CPU threads wait for each other."""
+        threads, step = torch.get_num_threads(), find_phase(measured, "step")
+        on_cpu = self.device.torch_device.type == "cpu" and self.world is None and self.spec.compile == "off"
+        if not on_cpu or threads == 1 or not step or threads * min(step.best_s) > _LONGEST_WITH_ONE_THREAD_S:
+            return ()
+        self.begin("one thread", 0)
+        torch.set_num_threads(1)
+        try:
+            if seconds_of(partial(_run, phases), self.device) >= median(step.best_s):
+                return ()
+            alone, _ = run_back_to_back(phases, self.device, _WITH_ONE_THREAD, self.observer.on_step)
+        finally:
+            torch.set_num_threads(threads)
+        found = find_phase(alone, "step")
+        return found.best_s if found else ()
+
+    def take_turns(self, turns: Turns) -> Run:
+        """Measure the steps of each turn as it is given.
+
+        The steps before them, in which caches and clocks settle, are kept apart. Between turns the device's memory
+        holds what a step leaves for the next, and nothing in the allocator's cache.
+        """
+        device = self.device
+        warm = self.warm_up()
+        lead_in = _LEAD_IN_OF_SHORT if device.asynchronous and warm.last_s < _SHORT_S else _LEAD_IN
+        # Other processes of the session have the device open, and are no disturbance.
+        own = dataclasses.replace(self.environment.device, other_processes=None)
+        self.environment = dataclasses.replace(self.environment, device=own)
+        found: list[tuple[PhaseSamples, ...]] = []
+        taken: list[Turn] = []
+        run = self.record()
+        device.reset_peak()
+        device.free_unused()
+        for turn in iter(self.observer.next_turn, None):
+            self.begin("measure", lead_in + turn.steps)
+            samples, _ = run_back_to_back(warm.step.phases, device, lead_in + turn.steps, self.observer.on_step)
+            self.check_weights(warm.step)
+            device.free_unused()
+            found.append(part(samples, lead_in))
+            step = find_phase(samples, "step")
+            assert step is not None
+            taken.append(dataclasses.replace(turn, lead_in_s=step.best_s[:lead_in]))
+            peak = self.peak(warm.step)
+            self.environment = dataclasses.replace(self.environment, suspended_s=warm.suspension.seconds())
+            timing = Timing(warmup=warm.samples, back_to_back=joined(found), first_step_s=warm.first_step_s)
+            run = dataclasses.replace(
+                self.record(timing=timing, memory=self.memory(warm, (peak,) if peak else ())),
+                turns=dataclasses.replace(turns, turns=tuple(taken)),
+            )
+            self.observer.on_measured(run)
+        return run
+
+    def peak(self, step: Step) -> PeakMemory | None:
+        """The peak memory of the steps since the last reset, or of a replayed one while it was recorded."""
+        return step.peak if isinstance(step, GraphedStep) else self.device.peak("step")
+
+    def memory(self, warm: "_Warm", peaks: tuple[PeakMemory, ...]) -> Memory:
+        return Memory(
+            peaks=peaks,
+            during_warmup=warm.states,
+            total_bytes=self.environment.device.memory_bytes,
+            host_peak_bytes=host_peak_bytes(),
+        )
+
+    def gather(self, timing: Timing, memory: Memory) -> tuple[RankSamples, ...]:
+        if self.world is None:
+            return ()
+        own = RankSamples(
+            rank=self.world.rank,
+            host=self.world.host,
+            device_name=self.environment.device.name,
+            back_to_back=timing.back_to_back,
+            peaks=memory.peaks,
+            host_peak_bytes=memory.host_peak_bytes,
+        )
+        return tuple(self.world.collectives.host_gather(own))
+
+    def meet(self) -> None:
+        """Wait for the other ranks, so that no sample contains the time that one of them took to build or compile."""
+        if self.world is not None:
+            self.world.collectives.host_gather(None)
+
+    def begin(self, stage: str, num_steps: int) -> None:
+        self.stage = stage
+        self.observer.on_stage(stage, num_steps)
+
+    def compile(self, step: Step) -> float:
+        """Seconds of the step that compiles, or of recording the replayed one; it is no step time."""
+        self.begin("compile", 1)
+        return seconds_of(step.record if isinstance(step, GraphedStep) else partial(_run, step.phases), self.device)
+
+    def read_clocks(self) -> None:
+        self.environment = read_clocks(self.environment, self.device.torch_device)
+
+    def check_weights(self, step: Step) -> None:
+        """Say once if training has made weights infinite or NaN. A GPU draws less power on such numbers, and may run at
+        a higher clock than it does on others."""
+        said = any(note.startswith(NOT_FINITE) for note in self.notes)
+        if said or self.spec.pass_name != "train" or step.module is None:
+            return
+        if name := not_finite(step.module):
+            self.notes.append(
+                f"{NOT_FINITE} in these steps (the first is {name}): a GPU may be faster on such numbers, and `steplab "
+                "precision` shows where a step overflows"
+            )
+
+    def count_flops(self, model: ModelFacts, phases: Sequence[Phase]) -> None:
+        """Count the FLOPs of a foreign model's step, after all timing, because counting slows the step down."""
+        if self.spec.cuda_graph == "step":
+            self.notes.append("MFU and HFU: torch's FLOP counter does not see what CUDA graphs replay")
+            return
+        compiled = self.spec.compile != "off"
+        if compiled and self.world is not None:  # eagerly it may run out of memory, and then all ranks would fail
+            self.notes.append("MFU and HFU: torch's FLOP counter cannot count a compiled model on several ranks")
+            return
+        try:
+            counted = count_flops(phases, self.device.torch_device)
+        except Exception as error:  # no exception of a foreign model may cost what was measured
+            if self.world is not None:  # the other ranks would wait for this one in vain
+                raise
+            self.notes.append(f"MFU and HFU: counting the FLOPs failed: {failure_of(error, None).message}")
+        else:
+            if compiled:
+                self.notes.append("HFU: torch's FLOP counter does not see what a compiled model executes")
+            self.model = dataclasses.replace(
+                model, counted_flops=None if compiled else counted.executed, needed_flops=counted.needed
+            )
+
+    def watch(self, watcher: Watcher, run: Run, step: Step) -> Run:
+        self.observer.on_measured(run)
+        self.begin(watcher.stage, watcher.num_steps)
+        try:
+            notes = watcher.record(step, self.observer.on_step, on_export=lambda: self.begin(watcher.export_stage, 0))
+        except Exception as error:  # out of memory or any other error must not cost what was measured
+            if self.world is not None:
+                raise
+            notes = (f"{watcher.stage}: {failure_from(error, self.stage, self.spec, self.device).message}",)
+        return dataclasses.replace(run, notes=run.notes + notes)
+
+    def record(
+        self,
+        *,
+        timing: Timing | None = None,
+        memory: Memory | None = None,
+        ranks: tuple[RankSamples, ...] = (),
+        failure: Failure | None = None,
+    ) -> Run:
+        return Run(
+            **new_head(),
+            spec=self.spec,
+            tokens_per_step=self.tokens_per_step,
+            environment=self.environment,
+            model=self.model,
+            timing=timing,
+            memory=memory,
+            ranks=ranks,
+            failure=failure,
+            notes=tuple(self.notes),
+        )
+
+
+def _run(phases: Sequence[Phase]) -> None:
+    for phase in phases:
+        phase.run()
+
+
+def _facts(workload: Workload) -> ModelFacts | None:
+    if workload.module is None:
+        return None
+    return ModelFacts(
+        num_parameters=num_parameters(workload.module),
+        num_embedding_parameters=num_lookup_parameters(workload.module),
+        num_layers=workload.num_layers,
+        attention_width=workload.attention_width,
+        is_causal=workload.is_causal,
+        num_active_parameters=workload.num_active_parameters,
+    )

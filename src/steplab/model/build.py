@@ -29,12 +29,9 @@ if TYPE_CHECKING:
 
 
 def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span) -> Workload:
-    """Build the spec's model on the device, with random weights from the spec's seed.
-
-    `span` marks for a profiler what a built-in model computes outside of any module: the parts of plain attention, and
-    the loss. Raises Unsupported for a planning-only size, and UserError for a factory or configuration that cannot be
-    used.
-    """
+    """Build the spec's model on the device, with random weights from the spec's seed. `span` marks for a profiler a
+    built-in model's computation outside of modules: the parts of plain attention, and the loss. Raises Unsupported for
+    a planning-only size, and UserError for a factory or configuration that cannot be used."""
     torch.manual_seed(spec.seed)
     if spec.model.kind == "hf":
         from steplab.model.hf import build_hf
@@ -46,7 +43,7 @@ def build_workload(spec: StepSpec, device: torch.device, *, span: Span = no_span
 
 
 def count_parameters(shape: TransformerShape) -> int:
-    """Number of parameters of a built-in model, none of which is allocated."""
+    """Number of parameters of a built-in model, without allocating it."""
     from steplab.model.transformer import Transformer
 
     with torch.device("meta"):
@@ -105,12 +102,9 @@ def _head_loss(implementation: str, span: Span, x_NC: Tensor, weight_VC: Tensor,
 
 
 def build_factory(spec: StepSpec, device: torch.device) -> Workload:
-    """Call the user's factory, named as package.module:function, with those of `batch`, `context`, `device` and `seed`
-    that it takes; it returns `(module, make_batch)` or a callable that runs one whole step.
-
-    Raises UserError if it cannot be found or returns something else. Exceptions of the factory itself pass through to
-    the user.
-    """
+    """Call the user's factory, named as package.module:function, with the arguments `batch`, `context`, `device` and
+    `seed` that it takes; it returns `(module, make_batch)` or a callable that runs one whole step. Raises UserError if
+    it cannot be found or returns something else. The factory's own exceptions pass through."""
     factory = _find(spec.model.name)
     offered = {"batch": spec.batch, "context": spec.context, "device": device, "seed": spec.seed}
     parameters = inspect.signature(factory).parameters.values()
@@ -136,13 +130,12 @@ def build_factory(spec: StepSpec, device: torch.device) -> Workload:
 
 
 def knows_tokens(spec: StepSpec) -> bool:
-    """Whether the tokens of a step are batch times context: not of a factory that sizes its batches itself. Raises
+    """True if a step has batch times context tokens; False for a factory that sizes its batches itself. Raises
     UserError for a factory that cannot be found."""
     return spec.model.kind != "factory" or not _not_taken(_find(spec.model.name), ("batch", "context"))
 
 
 def _not_taken(factory: Callable[..., Any], options: tuple[str, ...]) -> tuple[str, ...]:
-    """Those of the options that a factory does not take."""
     parameters = inspect.signature(factory).parameters.values()
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters):
         return ()
@@ -151,7 +144,6 @@ def _not_taken(factory: Callable[..., Any], options: tuple[str, ...]) -> tuple[s
 
 
 def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:
-    """The note on tokens of a factory that sizes its batches itself."""
     if not own:
         return ()
     lacking = " and ".join(own)
@@ -163,7 +155,7 @@ def _unknown_tokens(spec: StepSpec, own: tuple[str, ...]) -> tuple[str, ...]:
 def _refuse_other_parameters(
     name: str, parameters: Collection[inspect.Parameter], offered: Mapping[str, object]
 ) -> None:
-    """Raise UserError for a factory that needs what it is not given."""
+    """Raise UserError for a factory with parameters that steplab does not give."""
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     missing = [
         each.name
@@ -173,7 +165,7 @@ def _refuse_other_parameters(
     ]
     if missing:
         raise UserError(
-            f"{name} has parameters that steplab does not give ({', '.join(missing)}); those it may have are "
+            f"{name} has parameters that steplab does not give ({', '.join(missing)}); it gives "
             f"{', '.join(offered)}, each by its name; give the others a default"
         )
 
@@ -195,7 +187,7 @@ def _find(name: str) -> Callable[..., Any]:
 
 
 def _only_defaults(spec: StepSpec, options: tuple[str, ...], why: str) -> None:
-    """Raise Unsupported for an option that steplab cannot apply, so that no record claims it was applied."""
+    """Raise Unsupported for an option that steplab cannot apply, so that no record claims it."""
     for option in options:
         value = FIELDS[option].read(spec)
         if value != FIELDS[option].default:

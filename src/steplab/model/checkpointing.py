@@ -1,8 +1,8 @@
-"""Calls the blocks of the plain Transformer: unchanged, or with their activations recomputed in the backward pass.
+"""Calls the plain Transformer's blocks: unchanged, or with activations recomputed in the backward pass.
 
-A checkpointed block keeps only its input; its backward pass first runs its forward pass again, up to the last tensor
-that it needs (torch's early stop), which skips the last matmul. The non-reentrant variant is used: it works under
-torch.compile and gives the same gradients, bit for bit. No random state is kept, as there is no dropout.
+A checkpointed block keeps only its input; its backward pass reruns its forward pass up to the last tensor that it needs
+(torch's early stop), which skips the last matmul. The non-reentrant variant works under torch.compile and gives the
+same bits. No random state is kept, as there is no dropout.
 """
 
 from collections.abc import Callable
@@ -33,21 +33,18 @@ _KEPT_BY_SELECTIVE = [
     REFERENCE.forward_overload,
     TRITON.forward_overload,
 ]
-"""Those that are expensive to compute for the size of what they give."""
+"""Operators that are expensive to compute for the size of their result."""
 _KEPT_IF_COMPILED = [*_KEPT_BY_SELECTIVE, rotary_heads.OPERATOR.default]
 
 
 def kept_by_selective(*, is_compiled: bool) -> list[OpOverload]:
-    """The operators whose outputs selective checkpointing keeps.
-
-    In compiled code queries, keys and values are among them as rotated. The compiler then does not keep the product
-    that they are made of, which has as many bytes. Eager code would keep both.
-    """
+    """The operators whose outputs selective checkpointing keeps. Compiled code includes queries, keys and values after
+    rotation; the compiler then drops the product before them, of as many bytes. Eager code would keep both."""
     return _KEPT_IF_COMPILED if is_compiled else _KEPT_BY_SELECTIVE
 
 
 Recompute = Callable[[Callable[..., Tensor], Tensor, Tensor | None], Tensor]
-"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), so that backward computes it again"""
+"""(block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), to be recomputed in backward"""
 
 
 def block_caller(checkpointing: str) -> BlockCaller:
@@ -67,13 +64,14 @@ def block_caller(checkpointing: str) -> BlockCaller:
 def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode: str, split: bool) -> None:
     """Change a block's forward pass in place: it is recomputed, compiled, or both.
 
-    No parameter is renamed, and hooks on the block itself stay outside.
+    No parameter is renamed, and hooks on the block itself stay outside. The compiler also sees the recomputation, and
+    decides what to keep. A fully recomputed block that is split over ranks is the exception: its compiled forward pass
+    is run again, because torch 2.13 loses what it needs of the mesh.
 
-    The compiler also sees the recomputation, and decides what to keep. The exception is a fully recomputed block that
-    is split over ranks: torch 2.13 fails to keep what it needs of the mesh, so its compiled forward pass is run again.
-
-    `index` is the block's place, from 0; `checkpointing` and `compile_mode` are StepSpec's; `split` says whether the
-    block's parameters are DTensors.
+    Args:
+        index: the block's place, from 0.
+        checkpointing, compile_mode: as in StepSpec.
+        split: True if the block's parameters are DTensors.
     """
     forward: Callable[..., Tensor] = block.forward
     recomputed = is_checkpointed(checkpointing, index)
@@ -89,7 +87,6 @@ def wrap_block(block: nn.Module, index: int, *, checkpointing: str, compile_mode
 
 
 def is_checkpointed(checkpointing: str, index: int) -> bool:
-    """Whether anything of a block, counted from 0, is computed again in the backward pass."""
     return checkpointing == "selective" or is_recomputed(checkpointing, index)
 
 

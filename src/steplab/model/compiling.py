@@ -1,4 +1,4 @@
-"""Compiles a model as a whole, or each of its repeated blocks by itself."""
+"""Compiles a whole model, or each of its repeated blocks alone."""
 
 from collections.abc import Callable
 from functools import cache
@@ -13,7 +13,7 @@ from steplab.ops.columns import lower_join
 
 @cache
 def what_inductor_lacks() -> dict[str, str]:
-    """Changes of steplab's to what Inductor compiles that this torch has no place for, with the reason."""
+    """Steplab's changes to Inductor that this torch does not support, with the reason."""
     lacks = {}
     try:
         lower_join()
@@ -32,7 +32,7 @@ FP32_GRADIENTS = "fp32 gradients of products"
 
 
 def notes_on_compiling() -> tuple[str, ...]:
-    """What a compiled step is slower by with this torch."""
+    """Missing optimizations of a compiled step with this torch."""
     return tuple(
         f"torch {torch.__version__} compiles without {what}, which costs time: {why}"
         for what, why in what_inductor_lacks().items()
@@ -46,7 +46,6 @@ def compiled(function: Callable[..., Any], mode: str) -> Any:
 
 
 def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -> Any:
-    """The forward pass of one repeated block, compiled in a way that suits its kind."""
     wanted = mode == "block" and getattr(block, "fp32_gradients_of_products", False)
     if not wanted or FP32_GRADIENTS in what_inductor_lacks():
         return compiled(forward, mode)
@@ -56,26 +55,22 @@ def compiled_forward(block: nn.Module, forward: Callable[..., Any], mode: str) -
 
 
 def compile_blocks(module: nn.Module) -> None:
-    """Compile the forward pass of each repeated block in place, so that gradients appear as backward proceeds.
-
-    Hooks on a block stay outside of its compiled code. Raises Unsupported as repeated_blocks does.
-    """
+    """Compile each repeated block's forward pass in place, so that gradients appear as backward proceeds. Hooks on a
+    block stay outside of its compiled code. Raises Unsupported as repeated_blocks does."""
     for block in repeated_blocks(module):
         block.forward = compiled_forward(block, block.forward, "block")
         block.compiled_within = True  # type: ignore[assignment]
 
 
 def repeated_blocks(module: nn.Module) -> list[nn.Module]:
-    """The model's repeated blocks: the modules of its largest nn.ModuleList, each once however often it stands there.
-
-    Raises Unsupported if it has no such list.
-    """
+    """The model's repeated blocks: the modules of its largest nn.ModuleList, each once even if listed twice. Raises
+    Unsupported if it has no such list."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     if not lists:
         raise Unsupported(
             "working block by block",
             "the model has no nn.ModuleList of blocks",
-            "use another model, or leave out what needs them: --compile block, --update overlapped, --layout fsdp",
+            "use another model, or leave out --compile block, --update overlapped and --layout fsdp",
         )
     largest = max(lists, key=lambda blocks: sum(parameter.numel() for parameter in blocks.parameters()))
     return list(dict.fromkeys(largest))

@@ -1,8 +1,8 @@
-"""Blocks whose linear layers take fp8: those of the plain Transformer by steplab.ops.fp8, those of any by torchao.
+"""Blocks with linear layers in fp8: the plain Transformer's by steplab.ops.fp8, any model's by torchao.
 
-Modules become others of the same parameters in place, after weights are loaded. The head, the embedding, norms and
-attention stay as they are. Where block operators are fused, norms, SwiGLU and the rotary embedding give the largest
-magnitudes of what they write, and nothing is read for them once more.
+Modules are replaced in place by others of the same parameters, after weights are loaded. The head, the embedding, norms
+and attention stay. With fused block operators, norms, SwiGLU and the rotary embedding return the largest magnitudes of
+their results, which saves another read.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """
@@ -22,22 +22,20 @@ _BF16 = torch.bfloat16
 
 
 class Fp8Linear(nn.Linear):
-    """The same, of which the three products take fp8."""
-
     def forward(self, x: Tensor) -> Tensor:
         y = fp8_linear(x.to(_BF16), self.weight.to(_BF16))
         return y if self.bias is None else y + self.bias.to(_BF16)
 
 
 class AddRMSNormAmax(AddRMSNorm):
-    """The same, and the largest magnitude of what the products read."""
+    """Also returns the largest magnitude of the products' input."""
 
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]
         return add_rms_norm_amax(x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=_BF16)
 
 
 class Fp8SelfAttention(FusedSelfAttention):
-    """The same, where the gradient of the merged projection comes with its largest magnitude."""
+    """As the base class, with the largest magnitude of the merged projection's gradient known."""
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None, amax: Tensor) -> Tensor:  # type: ignore[override]
         assert rotary_2TD is not None
@@ -47,15 +45,13 @@ class Fp8SelfAttention(FusedSelfAttention):
 
 
 class Fp8SwiGLU(FusedSwiGLU):
-    """The same, where h and the gradient of gate and up come with their largest magnitudes."""
+    """As the base class, with the largest magnitudes of h and of the gradient of gate and up known."""
 
     def forward(self, x_BTC: Tensor, amax: Tensor) -> Tensor:  # type: ignore[override]
         return fp8_swiglu(x_BTC, self.gate_up.weight.to(_BF16), self.down.weight.to(_BF16), x_amax=amax)
 
 
 class Fp8Block(FusedBlock):
-    """The same, which hands largest magnitudes on from norms to products."""
-
     def forward(self, stream: Stream, rotary_2TD: Tensor | None) -> Stream:  # type: ignore[override]
         normed_BTC, x_BTC, amax = self.attention_norm(*stream)
         normed_BTC, x_BTC, amax = self.feed_forward_norm(x_BTC, self.attention(normed_BTC, rotary_2TD, amax))
@@ -72,7 +68,7 @@ _IN_FP8: dict[type[nn.Module], type[nn.Module]] = {
 
 
 def products_in_fp8(module: nn.Module) -> None:
-    """Let the blocks of a plain Transformer take fp8 in place."""
+    """Switch the blocks of a plain Transformer to fp8 in place."""
     for block in repeated_blocks(module):
         for each in block.modules():
             if kind := _IN_FP8.get(type(each)):
@@ -80,11 +76,9 @@ def products_in_fp8(module: nn.Module) -> None:
 
 
 def products_by_torchao(module: nn.Module) -> None:
-    """Let torchao convert the linear layers within the repeated blocks of a model, with a scale for each tensor.
-
-    Raises Unsupported without torchao, and for a model without blocks or without a layer whose inputs and outputs are
-    multiples of 16.
-    """
+    """Let torchao convert the linear layers within a model's repeated blocks, with a scale for each tensor. Raises
+    Unsupported without torchao, and for a model without blocks or without a layer whose inputs and outputs are
+    multiples of 16."""
     try:
         from torchao.float8 import convert_to_float8_training  # type: ignore[import-not-found]
     except ImportError as error:

@@ -1,8 +1,8 @@
-"""The block of the plain Transformer whose parts between matrix products are one kernel each.
+"""The plain Transformer's block with one kernel for each part between matrix products.
 
-It serves merged projections, RMSNorm, rotary embedding and SwiGLU, and has the parameters of that block by their names.
-A block takes and gives the residual stream as two tensors, the stream and the branch that is still to be added to it:
-the next norm adds them, so that a sum has no kernel of its own, forward or backward.
+It serves merged projections, RMSNorm, rotary embedding and SwiGLU, with that block's parameter names. It takes and
+returns the residual stream as two tensors, the stream and the branch to be added; the next norm adds them, so that the
+sum needs no kernel, forward or backward.
 
 Shape suffixes: B batch, T tokens (context), C d_model, 2 cosine and sine.
 """
@@ -26,7 +26,7 @@ class AddRMSNorm(nn.RMSNorm):
     """The norm of a stream and a branch together, and their sum."""
 
     def forward(self, x_BTC: Tensor, branch_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """(normed, sum); normed is in the format of the product that reads it, to which autocast would cast it."""
+        """(normed, sum); normed is in autocast's format, so that the next product needs no cast."""
         return add_rms_norm(
             x_BTC, branch_BTC, self.weight, NORM_EPS, dtype=autocast_dtype(x_BTC.device.type) or x_BTC.dtype
         )
@@ -40,7 +40,7 @@ class LastNorm(AddRMSNorm):
 
 
 class FusedSelfAttention(SelfAttention):
-    """The same, where heads are taken apart and rotated in one kernel."""
+    """Splits and rotates heads in one kernel."""
 
     def forward(self, x_BTC: Tensor, rotary_2TD: Tensor | None) -> Tensor:
         assert rotary_2TD is not None
@@ -52,17 +52,17 @@ class FusedSelfAttention(SelfAttention):
 
 
 class FusedSwiGLU(MergedSwiGLU):
-    """The same, where gate and up are joined in one kernel."""
+    """Applies silu and the product of gate and up in one kernel."""
 
     def forward(self, x_BTC: Tensor) -> Tensor:
         return self.down(swiglu(self.gate_up(x_BTC)))
 
 
 class FusedBlock(Block):
-    """Attention, then feed-forward, each on the norm of the stream with the branch before it."""
+    """Attention, then feed-forward, each on the norm of the stream plus the branch before it."""
 
     fp32_gradients_of_products = True
-    """Compiled by itself it makes gradients of fp32 weights in fp32, in their product (model/gradient_products)."""
+    """Compiled alone, it makes gradients of fp32 weights in fp32, in their product (model/gradient_products)."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         nn.Module.__init__(self)
@@ -78,7 +78,7 @@ class FusedBlock(Block):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Stream:  # type: ignore[override]
-        """Nothing is added before the first block, which is the same code as the others for a branch of zeros."""
+        """A branch of zeros, so that the first block runs the same code as the others."""
         return x_BTC, torch.zeros_like(x_BTC, dtype=autocast_dtype(x_BTC.device.type))
 
     @staticmethod

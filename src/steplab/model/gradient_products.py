@@ -1,8 +1,8 @@
-"""Gradients of fp32 weights straight from their products: a change of what Inductor compiles.
+"""Gradients of fp32 weights straight from their products: a change of Inductor's graphs.
 
-Under autocast a weight's gradient is a bf16 product, rounded, that another kernel casts to fp32: it is written, read,
-and written again with twice the bytes. cuBLAS adds products up in fp32 anyway, and can write its sums so. The compiled
-backward pass then has one kernel less for each weight, and gradients that are not rounded to bf16.
+Under autocast a weight's gradient is a rounded bf16 product, which another kernel casts to fp32. cuBLAS sums products
+in fp32 anyway, and can write its sums unrounded. The compiled backward pass then has one kernel less for each weight,
+and less traffic.
 """
 
 from functools import cache
@@ -27,18 +27,18 @@ class GradientsOfProducts(CustomGraphPass):  # type: ignore[misc]
                 _widen(graph, cast, product, views)
 
     def uuid(self) -> Any:
-        """What Inductor's cache knows the pass by."""
+        """The pass's identity in Inductor's cache."""
         return get_hash_for_files((__file__,))
 
 
 @cache
 def gradients_of_products() -> GradientsOfProducts:
-    """The one object, by which torch.compile knows that two functions are compiled alike."""
+    """A single object, so that torch.compile sees one setting for all functions."""
     return GradientsOfProducts()
 
 
 def _product_of(cast: fx.Node) -> tuple[fx.Node | None, list[fx.Node]]:
-    """The half-precision product on a GPU that nothing but this cast reads, and the views of it in between."""
+    """The half-precision product on a GPU that only this cast reads, and the views in between."""
     views: list[fx.Node] = []
     node = cast.args[0]
     while isinstance(node, fx.Node) and len(node.users) == 1:

@@ -1,8 +1,7 @@
 """Models of the transformers library: their configuration, random weights, a loss.
 
-A configuration says by `architectures` which model it is. Without that a causal model is built, but of an encoder
-(BERT) the one for masked tokens, of an encoder-decoder (T5) the one for sequences, and of a vision model (ViT) the one
-that classifies images.
+`architectures` in a configuration names the model. Without it, the model is causal, except for encoders (BERT: masked
+tokens), encoder-decoders (T5: sequences) and vision models (ViT: classification).
 """
 
 import importlib.util
@@ -23,12 +22,11 @@ _SERVED = ("plain", "sdpa", *(f"sdpa_{name}" for name in SDPA_BACKENDS))
 """The values of StepSpec's attention that transformers supports: its own code, or torch's kernels."""
 _MOST_LAYERS = 10_000
 _LONGEST_REASON = 300
-"""The longest error in characters: for an unknown model_type transformers lists all that it knows."""
+"""The longest error in characters: for an unknown model_type transformers lists all known types."""
 
 
 def build_hf(spec: StepSpec, device: torch.device) -> Workload:
-    """The model that a config.json describes; raises Unsupported without transformers, and for a model of another
-    kind."""
+    """The model of a config.json. Raises Unsupported without transformers, and for a model of another kind."""
     if importlib.util.find_spec("transformers") is None:
         raise Unsupported(f"model {spec.model.name}", "transformers is not installed", "pip install 'steplab[hf]'")
     import transformers
@@ -52,9 +50,9 @@ def build_hf(spec: StepSpec, device: torch.device) -> Workload:
             config.decoder_start_token_id = 0
         with device:
             model = getattr(transformers, _TASKS[task]).from_config(config, attn_implementation=attention)
-    except (RuntimeError, Unsupported):  # such as no memory, which is no fault of the configuration
+    except (RuntimeError, Unsupported):  # such as running out of memory, which is no fault of the configuration
         raise
-    except Exception as error:  # the libraries' validators have errors of their own
+    except Exception as error:  # the libraries' validators have their own errors
         said = " ".join(str(error).split()) or type(error).__name__
         raise UserError(f"transformers cannot build {spec.model.name}: {shorten(said, _LONGEST_REASON)}") from error
     if spec.checkpoints_apply:
@@ -79,7 +77,7 @@ _TASKS = {
     "sequence": "AutoModelForSeq2SeqLM",
     "image": "AutoModelForImageClassification",
 }
-"""What a model is trained for, and what builds it."""
+"""Training task -> class that builds the model."""
 _NAMES_OF_TASKS = {
     "causal": "CAUSAL_LM",
     "sequence": "SEQ_TO_SEQ_CAUSAL_LM",
@@ -90,7 +88,7 @@ _NAMES_OF_TASKS = {
 
 
 def _task_of(config: Any, name: str) -> str:
-    """What a configuration's model is trained for. Raises Unsupported for one that is none of these."""
+    """The training task of a configuration's model. Raises Unsupported for other tasks."""
     from transformers.models.auto import modeling_auto
 
     tables = {task: getattr(modeling_auto, f"MODEL_FOR_{part}_MAPPING_NAMES") for task, part in _NAMES_OF_TASKS.items()}
@@ -105,7 +103,7 @@ def _task_of(config: Any, name: str) -> str:
         return "masked"
     if not can:
         why = "it is neither a language model nor a classifier of images"
-        raise Unsupported(f"model {name}", why, "have a factory build it, and give package.module:function")
+        raise Unsupported(f"model {name}", why, "build it in a factory, and give package.module:function")
     return can[0]
 
 
@@ -120,14 +118,14 @@ def _batch(task: str, config: Any, spec: StepSpec, device: torch.device) -> dict
 
 
 def _sizes(text: Any) -> tuple[int | None, int | None]:
-    """Layers and width of attention, for the count of FLOPs."""
+    """Layers and attention width, for the count of FLOPs."""
     heads = getattr(text, "num_attention_heads", None)
     head_dim = getattr(text, "head_dim", None) or (text.hidden_size // heads if heads else None)
     return getattr(text, "num_hidden_layers", None), heads * head_dim if heads and head_dim else None
 
 
 def _num_active(model: nn.Module, config: Any) -> int | None:
-    """Parameters that one token uses, of a mixture of experts; None: all."""
+    """Parameters that one token uses in a mixture of experts; None: all."""
     text = config.get_text_config()
     chosen: int = next((n for key in _CHOSEN if (n := getattr(text, key, None))), 0)
     inactive = 0.0
@@ -141,11 +139,11 @@ def _num_active(model: nn.Module, config: Any) -> int | None:
 
 
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k")
-"""Names under which configurations have the number of experts of a token."""
+"""Names of the number of experts of a token, in configurations."""
 
 
 def _checkpoint(model: Any, spec: StepSpec) -> None:
-    """Switch on transformers' own checkpointing, which covers every layer or none."""
+    """Switch on transformers' own checkpointing, which covers every layer."""
     if spec.checkpointing == "none":
         return
     what = f"checkpointing {spec.checkpointing} for {spec.model.name}"

@@ -1,17 +1,13 @@
-"""How the plain Transformer is split over the ranks of the tensor axis, and cut into stages of a pipeline.
+"""The plain Transformer's split over the ranks of the tensor axis, and its stages of a pipeline.
 
-Queries, keys, values, gate and up are split by their outputs (heads, and columns of the feed-forward block), output and
-down by their inputs, so that a block needs no communication within attention or within the feed-forward block (Shoeybi
-et al. 2019, "Megatron-LM"). Between them each rank has a part of the sequence, norms included: tokens are gathered
-before the first products and what the last ones sum up is scattered, which costs what an all-reduce would (Korthikanti
-et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding is split by its rows, the
-head by its outputs, and the loss is computed from logits that no rank has whole. Learned positions are split by their
-rows, and each rank is given those of its tokens. Grouped heads are split by those of keys and values.
+Queries, keys, values, gate and up are split by outputs, output and down by inputs, so that attention and the
+feed-forward block need no communication inside (Shoeybi et al. 2019, "Megatron-LM"). Between them each rank has a part
+of the sequence, norms included: tokens are gathered before the first products, and sums of the last ones scattered
+(Korthikanti et al. 2022, "Reducing Activation Recomputation in Large Transformer Models"). The embedding and learned
+positions are split by rows, the head by outputs; the loss reads split logits. Grouped heads are split by heads of keys
+and values.
 
-Stages are runs of blocks, the first with the embedding, the last with the head. Parameters keep their names, so that a
-stage's are found in the whole model.
-
-Shape suffixes as in transformer.py.
+Stages are runs of blocks with the whole model's parameter names. Shape suffixes as in transformer.py.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +30,7 @@ from steplab.specs.layout import blocks_of_stage
 from steplab.specs.model import TransformerShape
 
 _TOKENS = Shard(1)
-"""The layout of a tensor [B, T, ...] of which each rank has T / tp tokens."""
+"""The layout of a tensor [B, T, ...] with T / tp tokens on each rank."""
 
 
 def tensor_plan(shape: TransformerShape) -> dict[str, ParallelStyle]:
@@ -63,25 +59,20 @@ def _positions() -> ParallelStyle:
 
 
 def _gathered_once(*, num_inputs: int) -> PrepareModuleInput:
-    """Gather tokens where a part begins instead of before each of its products; other inputs are unchanged."""
+    """Gather tokens once for all products of a part; other inputs are unchanged."""
     others = (None,) * (num_inputs - 1)
     return PrepareModuleInput(input_layouts=(_TOKENS, *others), desired_input_layouts=(Replicate(), *others))
 
 
 def arrive_whole(embedding: nn.Module) -> None:
-    """Copy the embedding's output for compiled blocks.
-
-    Otherwise it may be a collective that is still running, wrapped in a tensor class of torch's, for which a compiled
-    block returns a gradient that the embedding cannot use.
-    """
+    """Copy the embedding's output for compiled blocks. Otherwise it may be a running collective, wrapped in a torch
+    tensor class, for which a compiled block returns a gradient that the embedding cannot use."""
     embedding.register_forward_hook(lambda module, inputs, output: output.clone())
 
 
 def loss_over_ranks(loss: LossFn, mesh: DeviceMesh) -> LossFn:
-    """The loss of logits [N, V / tp] that each rank of a mesh of one axis has; to be used within `ready_for_loss`.
-
-    `loss` has to be torch's cross_entropy.
-    """
+    """The loss of each rank's logits [N, V / tp] on a mesh of one axis; call it within `ready_for_loss`. `loss` must be
+    torch's cross_entropy."""
 
     def of_parts(logits_NV: Tensor, targets_N: Tensor) -> Tensor:
         whole_NV = DTensor.from_local(logits_NV, mesh, [Shard(1)])
@@ -103,7 +94,6 @@ Around = Callable[[], AbstractContextManager[object]]
 
 
 def blocks_of(module: "Transformer | TransformerStage") -> dict[int, Block]:
-    """The blocks by their places in the whole model."""
     return {int(name): block for name, block in module.blocks.named_children() if isinstance(block, Block)}
 
 

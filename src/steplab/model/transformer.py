@@ -1,9 +1,9 @@
-"""The plain Transformer under test, to be read in one sitting.
+"""The plain Transformer under test, short enough to read at once.
 
-Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, as many
-heads of keys and values as of queries or fewer, SwiGLU or GELU, biases, linear layers of one input separate or merged,
-and an output head with its own weight or the embedding's. The kind of block and the functions that compute attention
-and loss and that call a block are passed in, so that the model stays the same while they are exchanged and compared.
+Pre-norm blocks without dropout. TransformerShape chooses RMSNorm or LayerNorm, rotary or learned positions, heads of
+keys and values, SwiGLU or GELU, biases, separate or merged linear layers of one input, and an output head with its own
+weight or the embedding's. The class of the blocks, and the functions for attention, loss and block calls are arguments,
+so that they can be exchanged and compared on one model.
 
 Shape suffixes: B batch, T tokens (context), V vocabulary, C d_model, H heads, N heads of keys and values, D head
 dimension, 2 cosine and sine.
@@ -26,7 +26,7 @@ HeadLossFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 """(x_NC, weight_VC, targets_N) -> the loss of the logits x weight^T, a scalar"""
 
 BlockCaller = Callable[[int, nn.Module, Tensor, Tensor | None], Tensor]
-"""(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), by whatever way: see model.checkpointing"""
+"""(index, block, x_BTC, rotary_2TD) -> block(x_BTC, rotary_2TD), as in model.checkpointing"""
 
 ROPE_BASE = 10_000.0
 INIT_STD = 0.02
@@ -55,8 +55,7 @@ class Transformer(nn.Module):
         call_block: BlockCaller = call_plainly,
         block: "type[Block] | None" = None,
     ) -> None:
-        """`head_loss` computes the output head and the loss together, in place of the head and `loss`; `block` is the
-        kind of the blocks, None: Block."""
+        """`head_loss` replaces the output head and `loss`; `block`: class of the blocks; None: Block."""
         super().__init__()
         self.loss = loss
         self.head_loss = head_loss
@@ -93,7 +92,7 @@ class Transformer(nn.Module):
 
 
 def embed(tokens_BT: Tensor, embedding: nn.Embedding, positions: nn.Embedding | None) -> Tensor:
-    """The residual stream before the first block, with learned positions added where there are any."""
+    """The residual stream before the first block, with learned positions if any."""
     x_BTC: Tensor = embedding(tokens_BT)
     if positions is None:
         return x_BTC
@@ -102,7 +101,6 @@ def embed(tokens_BT: Tensor, embedding: nn.Embedding, positions: nn.Embedding | 
 
 
 def norm_of(shape: TransformerShape) -> nn.Module:
-    """A norm of the residual stream."""
     if shape.norm == "layernorm":
         return nn.LayerNorm(shape.d_model, eps=NORM_EPS, bias=shape.has_norm_biases)
     return nn.RMSNorm(shape.d_model, eps=NORM_EPS)
@@ -112,7 +110,7 @@ class Block(nn.Module):
     """Attention, then feed-forward, each on a normalised copy of the residual stream and added to it."""
 
     compiled_within: bool = False
-    """Whether its forward pass is compiled; hooks on its submodules would then cause another compilation."""
+    """True if its forward pass is compiled; hooks on its submodules would then cause another compilation."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
         super().__init__()
@@ -127,17 +125,16 @@ class Block(nn.Module):
 
     @staticmethod
     def entered(x_BTC: Tensor) -> Tensor:
-        """The residual stream as the first block takes it."""
+        """The residual stream in the form that the first block takes."""
         return x_BTC
 
     @staticmethod
     def last_norm(shape: TransformerShape) -> nn.Module:
-        """The norm after the last block, of the stream as that gives it."""
         return norm_of(shape)
 
 
 class SelfAttention(nn.Module):
-    """Causal self-attention of several heads, groups of which may read the same keys and values (Ainslie et al. 2023,
+    """Causal self-attention of several heads; groups of them may read the same keys and values (Ainslie et al. 2023,
     "GQA")."""
 
     def __init__(self, shape: TransformerShape, attention: AttentionFn) -> None:
@@ -178,7 +175,7 @@ class SwiGLU(nn.Module):
 
 
 class MergedSwiGLU(nn.Module):
-    """The same, with gate and up in one linear layer."""
+    """SwiGLU with gate and up in one linear layer."""
 
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -192,7 +189,7 @@ class MergedSwiGLU(nn.Module):
 
 
 class GELU(nn.Module):
-    """down(gelu(up(x))), as in GPT-2, but for its approximation of gelu (Hendrycks and Gimpel 2016)."""
+    """down(gelu(up(x))), as in GPT-2, without its approximation of gelu (Hendrycks and Gimpel 2016)."""
 
     def __init__(self, d_model: int, d_ff: int, *, bias: bool = False) -> None:
         super().__init__()
@@ -204,7 +201,6 @@ class GELU(nn.Module):
 
 
 def feed_forward_of(shape: TransformerShape) -> nn.Module:
-    """The feed-forward part of a block."""
     kind: type[SwiGLU | MergedSwiGLU | GELU] = GELU
     if shape.feed_forward == "swiglu":
         kind = MergedSwiGLU if shape.projections == "merged" else SwiGLU
@@ -219,8 +215,8 @@ def rotary_table(context: int, head_dim: int) -> Tensor:
 
 
 def rotate(x_BHTD: Tensor, rotary_2TD: Tensor | None) -> Tensor:
-    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table,
-    where positions are learned, x is returned unchanged."""
+    """Rotate the pairs (x[i], x[i + D/2]) by their position's angle, in the table's precision; without a table (learned
+    positions) x is returned unchanged."""
     if rotary_2TD is None:
         return x_BHTD
     cos_TD, sin_TD = rotary_2TD

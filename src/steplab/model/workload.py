@@ -15,23 +15,23 @@ class Workload:
     """A model ready to be stepped: either `module` with `make_batch`, or `step` alone."""
 
     module: nn.Module | None = None
-    """The module, called with a batch; its loss is what `loss_of` finds in its result."""
+    """Called with a batch; `loss_of` finds the loss in its result."""
     make_batch: Callable[[], Any] | None = None
     """Returns one batch on the device: a tensor, a tuple (positional) or a dict (by keyword)."""
     step: Callable[[], object] | None = None
     """A user's whole step, which steplab times as a single phase."""
     num_layers: int | None = None
-    """The number of attention layers, for the FLOP count; None if unknown."""
+    """Number of attention layers, for the FLOP count; None: unknown."""
     attention_width: int | None = None
-    """Query heads x head dimension; None if unknown."""
+    """Query heads x head dimension; None: unknown."""
     is_causal: bool = True
-    """Whether a token attends to earlier ones alone."""
+    """True if a token attends only to earlier ones."""
     num_active_parameters: int | None = None
-    """Parameters that one token uses, of a mixture of experts; None: all."""
+    """Parameters that one token uses in a mixture of experts; None: all."""
     knows_tokens: bool = True
-    """Whether its batches have the spec's batch and context, so that the tokens of a step are known."""
+    """True if its batches have the spec's batch and context, so that the tokens of a step are known."""
     notes: tuple[str, ...] = ()
-    """The choices made while it was built, in words for the record."""
+    """Choices made while it was built, in words for the record."""
 
 
 def call(module: Callable[..., Any], batch: Any) -> Any:
@@ -44,7 +44,7 @@ def call(module: Callable[..., Any], batch: Any) -> Any:
 
 
 def loss_of(output: Any) -> Tensor:
-    """The scalar to differentiate: what the module returns, its `.loss` or ["loss"], or the one scalar of a tuple such
+    """The scalar to differentiate: the module's result, its `.loss` or ["loss"], or the single scalar of a tuple such
     as (logits, loss). Raises UserError if there is none."""
     loss = output.get("loss", output) if isinstance(output, dict) else getattr(output, "loss", output)
     if isinstance(loss, (tuple, list)):
@@ -67,7 +67,7 @@ def _shown(value: Any) -> str:
 
 
 def num_parameters(module: nn.Module) -> int:
-    """The number of parameters, each tied one counted once (as by nn.Module.parameters)."""
+    """Number of parameters, tied ones counted once (as by nn.Module.parameters)."""
     return sum(parameter.numel() for parameter in module.parameters())
 
 

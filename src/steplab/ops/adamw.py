@@ -1,9 +1,9 @@
-"""AdamW whose step is one kernel for all parameters of a group, after a short one that counts the step.
+"""AdamW with one kernel for all parameters of a group, after a short kernel that counts the step.
 
-Its parameters are float32, or bfloat16 weights whose float32 masters it keeps (`bf16_with_masters`). Autocast rounds
-the float32 weight of a linear layer to bfloat16 before each use, and its gradient is a bfloat16 product that is then
-cast to float32. A weight that is bfloat16 from the start, written by the optimizer as its rounded master, enters the
-same products, and has the same gradient: neither cast is needed, and no number changes.
+Its parameters are float32, or bfloat16 weights with float32 masters (`bf16_with_masters`). Autocast rounds a linear
+layer's float32 weight to bfloat16 before each use, and casts its bfloat16 gradient to float32. A bfloat16 weight that
+the optimizer writes as its rounded master enters the same products and has the same gradient, so no number changes
+without these casts.
 """
 
 import math
@@ -23,34 +23,32 @@ from .triton_places import runs_on
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Rates:
-    """The numbers of one step."""
-
     lr: float
     beta_1: float
     beta_2: float
     eps: float
     weight_decay: float
     step: int
-    """Number of the step, counted from 1."""
+    """Counted from 1."""
 
     @property
     def decay(self) -> float:
-        """What is left of a parameter."""
+        """Factor that remains of a parameter after weight decay."""
         return 1 - self.lr * self.weight_decay
 
     @property
     def step_size(self) -> float:
-        """The learning rate over what the first moment lacks for having begun at zero."""
+        """The learning rate, divided by the first moment's bias correction."""
         return self.lr / (1 - self.beta_1**self.step)
 
     @property
     def second_correction(self) -> float:
-        """One over the root of what the second moment lacks."""
+        """One over the root of the second moment's bias correction."""
         return float((1 - self.beta_2**self.step) ** -0.5)
 
 
 def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tensor, rates: Rates) -> None:
-    """Update a parameter and its two moments in place: the reference, as the formula reads (Loshchilov and Hutter 2019,
+    """Update a parameter and its two moments in place, as the formula reads: the reference (Loshchilov and Hutter 2019,
     "Decoupled Weight Decay Regularization", algorithm 2)."""
     first.add_((1 - rates.beta_1) * (gradient - first))
     second.add_((1 - rates.beta_2) * (gradient.square() - second))
@@ -59,11 +57,12 @@ def adamw_step(parameter: Tensor, gradient: Tensor, first: Tensor, second: Tenso
 
 
 def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> dict[Tensor, Tensor]:
-    """Put the weights and biases of linear layers into bfloat16, in place, and give their float32 values by parameter.
+    """Convert the weights and biases of linear layers to bfloat16, in place, and return their float32 values by
+    parameter.
 
-    The step runs under autocast as before: it casts these alone before each use. All other parameters stay, as do those
-    that another kind of module has as well (an embedding that is the head's weight too), those in `stay`, and those
-    that are not float32. Load weights into the module before this, for the masters are the values that it has now.
+    The step runs under autocast as before, which casts only these before each use. Unchanged are all other parameters,
+    parameters shared with another kind of module (an embedding tied to the head), parameters in `stay` or not in
+    float32. Load weights into the module first, because the masters copy its current values.
     """
     staying = {id(parameter) for parameter in stay}
     linear: dict[int, nn.Parameter] = {}
@@ -83,25 +82,24 @@ def bf16_with_masters(module: nn.Module, *, stay: Collection[Tensor] = ()) -> di
 
 _ALIGNMENT = 16
 _IN_FLOAT32 = ("master", "exp_avg", "exp_avg_sq")
-"""What the state has of each element of a parameter; `master` is there of bfloat16 weights alone."""
+"""State for each element of a parameter; `master` only for bfloat16 weights."""
 _RATES = 3
 """Entries of a tensor in the table of rates."""
 
 
 class OneKernelAdamW(torch.optim.Optimizer):
-    """torch.optim.AdamW for contiguous float32 parameters, and for bfloat16 weights that have float32 masters.
+    """torch.optim.AdamW for contiguous float32 parameters, and for bfloat16 weights with float32 masters.
 
-    The kernel is for CUDA, and for a CPU under TRITON_INTERPRET=1; elsewhere a step is made by operators of torch, one
-    parameter after the other, which is not fast.
+    The kernel runs on CUDA, and on a CPU under TRITON_INTERPRET=1. Elsewhere torch's operators make the step, one
+    parameter after the other, which is slow.
 
-    A step reads the bfloat16 gradient of such a weight, updates its master and moments in float32 and writes the
-    rounded master to the weight: 28 bytes a parameter, as many as of a float32 parameter (Micikevicius et al. 2018,
-    "Mixed Precision Training", section 3.1).
+    For a bfloat16 weight, a step reads the bfloat16 gradient, updates master and moments in float32 and writes the
+    rounded master to the weight: 28 bytes a parameter, as for a float32 parameter (Micikevicius et al. 2018, "Mixed
+    Precision Training", section 3.1).
 
-    Its state has the names that torch's has, and `master`, so that either loads what the other has saved. As in torch's
-    fused one the number of steps is on the device, and a step can be captured as a CUDA graph. Take one step outside of
-    the capture before it, keep the optimizer as long as the graph, and give a learning rate that changes between
-    replays as a tensor on the device.
+    The state has torch's names and `master`, so either class loads the other's state. The number of steps is on the
+    device, as in torch's fused AdamW, so a CUDA graph can capture a step. Take one step before the capture, keep the
+    optimizer as long as the graph, and pass a learning rate that changes between replays as a tensor on the device.
     """
 
     def __init__(
@@ -114,20 +112,20 @@ class OneKernelAdamW(torch.optim.Optimizer):
         *,
         masters: Mapping[Tensor, Tensor] | None = None,
     ) -> None:
-        """`masters` has the float32 values of each bfloat16 parameter, as `bf16_with_masters` gives them; the
-        optimizer keeps these tensors and updates them in place. Weights are written from them, so a step after a
-        weight was given other values than its master's raises UserError."""
+        """masters: the float32 values of each bfloat16 parameter, from `bf16_with_masters`. The optimizer keeps these
+        tensors and updates them in place. It writes weights from them, so `step` raises UserError for a weight that
+        differs from its master."""
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= beta < 1 for beta in betas)):
             raise UserError("AdamW takes lr, eps and weight_decay of at least 0 and betas from 0 to below 1")
         self._masters = masters or {}  # for add_param_group
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay})
         self._masters = {}
-        self._tables: dict[Tensor, _Tables] = {}  # of what is updated together, by the first tensor that is
-        self._of_graphs: list[_Tables] = []  # what CUDA graphs read, in the host's memory and in the device's
+        self._tables: dict[Tensor, _Tables] = {}  # of tensors updated together, by the first of them
+        self._of_graphs: list[_Tables] = []  # read by CUDA graphs, in CPU and in device memory
         self._versions: dict[Tensor, int] = {}  # of bfloat16 weights after their last step; autograd counts changes
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Restore a copy or a loaded optimizer, of which torch keeps state and groups alone."""
+        """Restore a copied or loaded optimizer; torch keeps only state and groups."""
         super().__setstate__(state)
         self.__dict__.setdefault("_masters", {})
         self.__dict__.setdefault("_tables", {})
@@ -135,8 +133,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
         self.__dict__.setdefault("_versions", {})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group. Raises Unsupported, and adds none, for options of torch's AdamW that it does not have and for
-        parameters that it does not update."""
+        """Add a group. Raises Unsupported, and adds nothing, for options and parameters that it does not support."""
         _refuse_other_options(param_group)
         super().add_param_group(param_group)
         added = self.param_groups.pop()
@@ -149,15 +146,15 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load moments and masters; each parameter that was saved with a master then has its value, rounded where the
-        parameter is bfloat16. Of a state without masters, such as torch's own, the masters stay what they are.
-        Raises Unsupported for the state of another update: AMSGrad's, an ascent's, or Adam's with weight decay."""
+        """Load moments and masters. A parameter that was saved with a master gets its value, rounded where the
+        parameter is bfloat16. A state without masters, such as torch's own, leaves the masters unchanged. Raises
+        Unsupported for the state of AMSGrad, of an ascent, or of Adam with weight decay."""
         for group in state_dict["param_groups"]:
             _refuse_other_options(group)
         masters = {parameter: state["master"] for parameter, state in self.state.items() if "master" in state}
-        self._tables.clear()  # they hold the tensors of the state that goes
+        self._tables.clear()  # they hold tensors of the replaced state
         super().load_state_dict(state_dict)
-        # torch casts what it loads to the parameter's type, which would round the state of a bfloat16 weight.
+        # torch casts loaded tensors to the parameter's type, which would round a bfloat16 weight's state.
         numbers = (number for group in state_dict["param_groups"] for number in group["params"])
         parameters = (parameter for group in self.param_groups for parameter in group["params"])
         for number, parameter in zip(numbers, parameters, strict=True):
@@ -166,16 +163,13 @@ class OneKernelAdamW(torch.optim.Optimizer):
             master = state.pop("master", None)
             if master is not None:
                 parameter.copy_(master)
-            if parameter in masters:  # the caller may hold it, and the next state to be loaded is not to change it
+            if parameter in masters:  # the caller may hold it, and the next load must not change it
                 state["master"] = masters[parameter] if master is None else masters[parameter].copy_(master)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Update all parameters that have a gradient; gives what the closure does.
-
-        Raises Unsupported in a capture that no step outside of one preceded, and UserError where a weight was given
-        other values than its master's.
-        """
+        """Update all parameters that have a gradient; returns the closure's result. Raises Unsupported in a capture
+        without an earlier step outside of it, and UserError for a weight that differs from its master."""
         with torch.enable_grad():
             loss = None if closure is None else closure()
         for group in self.param_groups:
@@ -196,12 +190,12 @@ class OneKernelAdamW(torch.optim.Optimizer):
             tables = self._tables[key] = _tables_for(tensors, self._tables.get(key))
         tables.settings.set(group)
         _start(tables, group, has_masters=has_masters)
-        if has_masters and not tables.counts.is_cuda:  # the interpreter cuts off what a GPU rounds
+        if has_masters and not tables.counts.is_cuda:  # the interpreter truncates where a GPU rounds
             _round_to_weights(tensors)
 
     def _with_gradients(self, parameters: Sequence[Tensor]) -> dict[tuple[torch.device, bool], list["Tensors"]]:
-        """What has a gradient, with its state, by its device and whether it has a master: a launch is for one device,
-        whose kernel reads no other's memory."""
+        """Tensors with a gradient and their state, by device and presence of masters: a kernel reads one device's
+        memory."""
         found: dict[tuple[torch.device, bool], list[Tensors]] = {}
         for parameter in parameters:
             if parameter.grad is None:
@@ -213,7 +207,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
             master = state.get("master")
             values = parameter if master is None else master
             if "step" not in state:
-                if _is_captured(parameter):  # its zeros would be written when the graph is replayed, and each time
+                if _is_captured(parameter):  # a replayed graph would write its zeros each time
                     why = "a parameter has no moments yet, which are made in a step outside of one"
                     raise Unsupported(
                         "AdamW in one kernel in a capture", why, "take a step of the same parameters before it"
@@ -221,7 +215,7 @@ class OneKernelAdamW(torch.optim.Optimizer):
                 state["step"] = torch.zeros((), device=parameter.device)
                 state["exp_avg"], state["exp_avg_sq"] = torch.zeros_like(values), torch.zeros_like(values)
             step = state["step"]
-            if step.device != parameter.device or step.dtype != torch.float32:  # from torch's, which may be on the host
+            if step.device != parameter.device or step.dtype != torch.float32:  # from torch's, which may be on the CPU
                 state["step"] = step.to(parameter.device, torch.float32)
             tensors = (values, parameter.grad, state["exp_avg"], state["exp_avg_sq"], state["step"])
             weight = () if master is None else (parameter,)
@@ -232,10 +226,8 @@ class OneKernelAdamW(torch.optim.Optimizer):
         return found
 
     def _tables_in_capture(self, key: Tensor, tensors: Sequence["Tensors"]) -> "_Tables":
-        """Tables whose addresses are copied from the host's memory by the graph itself, in each replay.
-
-        That memory cannot be made in a capture, so it is taken from the step before, and no later step gets it.
-        """
+        """Tables with addresses that the graph itself copies from CPU memory in each replay. A capture cannot allocate
+        that memory, so it comes from the step before, and no later step gets it."""
         before = self._tables.get(key)
         if before is None or before.on_host is None:
             why = "the tables of its tensors are made in a step outside of one"
@@ -252,20 +244,18 @@ class OneKernelAdamW(torch.optim.Optimizer):
 
 
 Tensors = tuple[Tensor, ...]
-"""What is updated in float32, its gradient, its two moments and the number of its steps; then the bfloat16 weight, if
-that is another tensor."""
+"""The float32 tensor to update, its gradient, its two moments and its number of steps; then the bfloat16 weight, if
+any."""
 
 
 class _Settings:
-    """What a group says of its rates, on the device in float64: learning rate, logarithms of both betas, weight
-    decay."""
+    """A group's rates on the device, in float64: learning rate, logarithms of both betas, weight decay."""
 
     def __init__(self, device: torch.device) -> None:
         self.on_device = torch.empty(4, dtype=torch.float64, device=device)
         self._values: list[float] = []
 
     def set(self, group: dict[str, Any]) -> None:
-        """Copy what has changed."""
         lr = group["lr"]
         follows = isinstance(lr, Tensor) and lr.device == self.on_device.device
         logarithms = [math.log(beta) if beta else -math.inf for beta in group["betas"]]
@@ -279,14 +269,12 @@ class _Settings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Tables:
-    """What the kernels have to know of the tensors, on their device."""
-
     where: list[list[int]]
-    """Addresses, as they are in `addresses`."""
+    """Addresses, as in `addresses`."""
     sizes: list[int]
-    """Elements, as they are in `counts`."""
+    """Elements, as in `counts`."""
     on_host: Tensor | None
-    """What `addresses` was copied from; None once a CUDA graph copies from it."""
+    """CPU memory that `addresses` was copied from; None once a CUDA graph copies from it."""
     addresses: Tensor
     counts: Tensor
     firsts: Tensor
@@ -296,7 +284,6 @@ class _Tables:
 
 
 def _is_captured(tensor: Tensor) -> bool:
-    """Whether what is done with it now becomes part of a CUDA graph."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
@@ -305,7 +292,7 @@ def _addresses(tensors: Sequence[Tensors]) -> list[list[int]]:
 
 
 def _tables_for(tensors: Sequence[Tensors], before: _Tables | None) -> _Tables:
-    """Those of the step before, where nothing has moved; else what has changed is copied to the device."""
+    """The tables of the step before, with changes copied to the device."""
     device = tensors[0][0].device
     where = _addresses(tensors)
     sizes = [each[0].numel() for each in tensors]
@@ -398,7 +385,7 @@ def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None
         _refuse_other_types(parameter, torch.float32, "parameter", "without a master it updates float32 parameters")
         return
     _refuse_unserved(master)
-    _refuse_other_types(parameter, torch.bfloat16, "weight", "one that has a master is bfloat16")
+    _refuse_other_types(parameter, torch.bfloat16, "weight", "a weight with a master is bfloat16")
     _refuse_other_types(master, torch.float32, "master", "it updates float32 masters")
     if master.shape != parameter.shape:
         raise UserError(f"a weight of shape {tuple(parameter.shape)} was given a master of shape {tuple(master.shape)}")
@@ -407,19 +394,19 @@ def _refuse_unserved_parameter(parameter: Tensor, master: Tensor | None) -> None
 def _refuse_other_values(weight: Tensor, master: Tensor) -> None:
     if not torch.equal(weight, master.to(weight.dtype)):
         raise UserError(
-            f"a bfloat16 weight of shape {tuple(weight.shape)} was given values that are not its master's, and the "
-            "step would write the master's over them: load weights before bf16_with_masters, or load the optimizer's "
+            f"a bfloat16 weight of shape {tuple(weight.shape)} differs from its master, and the "
+            "step would overwrite it: load weights before bf16_with_masters, or load the optimizer's "
             "state with its masters too"
         )
 
 
 def _refuse_other_options(group: Mapping[str, Any]) -> None:
-    """Raise Unsupported for a group of torch's AdamW whose update is another."""
+    """Raise Unsupported for a group of torch's AdamW with another update."""
     for name in ("amsgrad", "maximize"):
         if group.get(name):
             raise Unsupported(f"AdamW in one kernel with {name}", "it has no such update", _INSTEAD)
     if not group.get("decoupled_weight_decay", True) and group.get("weight_decay"):
-        raise Unsupported("AdamW in one kernel with Adam's weight decay", "it decays weights by themselves", _INSTEAD)
+        raise Unsupported("AdamW in one kernel with Adam's weight decay", "it decouples weight decay", _INSTEAD)
 
 
 def _refuse_unserved_tensors(
@@ -429,7 +416,7 @@ def _refuse_unserved_tensors(
         _refuse_unserved(tensor)
     _refuse_other_types(values, torch.float32, "parameter", "without a master it updates float32 parameters")
     gradient_type = torch.bfloat16 if weight else torch.float32
-    _refuse_other_types(gradient, gradient_type, "gradient", f"that of such a weight is {gradient_type}")
+    _refuse_other_types(gradient, gradient_type, "gradient", f"such a weight has one of {gradient_type}")
 
 
 def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str) -> None:
@@ -438,12 +425,12 @@ def _refuse_other_types(tensor: Tensor, dtype: torch.dtype, what: str, why: str)
 
 
 _INSTEAD = "use torch.optim.AdamW for it"
-_PLAIN = (Tensor, torch.nn.Parameter)  # asked of thousands of tensors in each step
+_PLAIN = (Tensor, torch.nn.Parameter)  # checked for thousands of tensors in each step
 
 
 def _refuse_unserved(tensor: Tensor) -> None:
-    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):  # it has no address of its own
-        why = "its elements are in tensors within it, as those of a parameter that fully_shard has sharded are"
+    if type(tensor) not in _PLAIN and is_traceable_wrapper_subclass(tensor):  # it has no address
+        why = "its elements are in tensors within it, as in a parameter that fully_shard has sharded"
         raise Unsupported(f"AdamW in one kernel for a {type(tensor).__name__}", why, _INSTEAD)
     if not tensor.is_contiguous() or tensor.data_ptr() % _ALIGNMENT:
         why = f"it takes contiguous tensors that begin at a multiple of {_ALIGNMENT} bytes"

@@ -1,8 +1,8 @@
-"""One step of AdamW over many tensors in two launches: a short one for the numbers of the step, and one for the update.
+"""One step of AdamW over many tensors in two launches: a short one for the step's rates, and the update.
 
-Each program of the update has a block of one tensor. Which one is in a table that stays as long as the sizes do; where
-the tensors are is in another, since gradients may be elsewhere in every step. How many steps a tensor has taken is in
-the device's memory, and so is what follows from it, so that a replayed CUDA graph of both launches goes on counting.
+Each program of the update has a block of one tensor. One table assigns tensors to programs, and stays as long as the
+sizes do; another has the addresses, because gradients may move in every step. The step counts and rates are in device
+memory, so that replays of a CUDA graph go on counting.
 """
 
 import triton
@@ -11,11 +11,11 @@ import triton.language as tl
 
 @triton.jit
 def adamw_rates_kernel(addresses_ptr, settings_ptr, rates_ptr, num_tensors, BLOCK: tl.constexpr, WIDTH: tl.constexpr):
-    """Count a step of each tensor, and work out its rates in float64; the formulas are those of adamw.Rates.
+    """Count a step of each tensor, and compute its rates in float64 by the formulas of adamw.Rates.
 
-    addresses [tensors, WIDTH], of which the fifth is the number of a tensor's steps, in float32; settings [4], in
-    float64: learning rate, logarithms of both betas, weight decay; rates [tensors, 3] in float32, which is written:
-    what is left of a parameter, the size of the step, the correction of the second moment.
+    addresses [tensors, WIDTH]: the fifth is the tensor's step count, in float32. settings [4], float64: learning rate,
+    logarithms of both betas, weight decay. rates [tensors, 3], float32, written: decay factor, step size, correction of
+    the second moment.
     """
     tensors = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = tensors < num_tensors
@@ -44,14 +44,13 @@ def adamw_kernel(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """A block of a parameter, its moments and its gradient; the formula is that of adamw.adamw_step.
+    """A block of a parameter, its moments and its gradient, by the formula of adamw.adamw_step.
 
-    addresses [tensors, 5] of parameter, gradient, first and second moment, each a multiple of 16 bytes and all float32,
-    and of the number of steps. With masters [tensors, 6]: the parameter is the float32 master, the gradient is
-    bfloat16, and the last address is that of the bfloat16 weight, which is written and not read. counts [tensors] of
-    elements; firsts [tensors], the first program that has a block of each; tensors [programs], which one a program has;
-    rates as adamw_rates_kernel writes them. Moments move towards a gradient by first_rate and second_rate, one minus
-    beta.
+    addresses [tensors, 5]: parameter, gradient, first and second moment, each a multiple of 16 bytes and float32, and
+    the step count. With masters [tensors, 6]: the parameter is the float32 master, the gradient is bfloat16, and the
+    last address is the bfloat16 weight, which is only written. counts [tensors]: elements; firsts [tensors]: the first
+    program of each tensor; tensors [programs]: a program's tensor; rates: from adamw_rates_kernel. first_rate and
+    second_rate are one minus beta.
     """
     program = tl.program_id(0)
     tensor = tl.load(tensors_ptr + program).to(tl.int64)
@@ -69,7 +68,7 @@ def adamw_kernel(
         weight_ptr = tl.multiple_of(tl.load(row_ptr + 5).to(tl.pointer_type(tl.bfloat16)), 16) + start
     else:
         weight_ptr = parameter_ptr
-    if rest >= BLOCK:  # of a constant the compiler sees that nothing is left out
+    if rest >= BLOCK:  # the compiler sees a constant here, so nothing is masked
         _update(
             parameter_ptr, gradient_ptr, first_ptr, second_ptr, weight_ptr, BLOCK,
             decay, first_rate, second_rate, step_size, second_correction, eps, BLOCK, HAS_MASTERS,
@@ -98,8 +97,8 @@ def _update(
     BLOCK: tl.constexpr,
     HAS_MASTERS: tl.constexpr,
 ):
-    """The first `count` elements of a block; with masters the weight gets the parameter, rounded. Nothing of
-    it is read again before the next step."""
+    """The first `count` elements of a block; with masters the weight becomes the rounded parameter. Nothing of it is
+    read again before the next step."""
     places = tl.arange(0, BLOCK)
     inside = places < count
     gradient = tl.load(gradient_ptr + places, mask=inside, other=0.0, eviction_policy="evict_first").to(tl.float32)

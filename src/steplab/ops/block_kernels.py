@@ -1,4 +1,4 @@
-"""Kernels of what runs between the products of a block: RMSNorm, rotary embedding and SwiGLU."""
+"""Kernels between the products of a block: RMSNorm, rotary embedding and SwiGLU."""
 
 import triton
 import triton.language as tl
@@ -12,13 +12,13 @@ def magnitude_bits(x):
 
 @triton.jit
 def amax_so_far(amax_ptr):
-    """Bits of what amax [1] holds, float32 and 0 before the kernel; past the L1 cache, whose copy may be old."""
+    """Bits of amax [1], float32 and 0 before the kernel; read past the L1 cache, whose copy may be old."""
     return tl.load(amax_ptr.to(tl.pointer_type(tl.int32)), cache_modifier=".cg")
 
 
 @triton.jit
 def raise_amax(amax_ptr, so_far, bits):
-    """amax becomes the largest of itself and of a tile, whose magnitude_bits these are."""
+    """Set amax to the maximum of itself and of a tile with these magnitude_bits."""
     top = tl.max(bits)
     tl.atomic_max(amax_ptr.to(tl.pointer_type(tl.int32)), top, mask=top > so_far, sem="relaxed")
 
@@ -28,9 +28,7 @@ def add_rms_norm_kernel(
     x_ptr, branch_ptr, weight_ptr, normed_ptr, sum_ptr, rstd_ptr, amax_ptr, width, eps, BLOCK: tl.constexpr
 ):
     """sum = x + branch, rstd = 1 / sqrt(mean(sum^2) + eps), normed = sum rstd weight, for rows of `width` elements.
-
-    amax [1]: the largest magnitude of normed, or None.
-    """
+    amax [1]: the largest magnitude of normed, or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     row = tl.program_id(0).to(tl.int64)
@@ -68,10 +66,8 @@ def add_rms_norm_backward_kernel(
     BLOCK: tl.constexpr,
 ):
     """With n = sum rstd and h = grad weight: grad_x = rstd (h - n mean(h n)) + grad_sum, and in the branch's format.
-
-    grad is the gradient of normed, grad_sum that of the sum. shares [programs, width], float32: each program's sum of
-    grad n over its rows, of which it has every num_programs-th.
-    """
+    grad is the gradient of normed, grad_sum of the sum. shares [programs, width], float32: each program's sum of grad n
+    over its rows, every num_programs-th."""
     columns = tl.arange(0, BLOCK)
     inside = columns < width
     weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
@@ -108,8 +104,8 @@ def rms_norm_weight_kernel(shares_ptr, grad_weight_ptr, num_shares, width, ROWS:
 
 @triton.jit
 def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.constexpr):
-    """What a program works on: 0 queries, 1 keys, 2 values; its first row in these, their number of heads, and their
-    first column in the merged projection."""
+    """A program's part (0 queries, 1 keys, 2 values), its first row there, number of heads, and first column in the
+    merged projection."""
     of_queries = tl.cdiv(num_tokens * num_heads, ROWS)
     of_keys = tl.cdiv(num_tokens * num_kv_heads, ROWS)
     part = tl.where(program < of_queries, 0, tl.where(program < of_queries + of_keys, 1, 2))
@@ -121,11 +117,8 @@ def _part(program, num_tokens, num_heads, num_kv_heads, head_dim, ROWS: tl.const
 
 @triton.jit
 def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
-    """Cosines and sines of the rows' positions; those of an angle of zero for values.
-
-    Values turn in no column: a block is compared, as the interpreter of Triton 3.9 widens a scalar's comparison to
-    int32, which is no mask.
-    """
+    """Cosines and sines of the rows' positions; for values, of an angle of zero. A block is compared for values,
+    because the interpreter of Triton 3.9 widens a scalar's comparison to int32, which is no mask."""
     places = position * half + columns
     turning = inside & (columns < tl.where(part < 2, half, 0))
     cosine = tl.load(table_ptr + places, mask=turning, other=1.0)
@@ -135,7 +128,7 @@ def _angles(table_ptr, sine_distance, position, half, columns, inside, part):
 
 @triton.jit
 def _places(base_ptr, batch, position, head, of_batch, of_token, of_head):
-    """Where rows begin, by the strides of batch, token and head; int64, for tensors of more than 2^31 elements."""
+    """Addresses of rows, by the strides of batch, token and head; int64, for tensors of more than 2^31 elements."""
     places = batch * tl.cast(of_batch, tl.int64) + position * tl.cast(of_token, tl.int64)
     return base_ptr + places + head * tl.cast(of_head, tl.int64)
 
@@ -156,11 +149,9 @@ def rotary_heads_kernel(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    """merged [tokens, (heads + 2 kv_heads) head_dim] -> q, k, v [tokens, heads, head_dim], all contiguous.
-
-    table [2, positions, head_dim / 2] of cosines and sines, float32, whose sines are sine_distance further on; the
-    position of a token is its number modulo context.
-    """
+    """merged [tokens, (heads + 2 kv_heads) head_dim] -> q, k, v [tokens, heads, head_dim], all contiguous. table [2,
+    positions, head_dim / 2] of cosines and sines, float32, with sines sine_distance further on; a token's position is
+    its number modulo context."""
     half = head_dim // 2
     part, first, heads, column = _part(tl.program_id(0), num_tokens, num_heads, num_kv_heads, head_dim, ROWS)
     rows = first + tl.arange(0, ROWS)[:, None]
@@ -203,11 +194,9 @@ def rotary_heads_backward_kernel(
     ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of q, k and v -> grad [tokens, (heads + 2 kv_heads) head_dim], contiguous: each pair turned back.
-
-    Of the first three the strides of batch, token and head are given; the last dimension is contiguous. amax [1]: the
-    largest magnitude of grad, or None.
-    """
+    """Gradients of q, k and v -> grad [tokens, (heads + 2 kv_heads) head_dim], contiguous: each pair turned back. The
+    first three come with the strides of batch, token and head; the last dimension is contiguous. amax [1]: the largest
+    magnitude of grad, or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     half = head_dim // 2
@@ -238,10 +227,8 @@ def rotary_heads_backward_kernel(
 
 @triton.jit
 def swiglu_kernel(joined_ptr, out_ptr, amax_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """silu(gate) * up: joined [rows, 2 width] -> out [rows, width], both contiguous.
-
-    amax [1]: the largest magnitude of out, or None.
-    """
+    """silu(gate) * up: joined [rows, 2 width] -> out [rows, width], both contiguous; amax [1]: out's largest magnitude,
+    or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
@@ -260,10 +247,8 @@ def swiglu_kernel(joined_ptr, out_ptr, amax_ptr, num_rows, width, ROWS: tl.const
 def swiglu_backward_kernel(
     grad_ptr, joined_ptr, grad_joined_ptr, amax_ptr, num_rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr
 ):
-    """The gradient of joined [rows, 2 width] for grad [rows, width], all contiguous; see plain_swiglu.
-
-    amax [1]: the largest magnitude of that gradient, or None.
-    """
+    """The gradient of joined [rows, 2 width] for grad [rows, width], all contiguous; see plain_swiglu. amax [1]: the
+    largest magnitude of that gradient, or None."""
     if amax_ptr is not None:
         so_far = amax_so_far(amax_ptr)
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]

@@ -1,9 +1,8 @@
 """linear_cross_entropy(): one signature over every implementation, chosen by name and never swapped silently.
 
-The gradient of the chunked losses: a mean or a sum has its gradients formed in the forward pass, where they are all
-that is saved; backward multiplies them by the gradient of the loss, in place. Losses without a reduction have a
-gradient for each token, which is not known in the forward pass: they save their inputs, and backward computes the
-logits again.
+Chunked losses with a reduction form their gradients in the forward pass and save only these; backward multiplies them
+by the gradient of the loss, in place. Without a reduction each token has its own gradient of the loss, unknown in the
+forward pass: inputs are saved, and backward recomputes the logits.
 
 Shape suffixes: N tokens, C width of the hidden state, V entries of the vocabulary.
 """
@@ -46,9 +45,8 @@ def plain_linear_cross_entropy(
 
 
 _REFUSED = "a chunked loss", "choose plain for it"
-"""What has no second derivative, and what to do instead."""
 _NOTHING = (None,) * 7
-"""Gradients of what is not differentiated: targets, and what the losses are made of."""
+"""Gradients of targets and of the losses' options."""
 
 
 class ReducedLoss(torch.autograd.Function):
@@ -91,7 +89,7 @@ class ReducedLoss(torch.autograd.Function):
 
 
 class TokenLosses(torch.autograd.Function):
-    """The losses of the tokens, whose logits backward computes again."""
+    """The losses of the tokens; backward recomputes their logits."""
 
     @staticmethod
     def forward(
@@ -130,17 +128,15 @@ class TokenLosses(torch.autograd.Function):
 
 
 def reduced(losses_N: Tensor, targets_N: Tensor, *, mean: bool, ignore_index: int) -> Tensor:
-    """The sum of the losses, or their mean over the targets that are not ignored, of which there should be one."""
+    """The sum of the losses, or their mean over the targets that are not ignored (at least one)."""
     total = losses_N.sum()
     return total / (targets_N != ignore_index).sum() if mean else total
 
 
 def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype) -> tuple[Tensor, Tensor | None]:
-    """What each token's gradient is multiplied with in the forward pass, and all of them in the backward pass.
-
-    The number of targets stays on the device. A mean's factor is left to the backward pass where the gradients of the
-    logits are in fp16, in which the smaller ones would be zero.
-    """
+    """Factors of the tokens' gradients in the forward pass, and of all gradients in the backward pass. The number of
+    targets stays on the device. If the logits' gradients are fp16, backward applies a mean's factor, because the
+    smaller ones would be zero."""
     one = torch.ones((), dtype=sum_dtype(dtype), device=targets_N.device)
     if not mean:
         return one, None
@@ -149,8 +145,8 @@ def _scales(targets_N: Tensor, mean: bool, ignore_index: int, dtype: torch.dtype
 
 
 def _scaled(gradient: Tensor, factor: Tensor, name: str) -> Tensor:
-    """The gradient times the factor: in its own memory, unless the graph is kept for another backward pass."""
-    # The compiler decides on memory itself. Torch has no public way to ask for what it does.
+    """The gradient times the factor, in place unless the graph is kept for another backward pass."""
+    # The compiler decides on memory itself. Torch has no public way to read this setting.
     if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         return (gradient * factor).to(gradient.dtype)
     OPERATORS[name].scale(gradient, factor)
@@ -177,7 +173,7 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., C] in float32, bfloat16, float16 or float64.
-        weight: [V, C], of hidden's type, or under autocast of any of the first three.
+        weight: [V, C], of hidden's type, or under autocast any of the first three.
         targets: [...] in int64, entries of the vocabulary.
         bias: [V] of weight's type, or None.
         reduction: mean over the targets that are not ignored, sum, or none.
@@ -187,15 +183,14 @@ def linear_cross_entropy(
         implementation: a name of the table in triton_places.py.
 
     Returns:
-        The loss: a number, or [...] without a reduction. Those in chunks give float32 (float64 for float64); plain
-        gives what torch's cross_entropy does.
+        The loss: a number, or [...] without a reduction. Chunked implementations return float32 (float64 for float64);
+        plain returns the format of torch's cross_entropy.
 
     Under autocast the products take their factors in its type, and the gradient of a float32 weight is summed in
-    float32. The gradients of a mean or a sum in chunks are formed in the forward pass, where they take memory from then
-    on.
+    float32. Gradients of a mean or a sum in chunks occupy memory from the forward pass on.
 
-    Raises UserError for tensors of other shapes, types or devices, and Unsupported for a name that is not known and for
-    inputs that the named implementation does not serve.
+    Raises UserError for tensors of other shapes, types or devices, and Unsupported for an unknown name and for inputs
+    that the named implementation does not support.
     """
     if implementation not in NAMES:
         raise Unsupported(f"loss '{implementation}'", "no such implementation", f"choose one of {', '.join(NAMES)}")
@@ -232,7 +227,7 @@ def linear_cross_entropy(
 def _checked(
     hidden: Tensor, weight: Tensor, targets: Tensor, bias: Tensor | None, reduction: str, label_smoothing: float
 ) -> torch.dtype:
-    """The number format of the products. Raises UserError, saying what to change, for inputs that do not fit."""
+    """The number format of the products. Raises UserError, with the fix, for inputs that do not fit."""
     given = [hidden, weight] if bias is None else [hidden, weight, bias]
     shown = f"hidden {list(hidden.shape)}, weight {list(weight.shape)}, targets {list(targets.shape)}"
     if hidden.dim() < 2 or weight.dim() != 2 or hidden.shape[-1] != weight.shape[1]:

@@ -1,22 +1,19 @@
-"""The algorithm: loss and gradients of the last linear layer, for a chunk of tokens at a time.
+"""Loss and gradients of the last linear layer, for a chunk of tokens at a time.
 
-For each chunk, logits = hidden W^T + b; then in each row of them (see `Terms`) the loss is read off and the row is
-overwritten by its gradient G; then
+For each chunk, logits = hidden W^T + b. Each row (`Terms`) gives the loss and is overwritten by its gradient G. Then
 
     d hidden = G W          d W += G^T hidden          d b += sum of the rows of G
 
-So the logits of one chunk are all that is ever in memory, each is computed once, and a training step has the three
-matrix products that it has without chunks. The gradients are there before anyone asks for them, as gradients of
-sum(scale * loss): a backward pass has one number to multiply them with. (Hsu et al. 2024, "Liger Kernel", section 3.2.)
+So only one chunk's logits are in memory, and a training step has the same three matrix products as without chunks.
+These are gradients of sum(scale * loss), made before the backward pass, which multiplies them by one number. (Hsu et
+al. 2024, "Liger Kernel", section 3.2.)
 
-Products are summed in float32. Where the weight is bf16, its gradient is rounded to bf16 once a chunk, so the
-rounding error of C chunks is at most C times that of one product; where it is float32, as under autocast, chunks are
-added up in float32.
+Products are summed in float32. A bf16 weight's gradient is rounded once a chunk, so the rounding error of C chunks is
+at most C times a single product's; a float32 one, as under autocast, is summed in float32.
 
-Losses and gradients in chunks are operators of torch: steplab::cross_entropy_chunked and its like of each name. They
-have no derivative of their own: that is cross_entropy.py. For each implementation there is one that gives losses and
-gradients, and one that multiplies a gradient by a number in place. The step over rows is plain PyTorch (`plain_rows`),
-the reference, or a kernel (`triton_rows`).
+Each implementation is two operators of torch: losses and gradients (steplab::cross_entropy_chunked), and scaling in
+place; their derivative is in cross_entropy.py. The step over rows is plain PyTorch (`plain_rows`), the reference, or a
+kernel (`triton_rows`).
 
 Shape suffixes: N tokens, n tokens of a chunk, C width of the hidden state, V entries of the vocabulary, 1 a dimension
 of one.
@@ -37,7 +34,7 @@ from .triton_places import ROW_MULTIPLE, chunk_tokens, padded_entries, whole_ent
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a token's loss is made of, besides its logits x and its target t; V entries, lse = log(sum(exp(x))).
+    """The loss of a token with logits x and target t, with V entries and lse = log(sum(exp(x))).
 
     loss = lse - (1 - label_smoothing) x[t] - label_smoothing sum(x) / V + z_loss lse²
     gradient of x[j] = softmax(x)[j] (1 + 2 z_loss lse) - (1 - label_smoothing) [j = t] - label_smoothing / V
@@ -52,12 +49,14 @@ class Terms:
 
 
 RowStep = Callable[[Tensor, Tensor, Tensor, Tensor | None, Terms], None]
-"""(logits_nV, targets_n, losses_n, scale_n, terms): writes the losses; with a scale it overwrites each row of logits by
-its gradient times the row's scale, else it may overwrite them by anything. A target that is no entry of the vocabulary,
-and not ignored, has a loss of NaN."""
+"""(logits_nV, targets_n, losses_n, scale_n, terms): writes the losses, and overwrites the logits.
+
+With a scale, each row becomes its gradient times the row's scale; without, its content is undefined. A target outside
+of the vocabulary that is not ignored has a loss of NaN.
+"""
 
 Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
-"""The gradients of hidden, weight and bias; None where one is not wanted."""
+"""The gradients of hidden, weight and bias; None: not wanted."""
 
 
 def sum_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -66,8 +65,8 @@ def sum_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def gradient_dtype(tensor: Tensor) -> torch.dtype:
-    """The number format in which a gradient is formed and kept. The mean's gradients are too small for fp16 before a
-    loss scale is multiplied into them."""
+    """The number format of a stored gradient: the mean's gradients are too small for fp16 before a loss scale is
+    applied."""
     return torch.float32 if tensor.dtype == torch.float16 else tensor.dtype
 
 
@@ -83,10 +82,8 @@ def losses_in_chunks(
     wanted: Sequence[bool],
     rows: RowStep,
 ) -> tuple[Tensor, Gradients]:
-    """Losses [N] in `sum_dtype`, and the wanted gradients of sum(scale * losses) in each tensor's `gradient_dtype`.
-
-    The matrix products take their factors in `dtype`. Without a scale there are no gradients.
-    """
+    """Losses [N] in `sum_dtype`, and the wanted gradients of sum(scale * losses) in each tensor's `gradient_dtype`. The
+    matrix products take their factors in `dtype`. Without a scale there are no gradients."""
     num_tokens, num_entries = hidden_NC.shape[0], weight_VC.shape[0]
     losses_N = hidden_NC.new_empty(num_tokens, dtype=sum_dtype(dtype))
     d_hidden_NC, d_weight_VC, d_bias_V = (
@@ -127,16 +124,15 @@ class _Columns:
     """Entries of the vocabulary that are in one product."""
 
     entries: slice
-    """Which ones."""
     filled_up: slice
-    """The columns of logits that the product has: those, and what the weight is filled up with. Their logits are zero
-    and no part of the loss; as gradients they are zero as well."""
+    """The product's columns of logits, including padding of the weight, whose logits and gradients are zero and
+    ignored."""
     weight: Tensor
     bias: Tensor | None
 
 
 def _cut(weight_VC: Tensor, bias_V: Tensor | None) -> list[_Columns]:
-    """The vocabulary as one product takes it, or two; see cross_entropy_table.whole_entries."""
+    """The vocabulary as one or two products take it; see triton_places.whole_entries."""
     num_entries, width = weight_VC.shape
     whole = whole_entries(num_entries)
     first, rest = slice(0, whole), slice(whole, num_entries)
@@ -152,22 +148,22 @@ def _cut(weight_VC: Tensor, bias_V: Tensor | None) -> list[_Columns]:
 
 
 def _gradient_like(tensor: Tensor, num_tokens: int) -> Tensor:
-    """Memory for a gradient: zeros where it is only added to, which is so of the bias, and where no token comes."""
+    """Memory for a gradient: zeros if it is only added to, as for the bias, and without tokens."""
     make = tensor.new_empty if num_tokens and tensor.dim() == 2 else tensor.new_zeros
     return make(tensor.shape, dtype=gradient_dtype(tensor))
 
 
 def _product(out: Tensor, a: Tensor, b: Tensor, *, add: bool) -> None:
-    """out = a b, or out += a b, with `out` in the format of the factors or in a wider one, in which is then summed."""
+    """out = a b, or out += a b, with `out` in the factors' format or a wider one, in which it is summed."""
     if out.dtype == a.dtype:
         torch.addmm(out, a, b, out=out) if add else torch.mm(a, b, out=out)
     elif out.is_cuda:
-        # The overloads of a wider result: nothing but the result is in the wider format.
+        # The overloads of a wider result: only the result is in the wider format.
         if add:
             torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
         else:
             torch.mm(a, b, out_dtype=out.dtype, out=out)
-    else:  # torch has them for CUDA alone
+    else:  # torch has them only for CUDA
         _product(out, a.to(out.dtype), b.to(out.dtype), add=add)
 
 
@@ -179,7 +175,7 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
     is_entry_n1 = ((targets_n >= 0) & (targets_n < num_entries)).unsqueeze(1)
     index_n1 = targets_n.unsqueeze(1).clamp(0, num_entries - 1)
     largest_n1 = x_nV.amax(1, keepdim=True)
-    # All differences are from the largest logit: the log-sum-exp itself is rounded by as much as the logits are large.
+    # All differences are from the largest logit: the log-sum-exp itself is rounded in proportion to the logits' size.
     below_nV = x_nV - largest_n1
     at_target_n1 = below_nV.gather(1, index_n1)
     mean_n1 = below_nV.mean(1, keepdim=True) if terms.label_smoothing else 0.0
@@ -205,8 +201,8 @@ def plain_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n: 
 
 
 BLOCK, NUM_WARPS = 16384, 32
-"""Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. It was the fastest
-of eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy --tiles)."""
+"""Columns of a row at a time, and the warps that share them: 16 columns in 64 registers of a thread. The fastest of
+eight on an H200, where a multiprocessor has one row at a time (benchmarks/kernels.py cross_entropy --tiles)."""
 SCALED_BLOCK, MOST_PROGRAMS = 8192, 1024
 
 
@@ -217,10 +213,10 @@ def triton_rows(logits_nV: Tensor, targets_n: Tensor, losses_n: Tensor, scale_n:
 
     num_rows, num_entries = logits_nV.shape
     scale = losses_n if scale_n is None else scale_n
-    block = BLOCK // 2 if terms.label_smoothing else BLOCK  # a further sum for each column
+    block = BLOCK // 2 if terms.label_smoothing else BLOCK  # one more sum for each column
     with on_device_of(logits_nV):
         cross_entropy_softmax_kernel[(num_rows,)](
-            # a column of a batch, say, has the targets apart
+            # a column of a batch, say, has strided targets
             logits_nV, logits_nV.stride(0), targets_n.contiguous(), losses_n, scale, scale.stride(0), num_entries,
             terms.ignore_index, terms.label_smoothing, terms.z_loss, SMOOTHED=terms.label_smoothing > 0,
             WITH_GRADIENT=scale_n is not None, enable_fp_fusion=True, num_warps=NUM_WARPS,
@@ -250,12 +246,10 @@ _SCALE = "(Tensor(a!) gradient, Tensor factor) -> ()"
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """Those of an implementation."""
-
     losses: Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]
     """(hidden [N, C], weight [V, C], bias [V] or None, targets [N], scale [N] or None, ignore_index, label_smoothing,
-    z_loss, dtype, wanted) -> losses [N] and the gradients of hidden, weight and bias, as losses_in_chunks gives
-    them; a gradient that is not wanted has no elements."""
+    z_loss, dtype, wanted) -> losses [N] and the gradients of hidden, weight and bias, as in losses_in_chunks; unwanted
+    gradients are empty."""
     scale: Callable[[Tensor, Tensor], None]
     """(gradient, factor): multiplies a gradient in place by a number on its device."""
 
@@ -265,7 +259,7 @@ def _define(name: str, rows: RowStep, scale: Callable[[Tensor, Tensor], None]) -
         hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, scale: Tensor | None, *others: Any
     ) -> tuple[Tensor, ...]:
         *terms, dtype, wanted = others
-        with torch.autocast(hidden.device.type, enabled=False):  # the products' formats are decided already
+        with torch.autocast(hidden.device.type, enabled=False):  # the products' formats are fixed already
             found, gradients = losses_in_chunks(
                 hidden, weight, bias, targets, scale, Terms(*terms), dtype=dtype, wanted=wanted, rows=rows
             )
@@ -309,4 +303,4 @@ OPERATORS = {
     "chunked": _define("chunked", plain_rows, _plain_scale),
     "fused": _define("fused", triton_rows, triton_scale),
 }
-"""By the name of the implementation."""
+"""By implementation."""

@@ -1,11 +1,10 @@
 """The kernels of the fused loss: softmax, loss and gradient of rows of logits, and a gradient times a number.
 
-A program has one row. It reads the row for its log-sum-exp, and again to overwrite it by its gradient; the second time
-much of the row is still in the L2 cache. Each lane keeps a running maximum and a sum relative to it for the columns
-that it sees, so that lanes meet once a row and not once a block (Milakov and Gimelshein 2018, "Online normalizer
-calculation for softmax"). Exponentials are powers of two, which the hardware has. What is rounded is a logit's
-difference from the largest one, and never a product or a sum of the size of the logits: with logits near 10,000 that
-would leave the softmax three digits.
+A program reads its row for the log-sum-exp, and again, mostly from the L2 cache, to overwrite it by its gradient. Each
+lane keeps a running maximum and a sum relative to it, so that lanes meet once a row (Milakov and Gimelshein 2018,
+"Online normalizer calculation for softmax"). Exponentials are powers of two, which the hardware has. Only a logit's
+difference from the largest is rounded: with logits near 10,000, rounding numbers of their size would leave the softmax
+three digits.
 """
 
 import triton
@@ -14,7 +13,7 @@ import triton.language as tl
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
 LOWEST = tl.constexpr(-1e38)
-"""Where the running maximum begins: finite, so that a difference from it is a number."""
+"""Start of the running maximum: finite, so that a difference from it is a number."""
 
 
 @triton.jit
@@ -49,7 +48,7 @@ def cross_entropy_softmax_kernel(
     WITH_GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Losses of rows of logits, which are overwritten by their gradients; the formulas are those of Terms."""
+    """Losses of rows of logits, which are overwritten by their gradients; formulas in Terms."""
     row = tl.program_id(0).to(tl.int64)
     row_ptr = logits_ptr + row * row_stride
     target = tl.load(targets_ptr + row)
@@ -64,8 +63,8 @@ def cross_entropy_softmax_kernel(
     else:
         is_entry = (target >= 0) & (target < num_entries)
         at_target = tl.load(row_ptr + target, mask=is_entry, other=float("nan")).to(tl.float32)
-        # The row is summed as differences from `base`, which may be any finite number. Where the target's own logit is
-        # -inf that is 0: a number as low as LOWEST would overflow the sum, and make of a loss of +inf one that is NaN.
+        # The row is summed as differences from `base`, any finite number. If the target's own logit is -inf it is 0: a
+        # number as low as LOWEST would overflow the sum, and turn a loss of +inf into NaN.
         base = tl.where(at_target > LOWEST, at_target, 0.0)
         largest = tl.full([BLOCK], LOWEST, tl.float32)
         total = tl.zeros([BLOCK], tl.float32)
@@ -108,7 +107,7 @@ def cross_entropy_softmax_kernel(
 
 @triton.jit
 def cross_entropy_scale_kernel(x_ptr, factor_ptr, count, BLOCK: tl.constexpr):
-    """x *= factor, where nothing is read or written if the factor is 1."""
+    """x *= factor; a factor of 1 reads and writes nothing."""
     factor = tl.load(factor_ptr)
     if factor != 1.0:
         step = tl.num_programs(0).to(tl.int64) * BLOCK

@@ -1,7 +1,7 @@
 """RMSNorm of a residual stream with a branch added to it, and the stream with the branch.
 
-The backward pass goes over the rows once: it adds the gradient of the stream to that of the norm, and gives both
-inputs' gradients in their formats. Saved for it are the sum, the weight and one number for each row.
+The backward pass reads the rows once: it adds the gradient of the stream to the norm's, and gives both inputs'
+gradients in their formats. Saved for it are the sum, the weight and one number for each row.
 """
 
 from typing import Any
@@ -24,7 +24,7 @@ def plain_add_rms_norm(x: Tensor, branch: Tensor, weight: Tensor, eps: float) ->
 
 FORWARD_WARPS, BACKWARD_WARPS = 8, 8
 SHARES, COLUMNS = 64, 16
-"""The tile in which shares are added up."""
+"""Tile in which shares are added up."""
 _INSTEAD = "use steplab.ops.rms_norm.plain_add_rms_norm"
 
 
@@ -45,15 +45,14 @@ def add_rms_norm(
 def add_rms_norm_amax(
     x: Tensor, branch: Tensor, weight: Tensor, eps: float, *, dtype: torch.dtype | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """(normed, sum, amax): the same, and the largest magnitude of normed, a float32 scalar on its device without a
-    gradient; NaN if there is one."""
+    """(normed, sum, amax), with normed's largest magnitude, a float32 scalar on its device without a gradient; NaN if
+    there is one."""
     wide = _checked(x, branch, weight)
     normed, total, _, amax = torch.ops.steplab.add_rms_norm_amax(x, branch, weight, eps, dtype or wide)
     return normed, total, amax
 
 
 def _checked(x: Tensor, branch: Tensor, weight: Tensor) -> torch.dtype:
-    """The format of the sum."""
     if x.dim() == 0 or x.shape != branch.shape or weight.shape != x.shape[-1:]:
         shapes = f"{list(x.shape)}, {list(branch.shape)} and {list(weight.shape)}"
         raise UserError(f"add_rms_norm takes two tensors [..., C] and a weight [C], not {shapes}")
@@ -117,7 +116,7 @@ def _fake_forward(
 def _fake_backward(
     grad: Tensor, grad_sum: Tensor | None, total: Tensor, weight: Tensor, rstd: Tensor, *dtypes: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The branch's gradient has no elements where it is that of x to the bit."""
+    """The branch's gradient is empty if it equals x's to the bit."""
     of_x, of_branch = dtypes
     grad_x = total.new_empty(total.shape, dtype=of_x)
     grad_branch = total.new_empty(total.shape if of_branch != of_x else 0, dtype=of_branch)

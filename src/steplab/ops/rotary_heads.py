@@ -1,7 +1,7 @@
 """Queries, keys and values of one merged linear layer with rotary embedding, and one joined gradient of them.
 
-Each is contiguous as [B, T, heads, D], which the implementations of attention take as [B, heads, T, D] without a copy;
-their output is then laid out as the next linear layer reads it. Nothing but the table is saved for the backward pass.
+Each is contiguous as [B, T, heads, D], which attention takes as [B, heads, T, D] without a copy; attention's output
+then suits the next linear layer. Only the table is saved for the backward pass.
 
 Shape suffixes: B batch, T tokens (context), H heads, N heads of keys and values, D head dimension, E (H + 2 N) D, 2
 cosine and sine.
@@ -42,8 +42,8 @@ _INSTEAD = "use steplab.ops.rotary_heads.plain_rotary_heads"
 def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple[Tensor, Tensor, Tensor]:
     """Queries [B, H, T, D], keys and values [B, N, T, D] of merged [B, T, (H + 2 N) D], the first two rotated.
 
-    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4);
-    rotated are the pairs (x[i], x[i + D/2]). Computed in float32 and rounded once. For float32, bfloat16 and float16 on
+    table: float32 [2, positions, D/2], cosines and sines of at least T positions (Su et al. 2021, section 3.4); the
+    pairs (x[i], x[i + D/2]) are rotated. Computed in float32 and rounded once. For float32, bfloat16 and float16 on
     CUDA (or on a CPU under TRITON_INTERPRET=1). Raises UserError for other shapes and for a table of another type,
     Unsupported for other formats and devices, and for a table that is trained.
     """
@@ -62,18 +62,18 @@ def rotary_heads(merged_BTE: Tensor, table_2TD: Tensor, num_heads: int) -> tuple
 def rotary_heads_backward_amax(
     dq_BHTD: Tensor, dk_BNTD: Tensor, dv_BNTD: Tensor, table_2TD: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The gradient of merged for those of its heads, and the largest magnitude of it: a float32 scalar on its device,
-    NaN if there is one."""
+    """The gradient of merged from its heads' gradients, and its largest magnitude: a float32 scalar on its device, NaN
+    if there is one."""
     gradients = (x.transpose(1, 2) for x in (dq_BHTD, dk_BNTD, dv_BNTD))
     d_merged_BTE, amax = torch.ops.steplab.rotary_heads_backward_amax(*gradients, table_2TD)
     return d_merged_BTE, amax
 
 
 def _fit(merged: torch.Size, table: torch.Size, num_heads: int) -> bool:
-    """Whether the shapes are those of rotary_heads; its kernels read past the end of a table that is too small."""
+    """True if the shapes suit rotary_heads; its kernels would read past the end of a table that is too small."""
     if len(merged) != 3 or len(table) != 3 or table[0] != 2 or table[1] < merged[1] or not table[2] or num_heads < 1:
         return False
-    of_keys_and_values = merged[2] - num_heads * 2 * table[2]  # divmod takes no sizes that are symbols
+    of_keys_and_values = merged[2] - num_heads * 2 * table[2]  # divmod takes no symbolic sizes
     return of_keys_and_values > 0 and of_keys_and_values % (4 * table[2]) == 0
 
 
@@ -111,7 +111,7 @@ def _backward(dq: Tensor, dk: Tensor, dv: Tensor, table: Tensor, amax: Tensor | 
 
 
 def _rows_together(table: Tensor) -> Tensor:
-    """The table, whose positions may be the first of a longer one."""
+    """The table, which may be the first positions of a longer one."""
     return table if table.stride()[1:] == (table.shape[-1], 1) else table.contiguous()
 
 

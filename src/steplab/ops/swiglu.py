@@ -1,7 +1,7 @@
-"""silu(gate) * up of one joined tensor, whose gradient is written in one piece.
+"""silu(gate) * up of one joined tensor, with a gradient in one piece; only the joined tensor is saved for it.
 
-What is saved for the backward pass is the joined tensor alone. As operators of torch (steplab::swiglu and its backward)
-torch.compile, FLOP counters, profilers and checkpointing see them, and do not look into them.
+torch.compile, FLOP counters, profilers and checkpointing see the operators steplab::swiglu and its backward, and do not
+look into them.
 """
 
 from typing import Any
@@ -23,16 +23,14 @@ def plain_swiglu(gate_up: Tensor) -> Tensor:
 
 
 ROWS, COLUMNS, NUM_WARPS = 2, 512, 4
-"""The tile of a program, and its warps."""
+"""Tile and warps of a program."""
 _INSTEAD = "use steplab.ops.swiglu.plain_swiglu"
 
 
 def swiglu(gate_up: Tensor) -> Tensor:
     """silu(gate) * up for [..., 2F], the gate in the first half of the last dimension: [..., F], in the same format.
-
     Computed in float32 and rounded once. For float32, bfloat16 and float16 on CUDA (or on a CPU under
-    TRITON_INTERPRET=1). Raises UserError for an odd last dimension, Unsupported for other formats and devices.
-    """
+    TRITON_INTERPRET=1). Raises UserError for an odd last dimension, Unsupported for other formats and devices."""
     _refuse(gate_up)
     output: Tensor = torch.ops.steplab.swiglu(gate_up)
     return output
@@ -46,7 +44,7 @@ def swiglu_amax(gate_up: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def swiglu_backward_amax(grad: Tensor, gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    """The gradient of gate_up [..., 2F] for that of the output [..., F], and its amax as of swiglu_amax."""
+    """The gradient of gate_up [..., 2F] from the output's [..., F], and its amax as in swiglu_amax."""
     gradient, amax = torch.ops.steplab.swiglu_backward_amax(grad, gate_up)
     return gradient, amax
 

@@ -1,8 +1,7 @@
-"""Operators of steplab's own in torch's registry, as steplab::name.
+"""steplab's operators in torch's registry, as steplab::name.
 
-An operator is what torch.compile, FLOP counters, profilers and selective checkpointing see of a function, and do not
-look into. They are defined by Library and not by torch.library.custom_op, whose wrapper takes longer than some of the
-kernels.
+torch.compile, FLOP counters, profilers and selective checkpointing see an operator, and do not look into its function.
+They are defined by Library, because the wrapper of torch.library.custom_op takes longer than some of the kernels.
 """
 
 from collections.abc import Callable
@@ -16,10 +15,8 @@ _library = Library("steplab", "FRAGMENT")
 
 
 def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[..., Any]) -> Any:
-    """The operator steplab::name of a schema such as "(Tensor x) -> Tensor".
-
-    `real` computes it, on every device; `fake` gives results of the same shapes, formats and layouts without computing.
-    """
+    """The operator steplab::name of a schema such as "(Tensor x) -> Tensor". `real` computes it, on every device;
+    `fake` returns results of the same shapes, formats and layouts without computing."""
     _library.define(name + schema, tags=(torch.Tag.pt2_compliant_tag,))
     _library.impl(name, real, "CompositeExplicitAutograd")
     register_fake(f"steplab::{name}", fake, lib=_library)
@@ -29,11 +26,9 @@ def define(name: str, schema: str, real: Callable[..., Any], fake: Callable[...,
 def define_with_amax(
     name: str, arguments: str, num_results: int, real: Callable[..., Any], fake: Callable[..., Any]
 ) -> None:
-    """steplab::{name}_amax of arguments such as "(Tensor x)": the results of `real`, then the largest magnitude of the
-    first, a float32 scalar on the device of the first argument.
-
-    `real` takes after the arguments a tensor, 0 before, into which its kernel writes that magnitude.
-    """
+    """steplab::{name}_amax of arguments such as "(Tensor x)": the results of `real`, then the first one's largest
+    magnitude, a float32 scalar on the device of the first argument. After the arguments, `real` takes a tensor of 0
+    into which its kernel writes that magnitude."""
 
     def results(found: Any, amax: Tensor) -> tuple[Tensor, ...]:
         return (found, amax) if num_results == 1 else (*found, amax)
@@ -49,5 +44,5 @@ def define_with_amax(
 
 
 def define_derivative(name: str, backward: Callable[..., Any], save: Callable[..., Any]) -> None:
-    """Give steplab::name a backward pass, and what is kept for it, as torch.library.register_autograd takes both."""
+    """Give steplab::name a backward pass and its saving, both as in torch.library.register_autograd."""
     register_autograd(f"steplab::{name}", backward, setup_context=save, lib=_library)

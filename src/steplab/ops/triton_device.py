@@ -1,4 +1,4 @@
-"""What Triton's kernels refuse, and the device on which they start."""
+"""Refusals of Triton's kernels, and the device on which they start."""
 
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -11,12 +11,12 @@ from .errors import Unsupported
 from .triton_places import runs_on
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-"""Formats of tensors that a kernel computing in float32 serves."""
+"""Formats that a kernel computing in float32 supports."""
 
 
 def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
-    """Raise Unsupported for a tensor that a kernel computing in float32 does not serve, and for derivatives of which an
-    operator with a kernel of its own knows nothing: forward-mode ones, and those of torch.func."""
+    """Raise Unsupported for a tensor that a kernel computing in float32 does not support, and for derivatives that such
+    an operator lacks: forward-mode and torch.func's."""
     if x.dtype not in DTYPES:
         shown = str(x.dtype).removeprefix("torch.")
         raise Unsupported(f"{what} in {shown}", "its kernel serves float32, bfloat16 and float16", instead)
@@ -28,8 +28,8 @@ def refuse_unserved(what: str, x: Tensor, instead: str) -> None:
 
 
 def refuse_func_grad(what: str, instead: str) -> None:
-    """Raise Unsupported within torch.func.grad and what is made of it (vjp, jacrev): it takes no derivative of an
-    operator whose backward pass is declared to autograd, and would say so of a class that the caller never wrote."""
+    """Raise Unsupported within torch.func.grad and its derivatives (vjp, jacrev), which take no derivative of an
+    operator with a backward pass declared to autograd. torch's own error names a class that the caller never wrote."""
     if torch.compiler.is_compiling() or not torch._C._are_functorch_transforms_active():
         return
     levels = torch._C._functorch.get_interpreter_stack() or []
@@ -39,8 +39,8 @@ def refuse_func_grad(what: str, instead: str) -> None:
 
 
 def refuse_second_derivative(what: str, instead: str) -> None:
-    """Raise Unsupported in a backward pass that is to be differentiated in turn: its operators have no gradient, which
-    torch would take for zero."""
+    """Raise Unsupported in a backward pass that will be differentiated: torch would take its missing gradients for
+    zero."""
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise Unsupported(f"the second derivative of {what}", "its backward pass has none", instead)
 

@@ -1,45 +1,40 @@
-"""Where Triton's kernels run, and how their programs share out the work. It imports nothing of torch, so that it can be
-asked before there is a step.
-
-They run on CUDA, and on a CPU under Triton's interpreter, which is slow and for tests.
-
-The implementations of the last linear layer with its loss, and the sizes of their chunks, are here too: the one table,
-so that a plan can be made where there is no torch.
-"""
+"""Devices and program sizes of Triton's kernels, and the table of losses; without torch, so that plans can read it.
+Kernels run on CUDA, and on a CPU under Triton's interpreter, which is slow and for tests."""
 
 import os
 from dataclasses import dataclass
 
 ADAMW_BLOCK, ADAMW_WARPS = 512, 4
 """Elements of a program of AdamW's kernel, and its warps: one load of 16 bytes for each thread and float32 tensor, in
-38 registers. One of 1,024 with masters takes 128, and an update beside a backward pass is then longer, by itself it is
-not."""
+38 registers.
+
+A program of 1,024 with masters takes 128 registers, and lengthens an update during a backward pass, though not one
+alone.
+"""
 RATES_BLOCK = 128
-"""Tensors whose rates one program works out: one for each thread."""
+"""Tensors whose rates one program computes: one for each thread."""
 NUM_PROGRAMS = 528
-"""Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200. It is the same on every GPU, since it
-decides in which order the weight's gradient is added up."""
+"""Programs of RMSNorm's backward kernel, four on each multiprocessor of an H200; the same on every GPU, because it
+determines the order in which the weight's gradient is summed."""
 
 FP8_MULTIPLE = 16
 """Tokens, inputs and outputs of a linear layer in fp8 are multiples of this: operands are read by 16 bytes."""
 
 
 def runs_on(device_type: str) -> bool:
-    """Whether Triton's kernels run on such a device."""
+    """True if Triton's kernels run on such a device."""
     return device_type == "cuda" or (device_type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1")
 
 
 CHUNK_BYTES = 2**29
-"""Most bytes of logits that are in memory at a time.
-
-At a vocabulary of 131,072 in bf16 that is 2,048 tokens: a multiple of every tile size of cuBLAS, and large enough that
-the three matrix products of a chunk run as fast as those of the whole batch.
-"""
+"""Most bytes of logits in memory at a time. At a vocabulary of 131,072 in bf16 that is 2,048 tokens: a multiple of
+every tile size of cuBLAS, and large enough that a chunk's three matrix products run as fast as the whole batch's."""
 ROW_MULTIPLE = 64
-"""A row of logits is padded in memory to a multiple of this many elements, so that each begins at a multiple of the 16
-bytes that cuBLAS and the kernels load at once, whatever the vocabulary's size."""
+"""A row of logits is padded to a multiple of this many elements, so that each begins at a multiple of the 16 bytes that
+cuBLAS and the kernels load at once."""
 ALIGNED = 8
-"""A vocabulary of no multiple of this, 16 bytes of bf16, has its last entries multiplied apart: `whole_entries`."""
+"""A vocabulary that is no multiple of this, 16 bytes of bf16, has its last entries in a separate product:
+`whole_entries`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -51,9 +46,9 @@ class Implementation:
     summary: str
     """Short description, for the help text."""
     in_chunks: bool = True
-    """Whether it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
+    """True if it holds the logits of a chunk of tokens at a time, and forms the gradients in the forward pass."""
     in_kernel: bool = False
-    """Whether softmax, loss and gradient of a chunk are one kernel, which makes no tensors."""
+    """True if softmax, loss and gradient of a chunk are one kernel without temporary tensors."""
 
 
 TABLE = (
@@ -65,7 +60,7 @@ TABLE = (
         name="fused", summary="the same with softmax, loss and gradient in one Triton kernel", in_kernel=True
     ),
 )
-"""All of them, in the order in which choices are listed."""
+"""All of them, in the order of the choices."""
 
 NAMES = tuple(row.name for row in TABLE)
 """The choices of --loss."""
@@ -73,26 +68,25 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 
 def implementation(name: str) -> Implementation:
-    """The row of a name; KeyError for a name that is not in the table."""
+    """The row of a name; KeyError for an unknown name."""
     return _BY_NAME[name]
 
 
 def padded_entries(num_entries: int) -> int:
-    """Elements from one row of logits to the next, for a vocabulary of so many entries."""
     return -(-num_entries // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def whole_entries(num_entries: int) -> int:
-    """How many entries of a vocabulary are in one product with the hidden states.
+    """Entries of a vocabulary in the first product with the hidden states.
 
-    On an H200 cuBLAS took four times as long for the products of a vocabulary of 50,257, which is no multiple of 8,
-    although their rows began at multiples of 128 bytes. So such a vocabulary is cut at a multiple of ROW_MULTIPLE, and
-    what is left of the weight is copied and filled up with zeros: ROW_MULTIPLE rows, rather than a copy of all of it.
+    On an H200 cuBLAS took four times as long for a vocabulary of 50,257, which is no multiple of 8, although its rows
+    began at multiples of 128 bytes. So it is cut at a multiple of ROW_MULTIPLE, and the rest of the weight is copied
+    and padded with zeros: ROW_MULTIPLE rows instead of a full copy.
     """
     return num_entries if num_entries % ALIGNED == 0 else num_entries // ROW_MULTIPLE * ROW_MULTIPLE
 
 
 def chunk_tokens(num_tokens: int, num_entries: int, item_bytes: int) -> int:
-    """Tokens in a chunk: all of them, or else the largest power of two whose logits take at most CHUNK_BYTES."""
+    """Tokens in a chunk: all, or the largest power of two whose logits take at most CHUNK_BYTES."""
     most = max(CHUNK_BYTES // (padded_entries(num_entries) * item_bytes), 1)
     return num_tokens if num_tokens <= most else 1 << (most.bit_length() - 1)

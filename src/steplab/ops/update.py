@@ -1,8 +1,8 @@
-"""Updates of some of an optimizer's parameters, while the gradients of others are still being made or averaged.
+"""Updates of some of an optimizer's parameters, while others' gradients are still being made or averaged.
 
-An optimizer that treats each parameter by itself, as AdamW and SGD do, changes it by the same numbers whenever that is
-done after its gradient is final. Clipping by the norm of all gradients, a gradient scaler, and optimizers that look at
-all parameters together (LBFGS) need all gradients first.
+An optimizer that treats each parameter independently, as AdamW and SGD do, can update it at any time after its gradient
+is final. Clipping by the norm of all gradients, a gradient scaler, and optimizers over all parameters together (LBFGS)
+need all gradients first.
 """
 
 import threading
@@ -19,16 +19,16 @@ from .errors import Unsupported, UserError
 
 
 class UpdateByParts:
-    """Steps of an optimizer that update some of its parameters each, and together what one step of all of them does.
+    """Partial steps of an optimizer, which together equal one step over all parameters.
 
-    A parameter that comes again begins the next update, and so does a number that is changed between two parts, as by a
-    scheduler of the learning rate. Some optimizers count steps in their parameter groups or their attributes: every
-    part of an update finds the numbers from before it, which so change once in each.
+    A parameter that comes again begins the next update, and so does a number that changes between two parts, as by a
+    scheduler of the learning rate. Some optimizers count steps in their groups or attributes: every part of an update
+    starts from the numbers before it, so that they change once in each update.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Groups that are added to the optimizer later are not updated. Raises Unsupported for LBFGS, and for an
-        optimizer around another one, as those are that shard its state."""
+        """Groups added to the optimizer later are not updated. Raises Unsupported for LBFGS, and for an optimizer that
+        wraps another, as sharding ones do."""
         self._optimizer = optimizer
         if isinstance(optimizer, torch.optim.LBFGS):
             raise self._unsupported("it updates all parameters as one vector")
@@ -41,18 +41,14 @@ class UpdateByParts:
         }
         self._updated: set[Tensor] = set()
         self._before: list[dict[str, float | None]] = []
-        """The numbers in each group, and in the attributes, as they were before the update."""
+        """The numbers in each group, and in the attributes, before the update."""
         self._counted: list[dict[str, float | None]] = []
-        """Those that the update has changed."""
         self._left: list[dict[str, float | None]] = []
-        """All of them after the last part."""
 
     def of(self, parameters: Sequence[Tensor]) -> None:
-        """Update these that have gradients; any that are not the optimizer's stay as they are.
-
-        Raises Unsupported, and the update is not a whole one, where a step changes a tensor in a parameter group, or
-        numbers there depend on which parameters it updates.
-        """
+        """Update the parameters that have gradients; parameters of other optimizers are ignored. Raises
+        Unsupported, with the update incomplete, if a step changes a tensor in a parameter group, or if numbers there
+        depend on the updated parameters."""
         groups = self._optimizer.param_groups
         whole = [group["params"] for group in groups]
         parts: list[list[Tensor]] = [[] for _ in groups]
@@ -76,8 +72,8 @@ class UpdateByParts:
         return [*self._optimizer.param_groups, vars(self._optimizer)]
 
     def _begin_part(self, parameters: Sequence[Tensor]) -> None:
-        """Put back the numbers from before the update, which begins here if one of the parameters comes again, or if
-        something other than a step has changed a number."""
+        """Restore the numbers from before the update, or begin a new update if a parameter comes again or something
+        other than a step has changed a number."""
         places = self._places()
         now = [_numbers(place) for place in places]
         if now != self._left or not self._updated.isdisjoint(parameters):
@@ -92,7 +88,7 @@ class UpdateByParts:
                     del place[name]
 
     def _end_part(self) -> None:
-        """Note which numbers the step has changed; a group without parameters in a part may not have been counted."""
+        """Note the numbers that the step has changed; a group without parameters in a part may lack a count."""
         for place, before, counted in zip(self._places(), self._before, self._counted, strict=True):
             for name, value in _numbers(place).items():
                 has_changed = value is not None and (name not in before or before[name] != value)
@@ -111,12 +107,11 @@ def _numbers(place: dict[str, Any]) -> dict[str, float | None]:
 
 
 def _versions(group: dict[str, Any]) -> list[tuple[str, int, int]]:
-    """The tensors among a group's options, and how often each was changed."""
     return [(name, id(value), value._version) for name, value in group.items() if isinstance(value, Tensor)]
 
 
 class UpdateInBackward:
-    """Updates of parameters that begin in the backward pass, beside the rest of it.
+    """Updates of parameters that begin in the backward pass and overlap with its rest.
 
         update = UpdateInBackward(optimizer, model.blocks)
         stream = torch.cuda.Stream(priority=-1)
@@ -127,20 +122,20 @@ class UpdateInBackward:
                 update.finish()
                 optimizer.zero_grad()
 
-    On a GPU the updates are launched on a stream of the lowest priority, behind the kernels of their gradients. They
-    are bound by memory bandwidth, and run on the multiprocessors that the kernels of the backward pass leave free. For
-    that its own stream needs a higher priority; the default stream has the lowest.
+    On a GPU the updates are launched on a stream of the lowest priority, after the kernels of their gradients. They are
+    bound by memory bandwidth, and run on multiprocessors that the backward pass leaves free. The backward pass
+    therefore needs a stream of higher priority; the default stream has the lowest.
 
-    To accumulate gradients over several batches, run all but the last backward pass within `paused()`. Any that comes
-    after an update and before `finish` raises UserError: a second backward pass, or a second use of a parameter under
-    reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`. It is for one process:
-    averages over ranks come later, and steplab.parallel.DataParallel gives them in parts.
-    After a backward pass that failed, call `zero_grad` and `finish` before the next.
+    To accumulate gradients over several batches, run all except the last backward pass within `paused()`. A gradient
+    that comes after an update and before `finish` raises UserError: a second backward pass, or a second use of a
+    parameter under reentrant checkpointing. Nothing else may read a parameter between its gradient and `finish`. It is
+    for one process: ranks average later, and steplab.parallel.DataParallel has its own partial updates. After a failed
+    backward pass, call `zero_grad` and `finish` before the next.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, modules: Iterable[nn.Module]) -> None:
-        """The trained parameters of each module are updated together, and so are those of the optimizer that none of
-        the modules has. Raises Unsupported as UpdateByParts does, and where processes have joined a group."""
+        """The trained parameters of each module are updated together, and so are the optimizer's others. Raises
+        Unsupported as UpdateByParts does, and if processes have joined a group."""
         if dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1:
             why = "it would use each rank's own gradients, which are averaged later"
             raise Unsupported(
@@ -173,7 +168,7 @@ class UpdateInBackward:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """A context in which backward passes add to gradients, and nothing is updated."""
+        """A context where backward passes add to gradients, without updates."""
         before, self._active = self._active, False
         try:
             yield
@@ -181,26 +176,23 @@ class UpdateInBackward:
             self._active = before
 
     def finish(self) -> None:
-        """Update parts of which some parameters got no gradient, and have the current stream wait for all updates.
-
-        Call it after the last backward pass of a step.
-        """
+        """Update parts in which some parameters got no gradient, and make the current stream wait for all updates. Call
+        it after the last backward pass of a step."""
         for place, missing in enumerate(self._missing):
             if missing:
                 self._launch(place)
         for device, stream in self._streams.items():
             torch.cuda.current_stream(device).wait_stream(stream)
-        if any(parameter.grad is not None for parameter in self._frozen):  # it was frozen, and no longer is
+        if any(parameter.grad is not None for parameter in self._frozen):  # it is trained now
             self._update.of(self._frozen)
         self._begin()
 
     def _begin(self) -> None:
         self._missing = [set(part) for part in self._parts]
         self._made_on: list[set[torch.cuda.Stream]] = [set() for _ in self._parts]
-        """The streams on which gradients of a part were made: a model may have several."""
+        """Streams on which a part's gradients were made: a model may have several."""
 
     def _arrived(self, place: int, parameter: Tensor) -> None:
-        """The hook of a parameter whose gradient has been accumulated."""
         with self._lock:
             missing = self._missing[place]
             if parameter.is_cuda:
@@ -222,12 +214,12 @@ class UpdateInBackward:
         if stream is not None:
             for other in {torch.cuda.current_stream(stream.device), *self._made_on[place]}:
                 stream.wait_stream(other)
-        with torch.cuda.stream(stream):  # of None, which is that of a CPU, it does nothing
+        with torch.cuda.stream(stream):  # None on a CPU: no-op
             self._update.of(part)
 
 
 def _hook(update: ReferenceType[UpdateInBackward], place: int) -> Callable[[Tensor], None]:
-    """The hook of a parameter of one part. Hooks stay with a parameter; one that was replaced does no more."""
+    """The hook of a parameter of one part. Hooks stay with a parameter; a replaced update ignores them."""
 
     def arrived(parameter: Tensor) -> None:
         in_use = update()

@@ -1,8 +1,7 @@
-"""Training on many GPUs: gradients averaged over ranks, optimizer state spread over them.
+"""Training on many GPUs: gradients averaged over ranks, and optimizer state sharded over them.
 
-It imports nothing from outside this folder but torch, and Triton for one kernel, so that the folder can be copied into
-another project. Its arithmetic of sizes (sizes.py) needs no torch, so that memory can be predicted by it where there is
-none.
+The folder imports only torch, and Triton for one kernel, so that it can be copied into another project. sizes.py needs
+no torch, so that plans can read it.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -17,7 +16,7 @@ _HOMES = {"DataParallel": "data_parallel", "ShardedOptimizer": "sharded_optimize
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: parts of this folder are used without torch."""
+    """Import public names at their first use: parts of this folder are used without torch."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

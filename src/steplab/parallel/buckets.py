@@ -1,21 +1,13 @@
-"""The gradients that are sent together, how they lie in a bucket's memory, and the buckets that collectives average.
+"""Buckets of gradients that are sent together, and those that collectives average.
 
-A `CollectiveBucket` is averaged everywhere, by one all-reduce of its memory. One of several gradients is one flat
-buffer, of which they are views: the collective reduces what the optimizer reads, and nothing is copied out. A gradient
-that autograd made elsewhere is copied in once, all of a bucket in one call; one that already lies there, because it was
-zeroed and not dropped, is not copied.
+A `CollectiveBucket` is averaged everywhere, by one all-reduce of its memory. Several gradients are views of one flat
+buffer; those made elsewhere are copied in by one call. A single gradient is reduced in autograd's own memory, so large
+gradients, most of a Transformer's bytes, are not copied unless autograd shares their memory. With compression a second
+buffer of the smaller dtype is sent.
 
-A bucket of one gradient needs no buffer: the tensor that autograd made is reduced in place. So a gradient larger than
-the bucket size, which in a Transformer is most of the bytes, is never copied, unless autograd uses its memory for
-something else as well.
-
-With compression a bucket has a second buffer, of the smaller dtype, which is sent instead: gradients are cast on their
-way in, and the averages on their way back into the first.
-
-An `OwnedBucket` is averaged on the ranks that own the parameters, and nowhere else. It is one flat buffer with a slot
-for each owner. Where the slots can be made equally long without much padding, one reduce-scatter serves them all; else
-there is a reduce for each owner (sizes.py). Either way a rank sends (N - 1) / N of the bytes at the least, half of what
-an all-reduce does.
+An `OwnedBucket` is averaged only on the ranks that own the parameters, in one flat buffer with a slot for each owner.
+If equal slots need little padding, one reduce-scatter serves all; else each owner has a reduce (sizes.py). A rank sends
+at least (N - 1) / N of the bytes, half of an all-reduce.
 """
 
 from collections.abc import Mapping, Sequence
@@ -34,37 +26,33 @@ Owners = Mapping[Tensor, int]
 
 
 def aligned(tensor: Tensor) -> int:
-    """The number of elements that a gradient takes in a buffer, with the gap behind it."""
+    """Elements of a gradient in a buffer, with the gap after it."""
     return aligned_bytes(tensor.nbytes) // tensor.element_size()
 
 
 class Bucket(Protocol):
-    """Gradients that are sent together.
-
-    Call `launch`, then `wait`, which returns the averages. Until the next launch the averages may be changed like any
-    gradients, as they are the parameters' own.
-    """
+    """Gradients that are sent together. Call `launch`, then `wait`, which returns the averages. Until the next launch
+    the averages may be changed, as they are the parameters' gradients."""
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator that all of this rank's buckets of the module hold together."""
+        """Memory outside of torch's allocator for all of this rank's buckets of the module."""
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
         """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
 
     def wait(self) -> Sequence[Tensor | None]:
-        """The averages of the last launch, each shaped as its parameter; None for one that is on another rank alone,
-        the owner of the parameter."""
+        """The averages of the last launch, each shaped as its parameter; None on ranks other than its owner."""
 
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The averages plus gradients that came too late for the launch: what to launch next."""
+        """The averages plus gradients that came too late for the launch: the input of the next launch."""
 
     def release(self) -> None:
-        """Drop references to gradients that are not in the bucket's own memory."""
+        """Drop references to gradients outside of the bucket's own memory."""
 
 
 def views_of(buffer: Tensor, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Each parameter's place in a buffer, shaped as the parameter."""
+    """Views of a buffer, each shaped as its parameter."""
     views, start = [], 0
     for parameter in parameters:
         views.append(buffer.as_strided(parameter.size(), layout_of(parameter), buffer.storage_offset() + start))
@@ -87,10 +75,8 @@ def fill(targets: Sequence[Tensor], gradients: Sequence[Tensor | None]) -> None:
 
 
 def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | None], size: int) -> list[Tensor | None]:
-    """The averages plus gradients that came too late: what to launch next.
-
-    `size` is the number of ranks where each average is on its owner alone, which multiplies it by that; else 1.
-    """
+    """The averages plus gradients that came too late: the input of the next launch. size: number of ranks, which
+    multiplies each average that only its owner has; else 1."""
     found: list[Tensor | None] = []
     for average, gradient in zip(averages, gradients, strict=True):
         if average is not None:
@@ -101,23 +87,20 @@ def with_late(averages: Sequence[Tensor | None], gradients: Sequence[Tensor | No
 
 
 def same(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors are the same elements of the same memory."""
+    """True if two tensors are the same elements of the same memory."""
     return a is b or (a.data_ptr() == b.data_ptr() and a.dtype == b.dtype and a.stride() == b.stride())
 
 
 def layout_of(parameter: Tensor) -> tuple[int, ...]:
     """The strides of its gradient: its own if it fills its memory without gaps, as optimizers are fastest on equal
-    strides.
-
-    To be computed once, outside of the backward pass: it takes longer than launching a copy.
-    """
+    strides. Call it once, outside of the backward pass: it takes longer than launching a copy."""
     if fills_its_memory(parameter):
         return parameter.stride()
     return torch.empty(parameter.shape, device="meta").stride()
 
 
 def fills_its_memory(tensor: Tensor) -> bool:
-    """Whether its elements fill a stretch of memory, each once, in any order."""
+    """True if its elements fill a stretch of memory, each once, in any order."""
     if not tensor.numel():
         return True
     expected = 1
@@ -129,11 +112,9 @@ def fills_its_memory(tensor: Tensor) -> bool:
 
 
 def is_shared(gradient: Tensor) -> bool:
-    """Whether a gradient that autograd has just made may lie in memory with other users.
-
-    Autograd does not copy a gradient that is a view: with `h + p[None]`, p's gradient lies in the memory of h's, which
-    the backward pass has still to read. Only the number of references to the memory shows that.
-    """
+    """True if a gradient that autograd has just made may share its memory. Autograd does not copy a gradient that is a
+    view: with `h + p[None]`, p's gradient is in the memory of h's, which the backward pass still reads. Only the number
+    of references to the memory shows that."""
     return _references(gradient) > references_of_its_own()
 
 
@@ -143,10 +124,8 @@ def _references(tensor: Tensor) -> int:
 
 @cache
 def references_of_its_own() -> int:
-    """The number of references to the memory of an unshared gradient when its hooks run, which depends on torch.
-
-    The first call has to be outside of a backward pass, because it runs one.
-    """
+    """References to an unshared gradient's memory when its hooks run, which depends on torch. It runs a backward pass,
+    so the first call must be outside of one."""
     found: list[int] = []
     with torch.enable_grad():
         parameter = torch.zeros(1, requires_grad=True)
@@ -164,7 +143,7 @@ def dense(gradient: Tensor | None, parameter: Tensor, strides: tuple[int, ...]) 
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """All elements of a tensor that fills its memory, in the order in which they lie there."""
+    """All elements of a tensor that fills its memory, in memory order."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -172,7 +151,7 @@ COMPRESSED_DTYPES = (torch.float32, torch.float64)
 
 
 class CollectiveBucket:
-    """Gradients that are reduced by one collective; see Bucket."""
+    """Gradients that one collective reduces; see Bucket."""
 
     shared_bytes = 0
 
@@ -192,7 +171,6 @@ class CollectiveBucket:
         self._pending: Pending | None = None
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
         buffer = self._buffer
         if buffer is None:
             (gradient,) = gradients
@@ -209,18 +187,15 @@ class CollectiveBucket:
             self._pending = self._collectives.all_reduce(self._wire, average=True, into=buffer)
 
     def wait(self) -> list[Tensor]:
-        """The averages of the last launch, each shaped as its parameter."""
         if self._pending is not None:
             self._pending.wait()
             self._pending = None
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """The averages plus gradients that came too late for the launch: what to launch next."""
         return with_late(self.wait(), gradients, 1)
 
     def release(self) -> None:
-        """Drop references to gradients that are not in the bucket's own memory."""
         if self._buffer is None:
             self._averages = []
 
@@ -247,7 +222,6 @@ class OwnedBucket:
         self._pending: list[Pending] = []
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these on their owners; None counts as zero."""
         fill(self._places, gradients)
         if self._scatters:
             begin, end = self._bounds[self._collectives.rank]
@@ -260,14 +234,13 @@ class OwnedBucket:
             ]
 
     def wait(self) -> list[Tensor | None]:
-        """The averages of what this rank owns, each shaped as its parameter; of what was launched last."""
+        """The averages of parameters that this rank owns, from the last launch."""
         for pending in self._pending:
             pending.wait()
         self._pending = []
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """What to launch next so that gradients count as well that came too late for the launch."""
         return with_late(self.wait(), gradients, self._collectives.size)
 
     def release(self) -> None:
@@ -278,7 +251,7 @@ _ALL = "gradients with all their elements"
 
 
 def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
-    """Raise Unsupported for an embedding with sparse gradients; `holders` are what would hold them: 'buckets'."""
+    """Raise Unsupported for an embedding with sparse gradients; `holders` would hold them, such as 'buckets'."""
     for name, inner in module.named_modules():
         if isinstance(inner, (nn.Embedding, nn.EmbeddingBag)) and inner.sparse:
             what, why = f"{doing} of {name or 'a module'} with sparse gradients", f"{holders} hold {_ALL}"
@@ -286,7 +259,7 @@ def refuse_sparse(module: nn.Module, doing: str, holders: str) -> None:
 
 
 def refuse_sparse_gradient(name: str, gradient: Tensor) -> None:
-    """Raise Unsupported for a gradient that is sparse all the same, as that of torch.nn.functional.embedding may be."""
+    """Raise Unsupported for a sparse gradient from elsewhere, such as torch.nn.functional.embedding."""
     if gradient.layout is not torch.strided:
         what = f"data parallelism with a sparse gradient of {name}"
         raise Unsupported(what, f"buckets hold {_ALL}", "use sparse=False")

@@ -1,14 +1,11 @@
-"""The one place that calls torch.distributed's collectives.
+"""The only calls of torch.distributed's collectives in this folder.
 
-`DataParallel` and `ShardedOptimizer` speak to the other ranks through `Collectives`, so that a recorder of calls or a
-source of delays can take its place; gradients may go another way (peer_memory.py). Torch's own engine, by which modules
-are laid out over a mesh, sends by itself.
+`DataParallel` and `ShardedOptimizer` communicate through `Collectives`, which tests replace. Peer copies
+(peer_memory.py) and torch's own engine for meshes bypass it.
 
-Two kinds of traffic. *Tensors* stay on their device: each call returns at once with a `Pending`, and waiting for it
-puts the wait on the device's timeline where the device has one. *Host values* are what the ranks agree on to decide
-what to do next; they go from CPU to CPU, so that a GPU's queue need not drain before the host can read them.
-
-Bytes are counted by the tensors handed over. Every call has to be made by all ranks of the group in the same order.
+Calls on *tensors* return at once with a `Pending`; its wait is on the device's timeline, if any. *Host values* decide
+the next steps and go from CPU to CPU, so that a GPU's queue need not drain. All ranks of the group must make every call
+in the same order.
 """
 
 from typing import Any, Protocol
@@ -21,22 +18,20 @@ from .errors import UserError
 
 
 class Pending(Protocol):
-    """A collective under way."""
-
     def wait(self) -> None:
-        """After this the result can be used, on a GPU by the work that the current stream is given from here on."""
+        """Return when the result can be used; on a GPU, by later work of the current stream."""
 
 
 class Collectives(Protocol):
-    """What the ranks of one group can do together. Tensors are contiguous."""
+    """Collective operations of one group's ranks. Tensors are contiguous."""
 
     rank: int
     """This process's place in the group, from 0."""
     size: int
-    """How many ranks the group has."""
+    """Number of ranks in the group."""
 
     def all_reduce(self, tensor: Tensor, *, average: bool, into: Tensor | None = None) -> Pending:
-        """Sum or average over ranks, in place; then copied `into` a tensor of that shape, maybe of another dtype."""
+        """Sum or average over ranks in place, then copy `into` a tensor of that shape, maybe of another dtype."""
 
     def all_gather(self, output: Tensor, part: Tensor) -> Pending:
         """`output` (size · n elements) becomes every rank's `part` (n elements), in the order of ranks."""
@@ -48,20 +43,18 @@ class Collectives(Protocol):
         """`tensor` becomes the sum or average over ranks on that rank of the group; on others it is undefined."""
 
     def broadcast(self, tensor: Tensor, *, source: int) -> Pending:
-        """`tensor` becomes what it is on the rank `source` of the group."""
+        """`tensor` becomes the value of the group's rank `source`."""
 
     def host_maximum(self, values: Tensor) -> Tensor:
-        """The largest over ranks of each of these int64 values on the CPU; waits for all ranks."""
+        """The maximum over ranks of each of these int64 values on the CPU; waits for all ranks."""
 
     def host_gather(self, value: Any) -> list[Any]:
         """Every rank's value, in the order of ranks; waits for all ranks. The values are pickled."""
 
 
 class GroupCollectives:
-    """The collectives of a process group of torch's.
-
-    A group that has no CPU backend gets a companion for host values (gloo); making it is itself a collective call.
-    """
+    """The collectives of a torch process group. A group without a CPU backend gets a companion for host values (gloo);
+    making it is a collective call."""
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         if not dist.is_available() or not dist.is_initialized():
@@ -115,7 +108,7 @@ class GroupCollectives:
         return values
 
     def _operation(self, tensor: Tensor, average: bool) -> tuple[Any, int]:
-        """What the backend is asked for, and what is left to divide by: only NCCL averages by itself."""
+        """The backend's operation, and the remaining divisor: only NCCL averages."""
         if not average:
             return dist.ReduceOp.SUM, 1
         if self._backends.get(tensor.device.type) == "nccl":
@@ -124,8 +117,8 @@ class GroupCollectives:
 
 
 def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives:
-    """The collectives of a group (None: of all processes); what already is one passes through."""
-    left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # what new_group returns on the ranks it leaves out
+    """The collectives of a group (None: of all processes); collectives pass through."""
+    left_out: Any = dist.GroupMember.NON_GROUP_MEMBER  # new_group returns it on excluded ranks
     if group == left_out:
         raise UserError("this process is not in the group it was given")
     if group is None or isinstance(group, dist.ProcessGroup):
@@ -134,8 +127,6 @@ def collectives_of(group: dist.ProcessGroup | Collectives | None) -> Collectives
 
 
 class _Work:
-    """A collective of torch's under way, with what is left to do to its result."""
-
     def __init__(self, work: Any, tensor: Tensor, divisor: int = 1, into: Tensor | None = None) -> None:
         self._work, self._tensor, self._divisor, self._into = work, tensor, divisor, into
 
@@ -147,6 +138,6 @@ class _Work:
             self._into.copy_(self._tensor)
 
 
-# torch 2.13 calls them so, and warns of the names before.
+# torch 2.13 has these names, and warns about the older ones.
 all_gather_single: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor

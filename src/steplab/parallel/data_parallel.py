@@ -7,7 +7,7 @@
         optimizer.step()
         optimizer.zero_grad()
 
-Four strategies give the same gradients and differ in when and how they travel:
+Four strategies give the same gradients and differ in their collectives:
 
 | strategy   | collectives                                    | launched                                       |
 |------------|------------------------------------------------|------------------------------------------------|
@@ -16,10 +16,8 @@ Four strategies give the same gradients and differ in when and how they travel:
 | `overlap`  | one a parameter                                | as its gradient is ready                       |
 | `bucketed` | one a bucket of at most `bucket_size_mb`       | as a bucket's gradients are ready              |
 
-Towards the end of the backward pass buckets are smaller than that, so that little is sent after it (sizes.py).
-
-Where the loss is the mean over a rank's batch and all ranks have batches of one size, the averages are the gradients of
-the mean over the whole batch.
+Buckets shrink towards the end of the backward pass, so that little is sent after it (sizes.py). If the loss is the mean
+over a rank's batch and all batches have one size, the averages are the gradients of the mean over the whole batch.
 """
 
 from collections.abc import Generator, Iterator, Mapping, Sequence
@@ -51,33 +49,31 @@ class DataParallel(nn.Module):
     All ranks build it together, after the module is on its device. They check that modules and settings are equal, and
     take rank 0's parameters and buffers. Buffers are not synchronised after that.
 
-    `forward` and every attribute are the inner module's, and so are the names in `state_dict()`, `named_parameters()`
-    and `named_buffers()`: none begins with `module.`, so that a checkpoint of either loads into the other. (A module
-    that `torch.compile(module)` returned has names with torch's `_orig_mod.`; one after `module.compile()` has not.)
+    `forward`, every attribute and the names in `state_dict()`, `named_parameters()` and `named_buffers()` are the inner
+    module's: none begins with `module.`, so that a checkpoint of either loads into the other. (A module from
+    `torch.compile(module)` has torch's prefix `_orig_mod.`; after `module.compile()` it has not.)
 
-    Ranks and steps may differ in which parameters have gradients. A parameter without a gradient on a rank counts as
-    zero there; if no rank has one, it stays None. Parameters that require no gradient at the start are not averaged.
+    A parameter without a gradient on a rank counts as zero there; if no rank has one, it stays None. Parameters that
+    require no gradient at the start are not averaged.
 
-    `transport` selects how gradients are sent: `collectives` (NCCL, gloo), or `peer_copy`, on the copy engines of the
-    GPUs of one host (peer_copies.py), which leaves the multiprocessors to the backward pass; it takes device memory for
-    a second copy of all gradients, outside torch's allocator.
+    Args:
+        transport: `collectives` (NCCL, gloo), or `peer_copy`, by the copy engines of one host's GPUs (peer_copies.py).
+            It leaves the multiprocessors to the backward pass, and takes device memory for a second copy of all
+            gradients, outside torch's allocator.
+        to_owners: each gradient is averaged only on its parameter's owner, with half the traffic, and becomes None
+            elsewhere, for `ShardedOptimizer(..., owners=model.owners)`. Gradients must be dropped or zeroed before the
+            next backward pass. Code that needs all gradients (the norm for clipping, a check for infinities) has to ask
+            all ranks.
+        compress: `bf16` sends and sums gradients of float32 and float64 in bf16, with memory for a copy in bf16.
 
-    Ranks with several of these modules in one group run their backward passes and synchronise their gradients in one
-    order: otherwise gradients of different modules would be averaged. Every synchronisation compares the orders and
-    raises UserError on all ranks if they differ; ranks that wait for each other in a collective before that do so until
-    its timeout.
+    Several of these modules in one group must run their backward passes and synchronise in one order on all ranks,
+    because otherwise gradients of different modules are averaged. Every synchronisation compares the orders and raises
+    UserError on all ranks if they differ. Ranks that wait for each other in a collective before that do so until its
+    timeout.
 
-    A backward pass whose gradients are being sent must be finished on all ranks before this is dropped: memory of peer
-    copies is freed only when all launches are over, so the rank would wait, possibly in Python's garbage collector, for
-    messages that others may never send. A RuntimeWarning reports this.
-
-    With `to_owners` each gradient is averaged on one rank only, the owner of its parameter, with half the traffic, and
-    is None on the other ranks after that: for `ShardedOptimizer(..., owners=model.owners)`, which updates each
-    parameter on that rank. Gradients have to be dropped or zeroed between a synchronisation and the next backward pass;
-    code that needs all of them (the norm for clipping, a check for infinities) has to ask all ranks.
-
-    With `compress="bf16"`, gradients of float32 and float64 are sent and summed in bf16, and need memory for a copy in
-    bf16.
+    Finish every backward pass on all ranks before this is dropped. Memory of peer copies is freed only when all
+    launches are over, so the rank would wait, possibly in Python's garbage collector, for messages that others never
+    send. A RuntimeWarning reports this.
     """
 
     def __init__(
@@ -90,12 +86,9 @@ class DataParallel(nn.Module):
         transport: str | PeerMemory = "collectives",
         to_owners: bool = False,
     ) -> None:
-        """Build it as the class describes; `bucket_size_mb`, in units of 1e6 bytes of gradients, affects `bucketed`
-        only.
-
-        Raises UserError for an invalid setting, without joined processes, or if the ranks differ; Unsupported if the
-        module makes sparse gradients, or the transport does not support these ranks.
-        """
+        """Build it as the class describes; `bucket_size_mb` (1e6 bytes of gradients) affects only `bucketed`. Raises
+        UserError for an invalid setting, without joined processes, or if the ranks differ; Unsupported if the module
+        makes sparse gradients, or the transport does not support these ranks."""
         super().__init__()
         chosen = strategy_of(strategy, bucket_size_mb)
         check_transport(transport, compress, to_owners)
@@ -113,8 +106,8 @@ class DataParallel(nn.Module):
         trained.reverse()  # backward reaches last what forward used first
         self._frozen = [(name, p) for name, p in module.named_parameters() if not p.requires_grad]
         self._trained_names = [name for name, _ in trained]
-        # Backward's threads have the gradients' device for the current one, and who calls this may have another: peer
-        # copies ask the driver and Triton, which go by it. A negative number is no device, and changes nothing.
+        # Backward's threads have the gradients' device as current, and the caller may have another; the driver and
+        # Triton use the current one for peer copies. A negative number is no device, and changes nothing.
         self._gpu = next((p.get_device() for _, p in trained if p.is_cuda), -1)
         self._owners: dict[Tensor, int] | None = {} if to_owners else None
 
@@ -137,34 +130,32 @@ class DataParallel(nn.Module):
         nn.Module.register_load_state_dict_pre_hook(self, _with_prefix)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the inner module."""
         return self.module(*args, **kwargs)
 
     def finish_gradient_synchronization(self) -> None:
-        """Average the gradients of all backward passes since the last time; call it before the optimizer's step.
+        """Average the gradients of all backward passes since the last call; call it before the optimizer's step.
 
-        A collective call: every rank makes it. After it every parameter's `.grad` is the same on all ranks
-        (with `to_owners`, it is on its owner alone). Between
-        backward and this, gradients that are under way are not to be seen in `.grad`, and `zero_grad` does not reach
-        them: to drop what a backward pass has left that raised, call this on all ranks, and `zero_grad` then. Until it
-        is called, `step` of any torch optimizer that has these parameters raises UserError.
+        Every rank must call it. Afterwards every parameter's `.grad` is the same on all ranks (with `to_owners`, only
+        its owner has it). Before, gradients in transit are not in `.grad`, `zero_grad` does not reach them, and `step`
+        of any torch optimizer with these parameters raises UserError. To discard a failed backward pass, call this on
+        all ranks, then `zero_grad`.
 
-        Raises UserError within `no_sync`, where a parameter was frozen when this was built and no longer is, and on all
-        ranks where they synchronise different modules or have sent the gradients of several in different orders.
+        Raises UserError within `no_sync`, for a parameter that was frozen when this was built and no longer is, and on
+        all ranks if they synchronise different modules or sent gradients of several in different orders.
         """
         for _ in self.finish_in_parts(1):
             pass
 
     def finish_in_parts(self, parts: int = 4) -> Generator[list[nn.Parameter], None, None]:
-        """As finish_gradient_synchronization, but gives the parameters of each part as soon as their `.grad` are
-        averages, so that they can be updated while later gradients are still on their way.
+        """As finish_gradient_synchronization, but yields the parameters of each part as soon as their `.grad` are
+        averages, so that they can be updated while later gradients are in transit.
 
             for parameters in model.finish_in_parts():
                 update.of(parameters)  # these alone: steplab.ops.update.UpdateByParts(optimizer)
 
-        Parts are whole buckets in the order of launch, of about equal sizes; there are at most `parts`. An update of
-        more parts takes longer, because none of its kernels fills the GPU to the end. A collective call, with the
-        errors of the other. If the caller takes no more, the rest is waited for all the same.
+        Parts are at most `parts`, whole buckets in the order of launch, of about equal sizes. More parts take longer to
+        update, because none of their kernels fills the GPU to the end. A collective call, with the other's errors. If
+        the caller stops early, the rest is still waited for.
         """
         if not self._reducer.active:
             raise UserError("gradients cannot be synchronised within no_sync: leave it first")
@@ -185,8 +176,8 @@ class DataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """A context in which backward passes add to this rank's gradients and send nothing; the next one outside
-        sends all."""
+        """A context in which backward passes add to this rank's gradients and send nothing; the next one outside sends
+        all."""
         before, self._reducer.active = self._reducer.active, False
         try:
             yield
@@ -214,15 +205,11 @@ class DataParallel(nn.Module):
         return self._reducer.agreement.difference
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """The inner module's state."""
         return self.module.state_dict(*args, **kwargs)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load the inner module's state; every rank has to load the same. `assign` would separate parameters from their
-        buckets.
-
-        Raises UserError for `assign=True`.
-        """
+        """Load the inner module's state; every rank has to load the same. Raises UserError for `assign=True`, which
+        would separate parameters from their buckets."""
         if assign:
             raise UserError("assign=True would replace parameters: load into the module before building DataParallel")
         return self.module.load_state_dict(state_dict, strict)
@@ -230,23 +217,20 @@ class DataParallel(nn.Module):
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The inner module's parameters, by its names."""
         return self.module.named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, Tensor]]:
-        """The inner module's buffers, by its names."""
         return self.module.named_buffers(prefix, recurse, remove_duplicate)
 
     def __getstate__(self) -> Any:
-        """Raises UserError: what it has with the other ranks cannot be copied or saved."""
+        """Raises UserError: its shared state with other ranks cannot be copied or saved."""
         raise UserError(
             "a DataParallel cannot be copied or pickled: copy its `module` and build another, or save state_dict()"
         )
 
     def __getattr__(self, name: str) -> Any:
-        """An attribute of the inner module."""
         try:
             return super().__getattr__(name)
         except AttributeError:
@@ -268,7 +252,6 @@ def _forms(module: nn.Module) -> dict[str, str]:
 
 @torch.no_grad()
 def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
-    """Broadcast each tensor by one collective; one that is not contiguous is sent as a contiguous copy."""
     tensors = [*module.parameters(), *module.buffers()]
     sent = [tensor.detach().contiguous() for tensor in tensors]
     for pending in [collectives.broadcast(tensor, source=0) for tensor in sent]:
@@ -279,8 +262,8 @@ def _broadcast_from_first(module: nn.Module, collectives: Collectives) -> None:
 
 
 def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> Tensor:
-    """The tensor without the repetitions of its elements, as of an expanded mask, to which nothing can be written;
-    `strides`, where another tensor's say what repeats."""
+    """The tensor without repeated elements, as in an expanded mask, which cannot be written; strides: of another tensor
+    that shows the repetition."""
     for dim, stride in enumerate(tensor.stride() if strides is None else strides):
         if stride == 0 and tensor.shape[dim] > 1:
             tensor = tensor.narrow(dim, 0, 1)
@@ -288,7 +271,7 @@ def _each_element_once(tensor: Tensor, strides: Sequence[int] | None = None) -> 
 
 
 def _with_prefix(_: nn.Module, state: dict[str, Any], prefix: str, *__: Any) -> None:
-    """A hook before loading: names in a state are the inner module's, so `module.` is added to them here."""
+    """A hook before loading, which adds `module.` to the inner module's names."""
     for key in list(state):
         if key.startswith(prefix):
             state[prefix + _PREFIX + key.removeprefix(prefix)] = state.pop(key)
@@ -316,11 +299,8 @@ def buckets_of(
     group: dist.ProcessGroup | Collectives | None,
     owners: Owners | None = None,
 ) -> Sequence[Bucket]:
-    """The buckets of groups of parameters; a collective call if the transport is peer_copy.
-
-    With a PeerMemory as the transport, gradients are copied through that. With `owners`, of all parameters, each
-    gradient is averaged on its parameter's owner alone.
-    """
+    """The buckets of groups of parameters; a collective call if the transport is peer_copy. transport may be a
+    PeerMemory to copy through. owners: of all parameters; each gradient is averaged only there."""
     if transport != "collectives" and groups and collectives.size > 1:
         memory = open_peer_memory(transport, collectives, group, list(chain(*groups)))
         return peer_buckets(groups, memory, owners)
@@ -331,9 +311,7 @@ def buckets_of(
 
 def check_alike(collectives: Collectives, settings: Mapping[str, Any], tensors: Mapping[str, str]) -> None:
     """Raise UserError, on all ranks, if they differ in a setting, in their tensors, or in the form of a tensor.
-
-    `settings` are the user's, by name; `tensors` has the form of each parameter and buffer in words, by name.
-    """
+    `settings` are the user's, by name; `tensors` has the form of each parameter and buffer in words, by name."""
     everyone = collectives.host_gather((dict(settings), dict(tensors)))
     first_settings, first_tensors = everyone[0]
     for rank, (others_settings, others_tensors) in enumerate(everyone):

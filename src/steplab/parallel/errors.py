@@ -1,8 +1,8 @@
-"""The errors of this folder; each message is one line that says what is wrong and how to fix it."""
+"""The errors of this folder; each message is one line with the fault and its fix."""
 
 
 class UserError(Exception):
-    """The request itself is wrong; the message says what to give instead."""
+    """The request itself is wrong; the message names a valid one."""
 
 
 class Unsupported(UserError):

@@ -1,22 +1,16 @@
-"""Parameters that live in one buffer, owner by owner, so that exchanging them needs few calls and no copies.
+"""Parameters in one buffer, owner by owner, so that exchanging them needs few calls and no copies.
 
-How the owners' updates reach the other ranks, for P parameters of S bytes on N ranks:
+For S bytes of parameters on N ranks, updates reach the other ranks by
 
-- a broadcast a parameter: P calls, one after the other, of S bytes together;
-- `broadcast`, one an owner of all it owns: N calls, one after the other, of S bytes together;
-- `all_gather` of equal shares: 1 call in which all ranks send at once, (N − 1) / N · S bytes to each; the smaller
-  shares are padded to the size of the largest;
-- `peer_copy`: each owner copies its share into the buffers of the others, which is as many bytes and needs no padding
-  (`ParameterCopies`).
+- `broadcast`, one for each owner: N calls in sequence, S bytes together;
+- `all_gather` of equal shares: 1 call, (N − 1) / N · S bytes to each rank; smaller shares are padded;
+- `peer_copy` (`ParameterCopies`): each owner copies its share into the others' buffers, without padding.
 
-`auto` takes the all-gather on GPUs, unless padding would take more than an eighth of the parameters' own memory: then,
-from nine ranks on, the broadcasts move no more than it would, and below that the memory is worth more than the time.
-On CPUs it takes the broadcasts, since gloo's all-gather works in memory of its own. 75 parameters of 38 MB together on
-2 and on 4 ranks of a CPU, milliseconds: a broadcast a parameter 95 and 133, `broadcast` 46 and 95, `all_gather` 283 and
-302.
-
-A copy into a buffer and back would cost 4 · S bytes of memory traffic and a buffer of S bytes at each step (445 and
-782 ms above), so parameters are moved into the buffer once, for good.
+`auto` uses the all-gather on GPUs, unless padding exceeds an eighth of the parameters' memory: then, from nine ranks
+on, the broadcasts move no more bytes, and below that the memory is worth more than the time. On CPUs it uses the
+broadcasts, because gloo's all-gather needs its own memory. On 2 and 4 ranks of a CPU, 75 parameters of 38 MB took 46
+and 95 ms by `broadcast`, 283 and 302 by `all_gather`, 95 and 133 by a broadcast a parameter, and 445 and 782 by copies
+into a buffer and back. So parameters move into the buffer once.
 """
 
 from collections.abc import Sequence
@@ -37,16 +31,16 @@ _LINE = 0
 
 
 class ParameterCopies:
-    """Updated parameters that owners copy into the other ranks' buffers, with no collective.
+    """Updated parameters that owners copy into the other ranks' buffers, without a collective.
 
-    The buffers of all parameters lie in memory that all ranks reach, at the same places. After its update each rank
-    tells the others that it reads the old parameters no longer, and once all of them have told so, copies what it owns
-    into theirs, buffer by buffer, in the order in which the next forward pass reads them; the copy engines move it,
-    under that pass. Behind each buffer it tells them that its part is there.
+    The buffers of all parameters are in memory that all ranks reach, at the same places. After its update each rank
+    signals that it no longer reads the old parameters. After all signals, it copies its parameters into the others'
+    buffers, in the order in which the next forward pass reads them. The copy engines work during that pass. A signal
+    after each buffer announces its part.
     """
 
     def __init__(self, memory: PeerMemory, sizes_bytes: Sequence[int]) -> None:
-        """Buffers of so many bytes each, the same on all ranks; a collective call."""
+        """Buffers of these sizes, equal on all ranks; a collective call."""
         self._memory = memory
         self._sizes = tuple(sizes_bytes)
         *self._starts, end = [0, *accumulate(pages(size) for size in sizes_bytes)]
@@ -54,7 +48,7 @@ class ParameterCopies:
         with torch.cuda.device(self._gpu):
             self._own, self._bases = memory.allocate(end, NUM_COUNTERS * memory.size)
         rank, everyone = memory.rank, range(memory.size)
-        # From the next rank on: in any order that all ranks share, all would copy to one of them first.
+        # From the next rank on: in a shared order, all would copy to one rank first.
         self._peers = [(rank + step) % memory.size for step in range(1, memory.size)]
         self._done_reading = tuple(2 * peer for peer in self._peers)
         self._arrived = tuple(2 * other + 1 for other in everyone)
@@ -64,15 +58,14 @@ class ParameterCopies:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator."""
         return self._own.untyped_storage().nbytes()
 
     def buffer(self, place: int) -> Tensor:
-        """This rank's buffer of that number, in bytes."""
+        """This rank's buffer of that number, as bytes."""
         return self._own[self._starts[place] : self._starts[place] + self._sizes[place]]
 
     def begin(self) -> None:
-        """What is started next waits until all ranks have come here: then none reads the old parameters."""
+        """Later starts wait until all ranks have called this and so read no old parameters."""
         self._num_exchanges += 1
         with torch.cuda.device(self._gpu):
             self._memory.follow_current(_LINE)
@@ -92,19 +85,17 @@ class ParameterCopies:
         return ArrivingCopies(self, self._num_copied)
 
     def wait(self, number: int) -> None:
-        """What the current stream is given next comes when so many buffers have been copied on all ranks."""
+        """The current stream's next work waits until `number` buffers have been copied on all ranks."""
         with torch.cuda.device(self._gpu):
             self._memory.current_awaits(self._arrived, number)
 
 
 class ArrivingCopies:
-    """The parts of one buffer on their way from all ranks."""
-
     def __init__(self, copies: ParameterCopies, number: int) -> None:
         self._copies, self._number = copies, number
 
     def wait(self) -> None:
-        """What the current stream is given next finds all parts there, and this rank's own sent."""
+        """The current stream's next work waits for all parts, and for this rank's own copies."""
         self._copies.wait(self._number)
 
 
@@ -128,11 +119,10 @@ class FlatParameters:
 
     @property
     def num_bytes(self) -> int:
-        """The size of the buffer."""
         return self._slots.size * self.params[0].element_size()
 
     def move_in(self, copies: ParameterCopies | None = None, place: int = 0) -> None:
-        """Move the parameters into a buffer, which is the one of that number in `copies`, if they travel by those."""
+        """Move the parameters into a buffer: a new one, or buffer `place` of `copies`."""
         first, self._copies, self._place = self.params[0], copies, place
         if copies is None:
             self._buffer = first.new_zeros(self._slots.size, requires_grad=False)
@@ -142,22 +132,21 @@ class FlatParameters:
 
     @property
     def padding_bytes(self) -> int:
-        """Memory of the buffer beyond the parameters in it."""
         return (self._buffer.numel() - sum(param.numel() for param in self.params)) * self._buffer.element_size()
 
     def in_use(self) -> bool:
-        """Whether a step can have changed any of these: not if all have been frozen since the beginning, without a
-        gradient. What is frozen later may have one on its owner alone, of which the other ranks do not know."""
+        """True if a step may have changed any of these. False if all have been frozen since the beginning, without a
+        gradient. A parameter frozen later may have a gradient on its owner that other ranks do not know."""
         used = any(param.requires_grad or param.grad is not None for param in self.params)
         self._used = self._used or used
         return self._used and self._buffer.numel() > 0
 
     def bring_back(self) -> None:
-        """Move parameters that were given other memory back into the buffer; to be called before `start_exchange`."""
+        """Move parameters that were given other memory back into the buffer; call it before `start_exchange`."""
         self._move_in(self._moved_out())
 
     def start_exchange(self) -> None:
-        """Begin to send what this rank owns and to receive the rest; nothing may be read before `wait`."""
+        """Begin to send this rank's parameters and to receive the others; read nothing before `wait`."""
         start, end = self._slots.bounds[self._ranks.rank]
         if self._copies is not None:
             width = self._buffer.element_size()
@@ -170,11 +159,11 @@ class FlatParameters:
                 for owner, (start, end) in enumerate(self._slots.bounds)
                 if end > start
             ]
-        # A backward pass that saved the old values must fail, as it does when an optimizer changes them here.
+        # A backward pass that saved the old values must fail, as it does after an optimizer's change.
         torch.autograd.graph.increment_version(self.params)
 
     def wait(self) -> None:
-        """Return when the exchange is over (on a GPU: when the current stream is made to wait for it)."""
+        """Return when the exchange is over (on a GPU: the current stream waits for it)."""
         under_way, self._under_way = self._under_way, []
         for pending in under_way:
             pending.wait()
@@ -198,7 +187,7 @@ class FlatParameters:
             if param.numel() != self._elements[index]:
                 raise UserError(
                     f"a parameter of {self._elements[index]} elements was given {param.numel()} after its sharded "
-                    "optimizer was built; build the optimizer anew"
+                    "optimizer was built; rebuild the optimizer"
                 )
             start = self._buffer.storage_offset() + self._slots.starts[index]
             home = self._buffer.as_strided(param.shape, layout_of(param), start)
@@ -207,14 +196,14 @@ class FlatParameters:
 
 
 def _gathers(shares: Sequence[int], device: torch.device, exchange: Exchange) -> bool:
-    """Whether to exchange by one all-gather rather than by broadcasts; see the head of this file."""
+    """True to exchange by one all-gather instead of broadcasts; see the module's docstring."""
     if exchange != "auto":
         return exchange == "all_gather"
     return worth_padding(shares, device.type)
 
 
 def check_movable(params: Sequence[nn.Parameter]) -> None:
-    """Raise Unsupported for parameters whose memory cannot be moved into a buffer without changing what they mean."""
+    """Raise Unsupported for parameters that cannot be moved into a buffer without changing their meaning."""
     for param in params:
         what = f"sharding the optimizer state of a parameter of shape {tuple(param.shape)}"
         if type(param.data) is not Tensor:

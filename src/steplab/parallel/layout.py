@@ -1,23 +1,19 @@
 """A module laid out over a mesh of ranks by torch's own engine.
 
-A mesh is the ranks of a world along four named axes, the outermost first, so that ranks that talk most are neighbours:
+A mesh is the ranks of a world along four named axes, outermost first, so that ranks that communicate most are
+neighbours:
 
     pp      pipeline: a rank has some of the blocks
-    dp      data, replicated: a rank has a part of the batch, and all that the axes below give it
-    fsdp    data, sharded: a rank has a part of the batch, and keeps a part of each parameter
+    dp      data, replicated: a rank has a part of the batch
+    fsdp    data, sharded: as dp, and a rank keeps a part of each parameter
     tp      tensor: a rank computes a part of each matrix product
 
-Torch's process groups come with the mesh, one for each axis; nothing is kept in this process besides it.
+`lay_out` splits products first, because that changes parameters. Then the caller wraps each unit's forward pass
+(recomputation, then compilation). Then FSDP2 shards parameters unit by unit, so that its hooks stay outside of compiled
+code. The caller names units and splits; nothing here knows the module.
 
-`lay_out` applies tensor parallelism, then sharded data parallelism (FSDP2). The order matters, and is kept here:
-products are split first, since that changes parameters; then each unit is given what its owner wants around its forward
-pass (recomputation, and compilation around that); then parameters are sharded, unit by unit, so that FSDP2's hooks stay
-outside of what is compiled. Nothing here knows what the module is. Its owner says which submodules are units, and how
-each is split.
-
-A pipeline of stages on the ranks of one axis is run by torch's schedules. The batch of a rank is cut into microbatches
-that follow each other through the stages. The shape of what goes from stage to stage is said beforehand, so that no
-step is spent on finding it.
+torch's schedules run a pipeline of stages along pp. Microbatches of a rank's batch follow each other through the
+stages. The shape of messages between stages is given, so that no step is spent on finding it.
 
 | schedule      | order on a rank                                                          | stages a rank |
 |---------------|--------------------------------------------------------------------------|---------------|
@@ -45,14 +41,12 @@ from .buckets import refuse_sparse
 from .errors import Unsupported, UserError
 
 AXES = ("pp", "dp", "fsdp", "tp")
-"""The names of the axes, from the outermost to the innermost."""
+"""Names of the axes, outermost first."""
 
 
 def open_mesh(sizes: Mapping[str, int], device_type: str) -> DeviceMesh:
-    """The mesh of all ranks; a collective call. An axis that is left out has the size 1.
-
-    Raises UserError where an axis is not known, a size is below 1, or the sizes ask for other than the ranks there are.
-    """
+    """The mesh of all ranks; a collective call. A missing axis has size 1. Raises UserError for an unknown axis, a size
+    below 1, or sizes whose product is not the number of ranks."""
     for axis, size in sizes.items():
         if axis not in AXES:
             raise UserError(f"axis '{axis}' is not known; choose among {', '.join(AXES)}")
@@ -84,7 +78,7 @@ class Unit:
     module: nn.Module
     """Called as a module, so that hooks on it run."""
     low_precision: bool = True
-    """Whether its parameters may be gathered in the dtype that `Sharding` names."""
+    """True if its parameters may be gathered in `Sharding.gather_dtype`."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,11 +86,11 @@ class Sharding:
     """How FSDP2 stores and sends parameters."""
 
     gather_dtype: torch.dtype | None = None
-    """The dtype in which parameters are gathered and used; None for their own."""
+    """The dtype in which parameters are gathered and used; None: their own."""
     reduce_dtype: torch.dtype | None = None
-    """Gradients are averaged in it; None: in the dtype they were computed in."""
+    """Gradients are averaged in it; None: in their own dtype."""
     reshard_after_forward: bool = True
-    """Whether a unit's gathered parameters are freed after its forward pass and gathered again for its backward pass:
+    """True to free a unit's gathered parameters after its forward pass and gather them again for its backward pass:
     less memory for half as much communication again."""
 
 
@@ -109,14 +103,15 @@ def lay_out(
     wrap_units: Callable[[], None],
     sharding: Sharding,
 ) -> None:
-    """Lay the module out in place, on all ranks of the mesh together; what is not in a unit is gathered with the root.
+    """Lay the module out in place, on all ranks of the mesh together; parameters outside of units are gathered with the
+    root.
 
     Args:
-        module: equal on all ranks that differ in dp, fsdp and tp alone.
-        mesh: as `open_mesh` makes it.
-        tensor_plan: style by name of submodule, `*` for any one name; a name that the module lacks is passed over.
+        module: equal on all ranks that differ only in dp, fsdp and tp.
+        mesh: from `open_mesh`.
+        tensor_plan: style by name of submodule, `*` for any one name; names that the module lacks are skipped.
         units: in the order of their forward passes.
-        wrap_units: called between the two, to change how the units compute but not which parameters they have.
+        wrap_units: called between both, to change how the units compute but not their parameters.
         sharding: how parameters are kept along dp and fsdp.
     """
     if mesh["tp"].size() > 1:
@@ -127,22 +122,20 @@ def lay_out(
 
 
 def split_products(module: nn.Module, mesh: DeviceMesh, plan: Mapping[str, ParallelStyle]) -> None:
-    """Split parameters over a mesh of one axis; each rank takes its part of what it has, so nothing is sent."""
+    """Split parameters over a mesh of one axis. Each rank cuts its part out of its copy, without a message."""
     names = [name for name, _ in module.named_modules()]
     present = {pattern: style for pattern, style in plan.items() if any(_matches(name, pattern) for name in names)}
     parallelize_module(module, mesh, present, src_data_rank=None)
 
 
 def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit], sharding: Sharding) -> None:
-    """Shard along fsdp and, where dp is larger than 1, replicate along that (hybrid sharding).
-
-    Raises Unsupported where two units, or one and the rest of the module, share a parameter, and for sparse gradients.
-    """
+    """Shard along fsdp and, where dp is larger than 1, replicate along dp (hybrid sharding). Raises Unsupported if two
+    units, or a unit and the rest of the module, share a parameter, and for sparse gradients."""
     refuse_shared(module, units)
     refuse_sparse(module, "sharding", "shards")
     data_mesh = mesh["dp", "fsdp"] if mesh["dp"].size() > 1 else mesh["fsdp"]
     as_kept = MixedPrecisionPolicy(cast_forward_inputs=False)
-    # Inputs are left alone: whether a product is computed in low precision is autocast's affair, as it is on one rank.
+    # Inputs are not cast: autocast decides on low precision, as on one rank.
     lower = MixedPrecisionPolicy(
         param_dtype=sharding.gather_dtype, reduce_dtype=sharding.reduce_dtype, cast_forward_inputs=False
     )
@@ -153,7 +146,7 @@ def shard_parameters(module: nn.Module, mesh: DeviceMesh, units: Sequence[Unit],
             mp_policy=lower if unit.low_precision else as_kept,
             reshard_after_forward=sharding.reshard_after_forward,
         )
-    # The root is needed last in the forward pass and first in the backward pass: freeing it between would gain nothing.
+    # Forward needs the root last and backward needs it first: freeing it between would gain nothing.
     fully_shard(module, mesh=data_mesh, mp_policy=lower, reshard_after_forward=False)
 
 
@@ -174,11 +167,9 @@ def refuse_shared(module: nn.Module, units: Sequence[Unit]) -> None:
 
 @contextmanager
 def no_gradient_sync(module: nn.Module, *, keep_gathered: bool) -> Iterator[None]:
-    """Within it backward passes add to whole gradients on each rank and send nothing; the next one outside sends all.
-
-    `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered when a backward
-    pass ends, so that the next forward pass need not gather them.
-    """
+    """A context in which backward passes add to whole gradients on each rank and send nothing; the next one outside
+    sends all. `module` is the root that `shard_parameters` sharded. With `keep_gathered` parameters stay gathered after
+    a backward pass, so that the next forward pass need not gather them."""
     assert isinstance(module, FSDPModule)
     module.set_requires_gradient_sync(False)
     module.set_reshard_after_backward(not keep_gathered)
@@ -200,13 +191,13 @@ SCHEDULES: dict[str, Any] = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B, "inte
 
 
 def stage_numbers(mesh: DeviceMesh, stages_a_rank: int) -> list[int]:
-    """The stages of this rank, from 0: stages go round the ranks of pp."""
+    """The stages of this rank, from 0: stages are dealt round the ranks of pp."""
     rank, ranks = mesh.get_local_rank("pp"), mesh["pp"].size()
     return [rank + ranks * turn for turn in range(stages_a_rank)]
 
 
 class Pipeline:
-    """The stages of this rank, and the schedule that runs them with those of the other ranks of pp."""
+    """The stages of this rank, and the schedule that runs them with the other ranks of pp."""
 
     def __init__(
         self,
@@ -221,17 +212,17 @@ class Pipeline:
         last_output: Tensor,
         loss: Callable[[Any, Any], Tensor],
     ) -> None:
-        """The stages are in the order of `stage_numbers`; shapes are those of one microbatch on this rank.
+        """Shapes are of one microbatch on this rank.
 
         Args:
-            stages: laid out already, on the device they stay on.
-            mesh: as `layout.open_mesh` makes it.
+            stages: laid out, on their device, in the order of `stage_numbers`.
+            mesh: from `layout.open_mesh`.
             device: this rank's.
             schedule: a key of SCHEDULES.
-            microbatches: into how many parts a batch is cut along its first dimension.
-            between: a tensor of the shape and dtype that goes from stage to stage, on torch's meta device.
-            first_input: the same of what the first stage is given.
-            last_output: the same of what the last stage gives.
+            microbatches: number of parts of a batch, along its first dimension.
+            between: a tensor on torch's meta device, of the shape and dtype between stages.
+            first_input: the same for the first stage's input.
+            last_output: the same for the last stage's output.
             loss: (output of the last stage, target) -> the mean over a microbatch.
         """
         numbers = stage_numbers(mesh, len(stages))
@@ -254,11 +245,9 @@ class Pipeline:
         self._schedule = SCHEDULES[schedule](given, microbatches, loss_fn=loss)
 
     def step(self, inputs: Tensor, targets: Tensor) -> Tensor | None:
-        """Forward and backward passes of all microbatches; gradients are those of the mean over the batch.
-
-        Every rank is given the batch, and uses of it what its stages need. Gives the mean loss on the ranks that have
-        the last stage, None on the others.
-        """
+        """Forward and backward passes of all microbatches; gradients are of the mean over the batch. Every rank
+        receives the whole batch and uses its stages' part. Returns the mean loss on the ranks with the last stage, None
+        on the others."""
         losses: list[Tensor] = []
         given = (inputs,) if self._gives_input else ()
         target = targets if self._gives_target else None

@@ -1,42 +1,33 @@
-"""Buckets whose gradients travel by copies into the other ranks' memory, with no collective and no bucket to fill.
+"""Buckets whose gradients travel by copies into the other ranks' memory, without collectives or bucket buffers to fill.
 
-A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). For a chunk, on two lines
-of work beside the backward pass:
+A bucket travels in chunks, and each rank owns a part of every chunk (sizes.py). A chunk takes three steps on two lines
+of work:
 
-1. *out*, on the line of copies: from the tensors that autograd made, each rank copies what belongs to another's part
-   into a landing place on that one, and tells it.
-2. on the line of means: the owner, once it was told by all others, writes the mean of its own and the landed gradients
-   into its part of the chunk.
-3. *home*, on the line of copies again: it copies that into the same part of everybody's, and tells all.
+1. *out*, on the line of copies: each rank copies from autograd's tensors into landing places of the parts' owners, and
+signals them.
+2. on the line of means: after all signals, the owner writes the mean of its own and the landed gradients into its part.
+3. *home*, on the line of copies: the owner copies its part to all ranks, and signals all. With owners of parameters,
+the means stay.
 
-When every rank has signalled every chunk, the bucket holds the averages, which are the parameters' gradients. Where
-gradients go to their owners alone, a rank's part is what it owns, and the means stay there: nothing is copied home, and
-no rank has memory for the averages of others.
+After all signals the bucket holds the averages, which are the parameters' gradients.
 
-*One line has all copies*, because one copy engine of a GPU sends to all of its peers where they are connected by an
-NVSwitch. The order is out(1), out(2), home(1), out(3), home(2), and so on: while the means of a chunk are made, and
-the ranks tell each other, the engine sends the next one. The last means of a bucket go home behind the next bucket's
-first gradients, or when their own bucket is waited for; between two ranks, whose link has time, they go at once.
+*One line has all copies*, because one copy engine of a GPU sends to all of its peers over an NVSwitch. The order is
+out(1), out(2), home(1), out(3), home(2), ..., so that the engine sends one chunk while another's means are made. A
+bucket's last means go home behind the next bucket's first gradients or at the wait, and at once between two ranks.
 
-*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other. It would not stay
-so by itself: once two ranks copy to a third one, each gets half of its link, and another rank receives nothing. So a
-rank begins a turn when the next rank has ended the turn before. A chunk among n > 2 ranks takes 2 (n-1) turns. Where
-gradients go to owners there are none, because the parts of a bucket are too uneven.
+*Ranks send in turns.* In turn s rank r copies to rank r + s, so every rank receives from one other; otherwise two ranks
+would share a third one's link. A rank begins a turn when the next rank has ended the turn before. A chunk among n > 2
+ranks takes 2 (n-1) turns. With owners there are no turns, because a bucket's parts are too uneven.
 
-Of B bytes of gradients, each of n ranks sends and receives 2 (n-1)/n B, as in a ring, or half of that where they go to
-owners; the copy engines move them. The multiprocessors read and write (n + 1)/n B for the means. A gradient is read
-where it was born, and never copied into a bucket first. The mean of an element is made by one rank alone, so all ranks
-have the same bits.
+For B bytes each of n ranks sends and receives 2 (n-1)/n B by the copy engines, as in a ring, or half with owners. The
+multiprocessors read and write (n + 1)/n B for the means. One rank makes each mean, so all ranks have the same bits.
 
-Nobody overwrites what is still read. A landing place is used again when its bucket has come home, and so do gradients
-live till then: means of all ranks are made of all that I sent. A peer writes its part of my bucket after it got my
-gradients of that part, so after the backward pass that made them, behind the optimizer that read the last averages.
-Averages may be changed in place (clipped, say) once a bucket is waited for, and my own part of them is what I send: so
-it has come home here only when I have told so myself, which is when that is copied, too.
+No rank overwrites memory that is still read. Landing places and gradients live until their bucket is home. A peer
+writes its part of my bucket only after my gradients of that part, thus after the optimizer that read the last averages.
+Averages may be changed in place after the wait, and are also the source of my copies home; so a bucket counts as home
+only after my own signal, which follows my copies.
 
 The n-th chunk of a step is the n-th on every rank, so counters hold numbers of chunks, and one of turns.
-
-A kernel makes the means of several tensors in one launch: each row of numbers is read once and the mean written once.
 """
 
 from collections import deque
@@ -62,11 +53,8 @@ Copies = tuple[Sequence[int], Sequence[int], Sequence[int]]
 def peer_buckets(
     groups: Sequence[Sequence[nn.Parameter]], memory: PeerMemory, owners: Owners | None = None
 ) -> list["PeerBucket"]:
-    """The buckets of one module, one for each group of parameters; a collective call.
-
-    With `owners` each average is on the rank that owns the parameter alone. The buckets share `memory`, which is freed
-    with the last of them.
-    """
+    """The buckets of one module, one for each group of parameters; a collective call. With `owners` each average is
+    only on the parameter's owner. The buckets share `memory`, which is freed with the last of them."""
     divisions = [
         divided([p.nbytes for p in group], memory.size, None if owners is None else [owners[p] for p in group])
         for group in groups
@@ -78,11 +66,8 @@ def peer_buckets(
 
 
 class PeerCopies:
-    """The memory that the buckets of one module share, and which of them are under way.
-
-    It holds no reference to the buckets: otherwise the memory, which is not Python's, would stay until the garbage
-    collector runs.
-    """
+    """The memory that the buckets of one module share, and the buckets in transit. It holds no reference to the
+    buckets: otherwise the memory, which is not Python's, would stay until the garbage collector runs."""
 
     def __init__(self, memory: PeerMemory, places: Places, *, go_home: bool) -> None:
         """Allocate the memory. `go_home`: all ranks get all means."""
@@ -90,7 +75,6 @@ class PeerCopies:
         self.peers = [(memory.rank + step) % memory.size for step in range(1, memory.size)]
         self.go_home = go_home
         self.num_launched = 0
-        """The number of chunks so far, and of the last one."""
         self._num_awaited = 0
         self._num_turns = 0
         self.under_way: deque[PeerBucket] = deque()
@@ -103,7 +87,7 @@ class PeerCopies:
         self._means_told = tuple(map(_means_told_by, everyone))
         self._tell_of_gradients = tuple((peer, _gradients_told_by(memory.rank)) for peer in self.peers)
         self._tell_of_means = tuple((rank, _means_told_by(memory.rank)) for rank in everyone)
-        # No rank tells itself of gradients, so its own counter of them is for the turns of the next rank.
+        # No rank signals gradients to itself, so its own counter of them counts the next rank's turns.
         previous = (memory.rank - 1) % memory.size
         self._turns_told, self._tell_of_turns = (
             (_gradients_told_by(memory.rank),),
@@ -111,12 +95,12 @@ class PeerCopies:
         )
 
     def landing(self, on_rank: int, of_rank: int) -> int:
-        """The address of the ring on one rank in which another's gradients land; rings lie side by side."""
+        """The address of the ring on one rank in which another's gradients land; rings are adjacent."""
         ring = (of_rank - on_rank - 1) % self.memory.size
         return self.bases[on_rank] + self._rings_start + ring * self.ring_bytes
 
     def make_room(self, num_bytes: int) -> int:
-        """The start of so many bytes in the rings where nothing is under way any longer; equal on all ranks."""
+        """The start of `num_bytes` bytes of the rings that are no longer in use; equal on all ranks."""
         if self._cursor + num_bytes > self.ring_bytes:
             self._cursor = 0
         start, self._cursor = self._cursor, self._cursor + num_bytes
@@ -133,7 +117,7 @@ class PeerCopies:
         return start
 
     def _are_met(self, start: int, end: int) -> bool:
-        """Whether anything under way lies between these places of the rings."""
+        """True if anything in transit lies between these places of the rings."""
         for bucket in self.under_way:
             first, last = bucket.landing
             if first < end and start < last:
@@ -141,7 +125,7 @@ class PeerCopies:
         return False
 
     def start(self, chunk: "Chunk", addresses: Sequence[int], room: int) -> None:
-        """Send a chunk of gradients out, have its means made, and send home those of the chunk before."""
+        """Send a chunk of gradients out, start its means, and send the previous chunk's home."""
         memory, before = self.memory, self._unreturned
         returned = self.num_launched
         self.num_launched += 1
@@ -149,8 +133,8 @@ class PeerCopies:
         memory.signal(COPIES, self._tell_of_gradients, self.num_launched)
         if before is not None:
             memory.follow_line(COPIES, MEANS)
-        # Behind the copies, so that a counter is looked at for as long as the ranks are apart, and not from the launch
-        # on: the launches of a whole step may be given to the lines before its forward pass begins.
+        # After the copies, so that a counter is polled while the ranks are apart, and not from the launch on: a whole
+        # step's launches may come before its forward pass.
         memory.follow_line(MEANS, COPIES)
         memory.await_signals(MEANS, self._gradients_told, self.num_launched)
         pieces = chunk.pieces(addresses)
@@ -164,19 +148,17 @@ class PeerCopies:
             memory.signal(MEANS, self._tell_of_means, self.num_launched)
 
     def _send_home(self, chunk: "Chunk", number: int) -> None:
-        """Copy this rank's means of the chunk of that number to all peers, and tell all ranks."""
         self.copy(chunk.home)
         self.memory.signal(COPIES, self._tell_of_means, number)
 
     def return_last(self) -> None:
-        """Send home the means of the last chunk, if they are not on their way."""
+        """Send home the means of the last chunk, unless they are in transit."""
         if self._unreturned is not None:
             self.memory.follow_line(COPIES, MEANS)
             self._send_home(self._unreturned, self.num_launched)
             self._unreturned = None
 
     def copy(self, copies: Sequence[Copies]) -> None:
-        """Copy to each peer, in the order of `peers`."""
         if self.go_home and len(self.peers) > 1:
             self.copy_in_turns(copies)
         else:
@@ -193,13 +175,12 @@ class PeerCopies:
             self.memory.signal(COPIES, self._tell_of_turns, self._num_turns)
 
     def copy_at_once(self, copies: Sequence[Copies]) -> None:
-        """Copy to all peers in one call."""
         targets, sources, sizes = (list(chain.from_iterable(part)) for part in zip(*copies, strict=True))
         if targets:
             self.memory.copy(COPIES, targets, sources, sizes)
 
     def await_launch(self, number: int) -> None:
-        """The current stream's next work waits until the chunk of this number and those before have come home."""
+        """The current stream's next work waits until chunks up to this number have come home."""
         self.return_last()
         if self._num_awaited < number:
             self.memory.current_awaits(self._means_told, number)
@@ -207,7 +188,7 @@ class PeerCopies:
 
 
 class Chunk:
-    """A part of a bucket that travels by itself: what is the same in every launch, computed when the host has time."""
+    """A part of a bucket that travels separately: everything that is equal in all launches, computed in advance."""
 
     def __init__(
         self,
@@ -218,7 +199,7 @@ class Chunk:
         landing: int,
         dtype: torch.dtype,
     ) -> None:
-        """Plan the chunk of that number; `starts` as of PeerBucket, `landing`: its place within the bucket's."""
+        """Plan the chunk of that number; `starts` as in PeerBucket, `landing`: its place within the bucket's."""
         rank, borders = copies.memory.rank, division.chunks[number]
         overlaps = [division.overlaps(number, peer) for peer in copies.peers]
         self._sent = [
@@ -231,21 +212,18 @@ class Chunk:
         self._sizes = [[found.num_bytes for found in those] for those in overlaps]
         self._kept = division.overlaps(number, rank)
         self.dtype = dtype
-        """The type of the gradients."""
         self.landed = copies.landing(rank, copies.peers[0]) + landing
-        """Where the gradients of others land, counted from the beginning of a ring."""
+        """Landing places of other ranks' gradients, from the beginning of a ring."""
         begin = borders[rank] if division.owners is None else 0
         parts = [base + start + begin for base, start in zip(copies.bases, starts, strict=True)]
         self.mine = parts[rank]
-        """The address of this rank's means."""
         size = borders[rank + 1] - borders[rank]
         self.home: list[Copies] = [
             ([parts[peer]], [self.mine], [size]) if self._kept else ([], [], []) for peer in copies.peers
         ]
-        """Copies of this rank's means to each peer."""
 
     def outward(self, addresses: Sequence[int], room: int) -> list[Copies]:
-        """Copies to each peer of what belongs to its part."""
+        """Copies of gradients to each peer, of its own part."""
         found: list[Copies] = []
         for sent, sizes in zip(self._sent, self._sizes, strict=True):
             targets = [landing + room for landing, _, _ in sent]
@@ -253,7 +231,6 @@ class Chunk:
         return found
 
     def pieces(self, addresses: Sequence[int]) -> list[Piece]:
-        """This rank's own gradients of its part."""
         return [Piece(addresses[index] + skipped, place, size) for index, skipped, place, size in self._kept]
 
 
@@ -263,7 +240,7 @@ class PeerBucket:
     def __init__(
         self, copies: PeerCopies, parameters: Sequence[nn.Parameter], division: Division, starts: Sequence[int]
     ) -> None:
-        """`starts`: where what each rank keeps of the bucket begins in its memory."""
+        """`starts`: the beginning, in each rank's memory, of its kept part of the bucket."""
         self._copies = copies
         self._parameters = tuple(parameters)
         self._strides = [layout_of(parameter) for parameter in self._parameters]
@@ -277,12 +254,10 @@ class PeerBucket:
         ]
         self._sources: list[Tensor] = []
         self.number = 0
-        """The number of its last chunk in the last launch, from 1; 0 for none."""
+        """The number of its last chunk in the last launch, from 1; 0 before."""
         self.landing = (0, 0)
-        """Its place in the rings."""
 
     def _places(self, division: Division, kept: Tensor) -> list[Tensor | None]:
-        """Where the averages lie that this rank keeps."""
         numbers = kept.view(self._parameters[0].dtype)
         if division.owners is None:
             return list(views_of(numbers, self._parameters))
@@ -294,11 +269,9 @@ class PeerBucket:
 
     @property
     def shared_bytes(self) -> int:
-        """Memory outside of torch's allocator that all of this rank's buckets of the module hold together."""
-        return self._copies.own.untyped_storage().nbytes()  # buckets and rings, and counters if they lie there too
+        return self._copies.own.untyped_storage().nbytes()  # buckets and rings, and counters if they are there too
 
     def launch(self, gradients: Sequence[Tensor | None]) -> None:
-        """Start to average these over ranks; None counts as zero. From here on the gradients belong to the bucket."""
         copies = self._copies
         room = copies.make_room(self._landing_bytes)
         self.landing = room, room + self._landing_bytes
@@ -317,17 +290,15 @@ class PeerBucket:
         copies.under_way.append(self)
 
     def wait(self) -> Sequence[Tensor | None]:
-        """The averages of the last launch that this rank keeps, each shaped as its parameter."""
         if self.number:
             self._copies.await_launch(self.number)
         return self._averages
 
     def add(self, gradients: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The averages plus gradients that came too late for the launch: what to launch next."""
         return with_late(self.wait(), gradients, 1 if self._copies.go_home else self._copies.memory.size)
 
     def release(self) -> None:
-        """Drop references to gradients that are not in the bucket's own memory; to be called after `wait`."""
+        """As Bucket.release, after `wait`."""
         while self in self._copies.under_way:
             self._copies.under_way.remove(self)
         self.drop()
@@ -348,18 +319,15 @@ def _means_told_by(rank: int) -> int:
 
 
 BLOCK = 4096
-"""The numbers that one program averages."""
+"""Numbers that one program averages."""
 PIECES = 8
-"""The most pieces of a launch."""
+"""Most pieces of a launch."""
 UNIT_BYTES = 16
-"""Pieces begin at multiples of this; they are given in these units, so that the compiler knows the alignment."""
+"""Pieces begin at multiples of this and are given in these units, so that the compiler knows the alignment."""
 _WIDE = (1 << 40) + 3
-"""A number that does not fit into 32 bits."""
 
 
 class Means:
-    """The kernel, compiled for its arguments."""
-
     def __init__(self, device: torch.device, num_others: int) -> None:
         self._device, self._num_others = device, num_others
         self._compiled: dict[Any, Any] = {}
@@ -367,7 +335,6 @@ class Means:
     def start(
         self, stream: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
-        """See peer_memory.PeerMemory.mean."""
         places = target, others, distance_bytes, *[piece.own for piece in pieces]
         kind = dtype, not any(place % UNIT_BYTES for place in places)
         compiled = self._compiled.get(kind) or self._compile(*kind)
@@ -377,9 +344,9 @@ class Means:
             compiled[(programs, 1, 1)](target, others, distance, *arguments, self._num_others, BLOCK, stream=stream)
 
     def _compile(self, dtype: torch.dtype, aligned: bool) -> Any:
-        """The kernel for numbers of a type; `aligned` says whether all of them begin at multiples of 16 bytes."""
-        # A launch through Triton's own way finds out what to compile for: places and sizes of 64 bits, and numbers that
-        # are multiples of nothing. They count less than nothing, so that nothing is done.
+        """The kernel for numbers of a type; `aligned`: all begin at multiples of 16 bytes."""
+        # Triton's own launch decides what to compile for: places and sizes of 64 bits, and numbers that are multiples
+        # of nothing. The counts are negative, so that nothing is done.
         numbers = torch.zeros(32, dtype=dtype, device=self._device)[0 if aligned else 1 :]
         arguments = (numbers,) * PIECES, (_WIDE,) * PIECES, (-_WIDE,) * PIECES
         compiled = mean_kernel[(1,)](
@@ -390,7 +357,6 @@ class Means:
 
 
 def mean_arguments(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[tuple[int, ...], ...], int]:
-    """The kernel's arguments for up to PIECES pieces, and the number of programs that they need."""
     missing = [0] * (PIECES - len(pieces))
     owns = (*[piece.own for piece in pieces], *missing)
     starts = (*[piece.start_bytes // UNIT_BYTES for piece in pieces], *missing)
@@ -400,11 +366,9 @@ def mean_arguments(pieces: Sequence[Piece], dtype: torch.dtype) -> tuple[tuple[t
 
 @triton.jit(do_not_specialize=["distance", "starts", "counts"])
 def mean_kernel(target_ptr, others_ptr, distance, own_ptrs, starts, counts, OTHERS: tl.constexpr, BLOCK: tl.constexpr):
-    """target = (own + each of OTHERS rows, `distance` numbers apart) / (OTHERS + 1), summed in float32 at least.
-
-    Of each piece at its start, in units of 16 bytes; a program makes a block of one of them. Places are counted in 64
-    bits: a piece may have more than 2^31 numbers, and one that has almost as many would exceed them when rounded up.
-    """
+    """target = (own + each of OTHERS rows, `distance` numbers apart) / (OTHERS + 1), summed in float32 at least. Starts
+    are in units of 16 bytes; a program makes a block of one piece. Places are in 64 bits: a piece may have more than
+    2^31 numbers, and one slightly smaller would exceed them when rounded up."""
     block, own_ptr = tl.program_id(0).to(tl.int64), own_ptrs[0]
     start, count = starts[0].to(tl.int64), counts[0].to(tl.int64)
     blocks = tl.cdiv(count, BLOCK)

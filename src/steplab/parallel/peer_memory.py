@@ -1,19 +1,15 @@
-"""Memory that the ranks of one host share, lines of work on it, and counters by which they wait for each other.
+"""Memory that the ranks of one host share, lines of work on it, and counters for their waits.
 
-A *line* is a sequence of work beside that of the current stream: a stream of its own, of CUDA. A *counter* is a number
-in every rank's memory that only grows. A line adds to the end of its work "set this counter of that rank", and another
-waits, on the device, until a counter has got so far. So ranks, lines and streams are all told of each other's progress
-in one way, and the host waits for none of them.
+A *line* is a separate CUDA stream. A *counter* is a growing number in every rank's memory. A line appends "set this
+counter of that rank" to its work, and another waits, on the device, until a counter has reached a value. So ranks,
+lines and streams signal progress in one way, and Python never waits.
 
-`SymmetricMemory` is that of the GPUs of one host: torch's symmetric memory, copy engines, and waits that take no
-multiprocessor. A wait is the stream's, and runs no kernel. What the host does for a bucket is the driver's calls and
-little more: it has to keep ahead of the GPU. So they are made directly (`CudaDriver`), because torch's own copy takes
-several times as long, and each does as much as it can at once.
+`SymmetricMemory` uses torch's symmetric memory, copy engines, and stream waits that run no kernel. It calls the driver
+directly (`CudaDriver`), because torch's own copy takes Python several times as long.
 
-A host that is ahead gives the lines their waits long before they can end: before a whole forward pass, say. In records
-of H200s the kernels of some models' forward passes then began 1.1 to 1.3 microseconds later each (docs/ddp.md), which
-we put down to the streams that these models had been given. Which streams delay others is documented nowhere, so pairs
-of them are tried when the memory is made, and the pair under which kernels take least becomes the lines.
+A wait may be queued long before it can end. On H200s the kernels of some forward passes then began 1.1 to 1.3
+microseconds later each (docs/ddp.md), depending on the streams. So pairs of streams are tested at allocation, and the
+pair with the fastest kernels becomes the lines.
 """
 
 import ctypes
@@ -36,36 +32,30 @@ class Piece(NamedTuple):
     own: int
     """The address of this rank's numbers."""
     start_bytes: int
-    """Where they begin in the target and in those of the others; a multiple of 16."""
+    """Their beginning in the target and in the others' numbers; a multiple of 16."""
     num_bytes: int
-    """Their length."""
 
 
 class PeerMemory(Protocol):
-    """Operations of ranks that reach each other's memory; places in memory are addresses. Lines are 0 and 1.
-
-    One call starts several operations together: the host is busy with a backward pass, and has no time for many small
-    calls.
-    """
+    """Operations of ranks that reach each other's memory; places in memory are addresses. Lines are 0 and 1. One call
+    starts several operations, because Python is busy with a backward pass."""
 
     rank: int
     """This process's number, from 0."""
     size: int
-    """The number of ranks."""
+    """Number of ranks."""
     device: torch.device
     """The device that has the memory."""
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        """Allocate as many bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's.
-
-        Also allocates so many counters, all zero, on every rank. Every rank calls it, once.
-        """
+        """Allocate as many bytes on every rank; returns this rank's (uint8, zero) and the address of each rank's. Also
+        allocates `num_counters` counters, all zero, on every rank. Every rank calls it, once."""
 
     def follow_current(self, line: int) -> None:
-        """The line's next work waits for everything that the current stream was given so far."""
+        """The line's next work waits for all work already given to the current stream."""
 
     def follow_line(self, line: int, other: int) -> None:
-        """The line's next work waits for everything that another line of this rank was given so far."""
+        """The line's next work waits for all work already given to another line of this rank."""
 
     def current_awaits(self, counters: tuple[int, ...], value: int) -> None:
         """The current stream's next work waits until these counters of this rank are at least `value`."""
@@ -76,14 +66,12 @@ class PeerMemory(Protocol):
     def mean(
         self, line: int, pieces: Sequence[Piece], target: int, others: int, distance_bytes: int, dtype: torch.dtype
     ) -> None:
-        """Write target + start = (own + (others + start)) / size for each piece; own may be where its mean goes.
-
-        The numbers of the others begin at `others`, `distance_bytes` apart. They are summed in float32 (float64 for
-        float64), in this order.
-        """
+        """Write target + start = (own + (others + start)) / size for each piece; own may be the place of its mean. The
+        others' numbers begin at `others`, `distance_bytes` apart. They are summed in float32 (float64 for float64), in
+        this order."""
 
     def signal(self, line: int, places: tuple[tuple[int, int], ...], value: int) -> None:
-        """Set these counters, each of a rank, when everything that the line was given is done and visible."""
+        """Set these (rank, counter) when all earlier work of the line is done and visible."""
 
     def await_signals(self, line: int, counters: tuple[int, ...], value: int) -> None:
         """The line's next work waits until these counters of this rank are at least `value`."""
@@ -91,17 +79,16 @@ class PeerMemory(Protocol):
 
 _NUM_LINES = 2
 _PAIRS, _TRIALS, _KERNELS = 4, 3, 400
-"""Pairs of streams that are tried, how often, and how many kernels each time."""
+"""Pairs of streams that are tested, trials of each, and kernels of a trial."""
 _HELD_CYCLES = 20_000_000
-"""How long the GPU is held so that those kernels are queued, in cycles of its clock: some ten milliseconds."""
+"""GPU cycles, some ten milliseconds, during which those kernels queue up."""
 
 
 class SymmetricMemory:
-    """The peer memory of GPUs of one host (PeerMemory). `device` is the current device wherever this is
-    built and used."""
+    """The peer memory of GPUs of one host (PeerMemory); `device` must be the current device at every use."""
 
     def __init__(self, collectives: Collectives, group: dist.ProcessGroup | None, device: torch.device) -> None:
-        """Raises Unsupported, on all ranks, where one cannot reach another's memory."""
+        """Raises Unsupported, on all ranks, if one cannot reach another's memory."""
         what, instead = "the transport peer_copy", "use transport='collectives'"
         if device.type != "cuda":
             raise Unsupported(f"{what} on {device.type}", "it is for the copy engines of CUDA GPUs", instead)
@@ -118,14 +105,14 @@ class SymmetricMemory:
         self._streams: list[torch.cuda.Stream] = []
         self._lines: list[int] = []
         self._ready = torch.cuda.Event()
-        self._ready.record(torch.cuda.current_stream(device))  # it exists from then on
+        self._ready.record(torch.cuda.current_stream(device))  # creates it
         self._operations: dict[Any, MemoryOperations] = {}
         from .peer_copies import Means  # it needs Triton
 
         self._means = Means(device, self.size - 1)
 
     def allocate(self, num_bytes: int, num_counters: int) -> tuple[Tensor, list[int]]:
-        # The one private module that is used: there is no other way to memory that other processes can address.
+        # The only private module in use: there is no other way to memory that other processes can address.
         import torch.distributed._symmetric_memory as symmetric
 
         start = max(-(-num_bytes // COUNTER_BYTES), 1) * COUNTER_BYTES
@@ -136,7 +123,7 @@ class SymmetricMemory:
         self._bases = [int(pointer) for pointer in self._handle.buffer_ptrs]
         self._counters = [base + start for base in self._bases]
         self._choose_lines()
-        self._meet()  # no rank still tries
+        self._meet()  # no rank is still testing
         self._own[start:].zero_()
         self._meet()
         return self._own[:num_bytes], self._bases
@@ -148,8 +135,8 @@ class SymmetricMemory:
         torch.cuda.synchronize(self.device)
 
     def _choose_lines(self) -> None:
-        """Take the pair of streams whose waits slow the current stream least; all ranks try together, by counters that
-        are zeroed after it."""
+        """Choose the pair of streams whose waits slow the current stream least; all ranks test together, by counters
+        that are zeroed afterwards."""
         pairs = [[torch.cuda.Stream(self.device, priority=-1) for _ in range(_NUM_LINES)] for _ in range(_PAIRS)]
         least_ms = [float("inf")] * _PAIRS
         for trial in range(_TRIALS * _PAIRS):
@@ -160,7 +147,7 @@ class SymmetricMemory:
         self._lines = [stream.cuda_stream for stream in self._streams]
 
     def _tried_ms(self, number: int) -> float:
-        """How long small kernels take while the lines wait for them, and then for the other ranks, as for a bucket."""
+        """Time of small kernels while the lines wait for them, and then for the other ranks, as for a bucket."""
         peers = [rank for rank in range(self.size) if rank != self.rank]
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         numbers = torch.zeros(1, device=self.device)
@@ -172,7 +159,7 @@ class SymmetricMemory:
         end.record()
         self.follow_current(0)
         own, others = self._bases[self.rank], [self._bases[peer] for peer in peers]
-        self.copy(0, others, [own] * len(peers), [COUNTER_BYTES] * len(peers))  # of zeros onto zeros
+        self.copy(0, others, [own] * len(peers), [COUNTER_BYTES] * len(peers))  # zeros onto zeros
         self.signal(0, tuple((peer, self.rank) for peer in peers), number)
         self.follow_line(1, 0)
         self.await_signals(1, tuple(peers), number)
@@ -218,16 +205,16 @@ class SymmetricMemory:
         operations.start(stream, value)
 
     def _current(self) -> int:
-        return int(torch._C._cuda_getCurrentRawStream(self.device.index))  # a tenth of what a Stream takes to be made
+        return int(torch._C._cuda_getCurrentRawStream(self.device.index))  # a tenth of the time of making a Stream
 
 
 _WAIT, _WRITE = 1, 2
-"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Flags of zero are GEQ for a wait: it lasts until
-the number, minus the value, is not negative as an int32, so that numbers may run over. For a write they are: when all
-that the stream has done can be seen."""
+"""CU_STREAM_MEM_OP_WAIT_VALUE_32 and CU_STREAM_MEM_OP_WRITE_VALUE_32. Flags of zero mean GEQ for a wait: until the
+number minus the value is not negative as an int32, so that numbers may overflow. For a write they mean: after all of
+the stream's work is visible."""
 _FLUSH, _CAN_FLUSH = 1 << 30, 98
-"""CU_STREAM_WAIT_VALUE_FLUSH: what another device wrote before the number can be seen after the wait, also where the
-device may reorder such writes. A device that may can do so: CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES."""
+"""CU_STREAM_WAIT_VALUE_FLUSH: another device's earlier writes are visible after the wait, even where the device may
+reorder them. Such devices support it: CU_DEVICE_ATTRIBUTE_CAN_FLUSH_REMOTE_WRITES."""
 _IN_STREAM_ORDER, _BESIDE_COMPUTATION = 1, 1
 """CU_MEMCPY_SRC_ACCESS_ORDER_STREAM and CU_MEMCPY_FLAG_PREFER_OVERLAP_WITH_COMPUTE."""
 
@@ -256,7 +243,7 @@ class _CopyAttributes(ctypes.Structure):
 
 
 class MemoryOperations:
-    """Writes to numbers of 32 bits, or waits for them, that a stream is given in one call."""
+    """Writes to 32-bit numbers, or waits for them, that a stream receives in one call."""
 
     def __init__(self, start: Callable[..., None], operation: int, addresses: Sequence[int], flags: int = 0) -> None:
         self._start, self._items = start, (_MemoryOperation * len(addresses))()
@@ -264,7 +251,6 @@ class MemoryOperations:
             item.operation, item.address, item.flags = operation, address, flags
 
     def start(self, stream: int, value: int) -> None:
-        """Add them to a stream."""
         for item in self._items:
             item.value = value & 0xFFFFFFFF
         self._start(stream, len(self._items), self._items, 0)
@@ -274,8 +260,7 @@ class CudaDriver:
     """The driver's functions, looked up once. They act on the current device."""
 
     def __init__(self, device: int) -> None:
-        """Look the functions up for the device of that number. Raises Unsupported if the driver is older than one of
-        them."""
+        """Raises Unsupported if the driver of the device of that number lacks a function."""
         pointer, size, number = ctypes.c_void_p, ctypes.c_size_t, ctypes.c_uint
         self._copy = _function(
             "cuMemcpyBatchAsync", pointer, pointer, pointer, size, pointer, pointer, size, pointer, pointer
@@ -289,11 +274,11 @@ class CudaDriver:
         self._how = ctypes.byref(self._attributes), ctypes.byref(from_the_first), 1, ctypes.byref(failed)
 
     def writes(self, addresses: Sequence[int]) -> MemoryOperations:
-        """Writes of a value to each address, when the stream has done all work before."""
+        """Writes of a value to each address, after all earlier work of the stream."""
         return MemoryOperations(self._operate, _WRITE, addresses)
 
     def waits(self, addresses: Sequence[int]) -> MemoryOperations:
-        """Waits until the number at each address is at least a value; the stream then sees what was written before."""
+        """Waits until the number at each address is at least a value; the stream then sees earlier writes."""
         return MemoryOperations(self._operate, _WAIT, addresses, self._wait_flags)
 
     def copy(self, stream: int, targets: Sequence[int], sources: Sequence[int], sizes_bytes: Sequence[int]) -> None:
@@ -302,16 +287,13 @@ class CudaDriver:
         self._copy(numbers(*targets), numbers(*sources), numbers(*sizes_bytes), len(sizes_bytes), *self._how, stream)
 
     def record(self, event: int, stream: int) -> None:
-        """Record the work that the stream was given so far."""
         self._record(event, stream)
 
     def wait_event(self, stream: int, event: int) -> None:
-        """Have the stream's next work wait for the event."""
         self._wait(stream, event, 0)
 
 
 def _attribute(device: int, number: int) -> int:
-    """A device attribute of the driver, by its number."""
     found, handle = ctypes.c_int(0), ctypes.c_int(0)
     _function("cuDeviceGet", ctypes.c_void_p, ctypes.c_int)(ctypes.byref(handle), device)
     _function("cuDeviceGetAttribute", ctypes.c_void_p, ctypes.c_int, ctypes.c_int)(
@@ -345,17 +327,15 @@ def open_peer_memory(
     group: dist.ProcessGroup | Collectives | None,
     parameters: Sequence[nn.Parameter],
 ) -> PeerMemory:
-    """The given PeerMemory, or that of the GPUs on which these parameters, or their gradients, are; a collective call.
-
-    Raises Unsupported where they cannot be copied, or the ranks do not reach each other's memory.
-    """
+    """The given PeerMemory, or a new one for the GPUs of these parameters, or of their gradients; a collective call.
+    Raises Unsupported for gradients that it cannot copy, or if the ranks do not reach each other's memory."""
     _refuse_uncopied(parameters)
     if not isinstance(transport, str):
         return transport
     process_group = group if isinstance(group, dist.ProcessGroup) else None
     if process_group is None and collectives.size != dist.get_world_size():
         what = f"{_PEER_COPY} among {collectives.size} of {dist.get_world_size()} processes"
-        raise Unsupported(what, "it has to know their group", "give the process group, not its collectives")
+        raise Unsupported(what, "it needs their group", "give the process group, not its collectives")
     return SymmetricMemory(collectives, process_group, parameters[0].device)
 
 

@@ -1,27 +1,21 @@
 """Averages the gradients of one module over ranks, whatever the ranks' backward passes did.
 
-One rule makes it impossible that ranks wait for different things: *buckets are launched in one fixed order, each once,
-and then all ranks exchange what they have*. The order in which gradients become ready decides only how early a bucket
-may be launched. From the exchange every rank knows two things for each parameter:
+One rule prevents ranks from waiting for different things: *buckets are launched in one fixed order, each once, and then
+all ranks exchange what they have*. From the exchange every rank learns two things about each parameter:
 
-- whether any rank has a gradient. If none has, it stays None; if some have, it counts as zero on the others.
-- whether any rank has a gradient that came after the launch, from a second backward pass or from a second use of a
-  parameter under reentrant checkpointing. Such a bucket is launched again: with the average of the first launch, which
-  is equal on all ranks and so its own average, plus what came late. By linearity this gives the average of the sums.
+- if any rank has a gradient. If no rank has, it stays None; else it counts as zero on ranks without one.
+- if any rank has a late gradient, after the launch (a second backward pass, or a second use under reentrant
+checkpointing). Such a bucket is launched again with the first average plus the late gradients. The average is equal on
+all ranks and so its own average: by linearity this gives the average of the sums.
 
-A bucket that is under way holds its gradients (`.grad` is None until the end), so a later backward pass makes new ones
-beside it and never writes to memory that is being reduced.
+A launched bucket holds its gradients (`.grad` is None until the end), so a later backward pass never writes to memory
+in reduction. A parameter without a gradient in the last step is not waited for in the next, so that it does not hold
+back later buckets.
 
-A parameter without a gradient in the last step is not waited for in the next one, so that an unused parameter does not
-hold back every bucket behind it. If it gets a gradient after all, that comes late.
-
-Ranks that update their parameters by gradients that were not averaged diverge without an error. So a reducer with
-gradients that are not averaged refuses the step of any torch optimizer that has their parameters: torch calls it before
-each step. An update by other means is not noticed.
-
-Collectives are matched by their order alone: if ranks run the backward passes of two modules in different orders,
-gradients of different modules are averaged and nothing fails. So each group numbers its modules and keeps a checksum of
-whose buckets were launched when (`LaunchOrder`), and the exchange compares both. It goes from CPU to CPU.
+Unaveraged gradients would make ranks diverge silently. So a hook refuses the step of any torch optimizer with such
+parameters; an update by other means is not noticed. Different orders of two modules' backward passes would average
+gradients of different modules. So each group numbers its modules and keeps a checksum of the order of launches
+(`LaunchOrder`), and the exchange, from CPU to CPU, compares both.
 """
 
 import sys
@@ -47,21 +41,19 @@ from .sizes import grouped, runs_of
 
 
 class Strategy(NamedTuple):
-    """The difference between the ways of synchronising gradients; all other code is shared."""
+    """The parameters of a way to synchronise gradients."""
 
     bucket_bytes: float
     """The size that a bucket must not exceed by another gradient; 0 puts each gradient into its own bucket."""
     during_backward: bool
-    """Whether a bucket is launched as soon as its gradients are ready, or after backward."""
+    """True to launch a bucket as soon as its gradients are ready; False: after backward."""
     one_at_a_time: bool
-    """Whether each collective is waited for before the next is launched."""
+    """True to wait for each collective before the next is launched."""
 
 
 def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
-    """The strategy of that name; the size, in MB of 1e6 bytes, affects `bucketed` only.
-
-    Raises UserError for an unknown name, and for a size that is not positive.
-    """
+    """The strategy of that name; the size, in MB of 1e6 bytes, affects only `bucketed`. Raises UserError for an unknown
+    name, and for a size that is not positive."""
     if not bucket_size_mb > 0:
         raise UserError(f"a bucket of {bucket_size_mb} MB holds nothing: give a positive bucket_size_mb")
     strategies = {
@@ -76,7 +68,7 @@ def strategy_of(name: str, bucket_size_mb: float) -> Strategy:
 
 
 class LaunchOrder:
-    """What the modules of one group have launched on this rank."""
+    """Launches by the modules of one group on this rank."""
 
     def __init__(self) -> None:
         self._num_modules = 0
@@ -89,7 +81,6 @@ class LaunchOrder:
         return self._num_modules
 
     def note(self, module: int) -> None:
-        """Count a launch of this module."""
         self.checksum = zlib.crc32(module.to_bytes(8, "little"), self.checksum)
 
 
@@ -97,21 +88,21 @@ _orders: WeakKeyDictionary[Any, LaunchOrder] = WeakKeyDictionary()
 
 
 def launch_order_of(group: dist.ProcessGroup | Collectives | None) -> LaunchOrder:
-    """The order of launches in a group, which all modules of this process that were given the group share."""
+    """The order of launches in a group, shared by all modules of this process in the group."""
     key = dist.group.WORLD if group is None else group
     return _orders.setdefault(key, LaunchOrder())
 
 
 _PADDED = 4096
-"""Numbers in an exchange are padded to a multiple of it, so that modules of different sizes are told apart as well."""
+"""Exchanges are padded to a multiple of this many numbers, so that modules of different sizes can be compared."""
 
 
 class StepAgreement:
     """One exchange per step, which also compares the order in which gradients became ready.
 
-    Orders are compared by a checksum in that exchange; the ranks send each other the orders only if it differs. The
-    first difference is kept and warned of; after that orders are no longer compared. Whether the ranks synchronise the
-    same module, and have launched the buckets of all modules in one order, is compared every time.
+    Orders are compared by a checksum; ranks send the orders only if it differs. The first difference is kept and warned
+    about, and ends that comparison. Every exchange checks that the ranks synchronise the same module, and launched the
+    buckets of all modules in one order.
     """
 
     def __init__(self, collectives: Collectives, names: Sequence[str], launches: LaunchOrder) -> None:
@@ -119,21 +110,17 @@ class StepAgreement:
         self._names = names
         self._launches = launches
         self.module = launches.join()
-        """The module's number in its group."""
         self.difference: str | None = None
 
     def note_launch(self) -> None:
-        """Count a launch of the module."""
         self._launches.note(self.module)
 
     def exchange(
         self, present: Sequence[bool], late: Sequence[bool], order: Sequence[int]
     ) -> tuple[list[bool], list[bool]]:
-        """Give two flags of each parameter and the order of readiness on this rank; get the flags that hold on any.
-
-        A gradient is present, and it is late if it came after its bucket was launched.
-        Raises UserError, on all ranks, if they synchronise different modules or have launched in different orders.
-        """
+        """Give two flags of each parameter and the order of readiness on this rank; returns the flags that hold on any
+        rank. A gradient is present, and it is late if it came after its bucket was launched. Raises UserError, on all
+        ranks, if they synchronise different modules or launched in different orders."""
         checksum = 0 if self.difference else zlib.crc32(array("q", order).tobytes())
         compared = self.module, self._launches.checksum, checksum
         values = [*compared, *(-value for value in compared), *present, *late]
@@ -155,7 +142,7 @@ class StepAgreement:
         return flags[:count], flags[count : 2 * count]
 
     def _compare(self, orders: list[list[int]]) -> None:
-        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient has no place in the order
+        common = set(orders[0]).intersection(*orders)  # a parameter without a gradient is not in the order
         alike = [[index for index in order if index in common] for order in orders]
         for rank, order in enumerate(alike):
             for place, (expected, found) in enumerate(zip(alike[0], order, strict=True), start=1):
@@ -184,7 +171,7 @@ class GradientReducer:
         launches: LaunchOrder,
         owners: Owners | None = None,
     ) -> None:
-        """`owners`: each average is on the rank that owns the parameter alone; filled once the buckets are made."""
+        """`owners`: each average is only on the parameter's owner; filled once the buckets are made."""
         self.active = True
         self._rank, self._owners = collectives.rank, owners
         self._names, self._parameters = names, tuple(parameters)
@@ -203,7 +190,7 @@ class GradientReducer:
         finalize(self, register_optimizer_step_pre_hook(checks).remove)
 
     def __del__(self) -> None:
-        if getattr(self, "_next", 0) and not sys.is_finalizing():  # without it, it was never built
+        if getattr(self, "_next", 0) and not sys.is_finalizing():  # missing if construction failed
             warnings.warn(
                 "a DataParallel was dropped with gradients under way: ranks may wait for each other forever; call "
                 "finish_gradient_synchronization() on all ranks before",
@@ -222,7 +209,7 @@ class GradientReducer:
         return max((bucket.shared_bytes for bucket in self._buckets), default=0)
 
     def ready(self, index: int, _: Tensor) -> None:
-        """Launch the buckets that are complete, now that a backward pass has accumulated a parameter's gradient."""
+        """Launch complete buckets, after a backward pass has accumulated a parameter's gradient."""
         with self._lock:
             if not self.active or index in self._ready:
                 return
@@ -236,7 +223,7 @@ class GradientReducer:
                 self._launch_next()
 
     def check_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Raise UserError if the optimizer is about to update parameters by gradients that have not been averaged."""
+        """Raise UserError if the optimizer would update parameters by unaveraged gradients."""
         if not self._ready and self._owners is None:
             return
         updated = {parameter for group in optimizer.param_groups for parameter in group["params"]}
@@ -249,24 +236,22 @@ class GradientReducer:
             )
 
     def _check_owned(self, optimizer: Optimizer, updated: set[Any]) -> None:
-        """The owners by a sharded optimizer are known to all ranks, which so raise together; else some would wait for
-        those that raise, in the exchange of parameters."""
+        """All ranks know a sharded optimizer's owners and so raise together; else some would wait for the others in the
+        exchange of parameters."""
         assert self._owners is not None
         for parameter in updated:
             by = optimizer.owner(parameter) if isinstance(optimizer, ShardedOptimizer) else self._rank
             if self._owners.get(parameter, by) == by:
                 continue
             raise UserError(
-                "an optimizer's step would update parameters whose gradients are averaged on other ranks alone: use "
+                "an optimizer's step would update parameters whose gradients are averaged only on other ranks: use "
                 "ShardedOptimizer(..., owners=model.owners), or build DataParallel without to_owners"
             )
 
     def finish(self, parts: int = 1) -> Generator[list[nn.Parameter], None, None]:
-        """Average every gradient; a collective call. Gives the parameters of each part as soon as they have their
-        averages, which optimizers may then use, while those of later parts are still on their way.
-
-        A part is some buckets in the order of launch; there are at most so many, of about equal sizes.
-        """
+        """Average every gradient; a collective call. Yields the parameters of each part as soon as they have their
+        averages. Parts are at most `parts`, some buckets in the order of launch, of about equal sizes. Optimizers may
+        use a part while later ones are in transit."""
         while self._next < len(self._buckets):
             self._launch_next()
             if self._strategy.one_at_a_time:
@@ -280,16 +265,15 @@ class GradientReducer:
         try:
             while arriving:
                 yield self._arrived(arriving.popleft(), on_any)
-        finally:  # the rest as well, if the caller takes no more
+        finally:  # the rest as well, if the caller stops early
             for places in arriving:
                 self._arrived(places, on_any)
             self._expected = present
             self._begin()
 
     def _arrived(self, places: Sequence[int], present: Sequence[bool]) -> list[nn.Parameter]:
-        """Wait for the averages of some buckets and give them to their parameters."""
         found: list[nn.Parameter] = []
-        self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves them all
+        self._buckets[places[-1]].wait()  # the others of the part have arrived before: one wait serves all
         for place in places:
             for index, average in zip(self._members[place], self._buckets[place].wait(), strict=True):
                 self._parameters[index].grad = average if present[index] else None
@@ -299,7 +283,6 @@ class GradientReducer:
         return found
 
     def _begin(self) -> None:
-        """Prepare for the next step, of which nothing has happened yet."""
         self._next = 0
         self._ready: set[int] = set()
         self._sent = [False] * len(self._parameters)
@@ -345,7 +328,7 @@ def _hook(reducer: "ReferenceType[GradientReducer]", method: Callable[..., None]
 
 
 def _warn_caller(message: str) -> None:
-    """A RuntimeWarning, as of the line outside this folder from which it was called."""
+    """Warn with a RuntimeWarning, located at the calling line outside this folder."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith(f"{__package__}."):
         frame, level = frame.f_back, level + 1

@@ -1,16 +1,13 @@
-"""An optimizer whose state is spread over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
+"""An optimizer whose state is sharded over the ranks: stage 1 of ZeRO (Rajbhandari et al. 2020, arXiv:1910.02054).
 
-Data parallelism repeats the optimizer on every rank with the same gradients and the same result. Here each parameter is
-updated by one rank, its owner, which alone keeps state for it; the owners then exchange the updated parameters.
-With AdamW in fp32 on N ranks the state takes 8 / N bytes a parameter in place of 8, and the update 1 / N of the time;
-the exchange moves (N − 1) / N of the parameters' bytes to each rank. Where `DataParallel` averages each gradient on its
-owner alone (`to_owners`), that is all: 2 (N − 1) / N of the model's bytes a step, as much as data parallelism without
-sharding.
+One rank, the owner, updates each parameter and keeps its state; the owners then exchange the parameters. With AdamW in
+fp32 on N ranks the state takes 8 / N bytes a parameter, and the update 1 / N of the time; the exchange moves (N − 1) /
+N of the parameters' bytes to each rank. With gradients averaged only on their owners (`to_owners`), a step moves 2 (N −
+1) / N of the model's bytes, as without sharding.
 
-A *full* state dict has the form that torch gives an unsharded optimizer: `state` by the parameter's position over all
-groups, and `param_groups`. A *shard* is one rank's: the same form, with the state of what that rank owns alone, and
-under `shard` its rank, the number of ranks, and the positions that it owns (a parameter without a gradient has no state
-yet, so the positions cannot be read from `state`).
+A *full* state dict has torch's form for an unsharded optimizer: `state` by the parameter's position over all groups,
+and `param_groups`. A *shard* is the same with one rank's state, and under `shard` its rank, the number of ranks, and
+its positions (a parameter without a gradient has no state yet).
 """
 
 import math
@@ -33,17 +30,13 @@ StateDict = dict[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class _Sent:
-    """Stands in a description of state for a tensor that is sent separately."""
-
     shape: tuple[int, ...]
     dtype: torch.dtype
 
 
 def merge_shards(shards: Sequence[StateDict]) -> StateDict:
-    """The full state dict made of every rank's shard, to be loaded on any number of ranks, or without sharding.
-
-    Tensors are not copied. Raises UserError unless the shards are those of all ranks of one run, each once.
-    """
+    """The full state dict from every rank's shard, to load on any number of ranks, or without sharding. Tensors are not
+    copied. Raises UserError unless all ranks of one run are there, each once."""
     if not all("shard" in shard for shard in shards) or not shards:
         raise UserError("only shards can be merged; give what state_dict() returned on each rank")
     marks = sorted((shard["shard"]["world_size"], shard["shard"]["rank"]) for shard in shards)
@@ -56,15 +49,13 @@ def merge_shards(shards: Sequence[StateDict]) -> StateDict:
 
 
 def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) -> StateDict:
-    """The full state dict on rank 0, as a copy in host memory; an empty dict on other ranks. All ranks must call it.
-
-    Tensors go one at a time and by broadcast, so no device holds more than one of them beyond its own, and no
-    communicators for pairs of ranks are set up. `device` is where the parameters are.
-    """
+    """The full state dict on rank 0, as a copy in CPU memory; an empty dict on other ranks. All ranks must call it.
+    Tensors go one at a time and by broadcast, so a device holds at most one more, and no communicators for pairs of
+    ranks are set up. `device`: of the parameters."""
     sent: list[Tensor] = []
 
     def described(tensor: Tensor) -> Any:
-        if tensor.device != device:  # step counters stay on the host, where NCCL cannot read them: small, so pickled
+        if tensor.device != device:  # step counters stay on the CPU, where NCCL cannot read them: small, so pickled
             return tensor.detach().cpu()
         sent.append(tensor.detach())
         return _Sent(tuple(tensor.shape), tensor.dtype)
@@ -86,7 +77,7 @@ def gather_shards(shard: StateDict, device: torch.device, ranks: Collectives) ->
 
 
 def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
-    """The value with each leaf of a kind replaced, in the containers that optimizers keep their state in."""
+    """The value with each leaf of a kind replaced, in the containers of optimizers' state."""
     if isinstance(value, kind):
         return replacement(value)
     if isinstance(value, dict):
@@ -97,25 +88,22 @@ def _replace(value: Any, kind: type, replacement: Callable[[Any], Any]) -> Any:
 
 
 def _in_order(state: dict[Any, Any]) -> dict[Any, Any]:
-    """The state by position, followed by what belongs to no parameter."""
     return dict(sorted(state.items(), key=lambda item: (not isinstance(item[0], int), str(item[0]).zfill(12))))
 
 
 def pack(groups: Sequence[dict[str, Any]], position: Callable[[Any], int]) -> list[dict[str, Any]]:
-    """Parameter groups with positions in place of the parameters."""
     return [
         {**options(group, names=True), "params": [position(param) for param in group["params"]]} for group in groups
     ]
 
 
 def options(group: dict[str, Any], names: bool = False) -> dict[str, Any]:
-    """The options of a parameter group, without its parameters."""
     hidden = ("params",) if names else ("params", "param_names")
     return {key: value for key, value in group.items() if key not in hidden}
 
 
 def check_loadable(state_dict: StateDict, groups: Sequence[dict[str, Any]], owned: Sequence[int]) -> None:
-    """Raise UserError unless the state dict is for these groups and has what this rank owns."""
+    """Raise UserError unless the state dict is for these groups and has this rank's state."""
     saved = [len(group["params"]) for group in state_dict.get("param_groups", [])]
     present = [len(group["params"]) for group in groups]
     if saved != present:
@@ -126,30 +114,29 @@ def check_loadable(state_dict: StateDict, groups: Sequence[dict[str, Any]], owne
     mark = state_dict.get("shard")
     if mark is not None and not set(owned) <= set(mark["params"]):
         raise UserError(
-            f"this is the shard of rank {mark['rank']} of {mark['world_size']}, and parameters are assigned otherwise "
-            "here; load what merge_shards makes of all shards, or what state_dict(gather=True) gave"
+            f"this is the shard of rank {mark['rank']} of {mark['world_size']}, and parameters have other owners "
+            "here; load the result of merge_shards or of state_dict(gather=True)"
         )
 
 
 class ShardedOptimizer(torch.optim.Optimizer):
-    """Any torch optimizer that treats each parameter by itself, with its state spread over the ranks of a group.
+    """Any torch optimizer that treats each parameter independently, with its state sharded over the ranks of a group.
 
     Every rank builds it with the same parameters, after the model is on its device. Gradients must be the same on all
-    ranks when `step` is called (averaged by `DataParallel`, say); only the owner's are read. Parameters are moved into
-    buffers that are exchanged as a whole; they stay the same objects, and gradients stay where they are.
+    ranks at `step` (averaged by `DataParallel`, say); only the owner's are read. Parameters move into buffers that are
+    exchanged as a whole; they stay the same objects, and gradients stay in place.
 
-    Learning-rate schedulers, step hooks and `zero_grad` work on it as on any optimizer: `param_groups` holds all
-    parameters, and the options in it are those the update uses. A weight used in several places counts once. Frozen
-    parameters are not exchanged as long as none of those that began frozen is trained.
+    Learning-rate schedulers, step hooks and `zero_grad` work as on any optimizer: `param_groups` holds all parameters
+    and the options in use. A weight used in several places counts once. Frozen parameters are not exchanged as long as
+    no initially frozen one is trained.
 
-    With `owners` each rank has other gradients, so a gradient scaler has to ask all ranks whether there is an overflow:
-    call `unscale_` and then `step` of torch's ShardedGradScaler.
+    With `owners` gradients differ between ranks, so a gradient scaler has to ask all ranks about overflow: call
+    `unscale_` and then `step` of torch's ShardedGradScaler.
     """
 
     found_inf: Tensor
     grad_scale: Tensor | None
-    """Both are there while a gradient scaler calls `step`: what it has found, and by what gradients are still to be
-    divided."""
+    """Present while a gradient scaler calls `step`: its verdict, and the gradients' remaining divisor."""
 
     def __init__(
         self,
@@ -162,22 +149,25 @@ class ShardedOptimizer(torch.optim.Optimizer):
         owners: Mapping[Tensor, int] | None = None,
         **kwargs: Any,
     ) -> None:
-        """`params` and `kwargs` are what `optimizer_cls` takes; `group` is all processes if None.
+        """Shard the parameters; a collective call.
 
-        `bucket_size_mb` (1e6 bytes): exchange in buckets of about that size, in the order of `params`, so that the next
-        forward pass can begin when the first has arrived (`overlap_with`). By default there is one bucket a dtype: the
-        fewest calls and the best balance. `exchange` says how: by one all-gather a bucket, by one broadcast a bucket
-        and owner, as of these is best for the device (`flat_parameters`), or by `peer_copy` between the GPUs of one
-        host, which then holds the parameters outside of torch's allocator (those of groups added later travel by
-        collectives). `owners` are those that parameters have already: `DataParallel.owners`, if it was built with
-        `to_owners`.
+        Args:
+            params, kwargs: as for `optimizer_cls`.
+            group: None: all processes.
+            bucket_size_mb: exchange in buckets of about that size (1e6 bytes), in the order of `params`, so that the
+                next forward pass can begin after the first (`overlap_with`). By default one bucket a dtype: the fewest
+                calls and the best balance.
+            exchange: one all-gather a bucket; one broadcast a bucket and owner; `auto`: the better of these for the
+                device (flat_parameters.py); or `peer_copy` between the GPUs of one host, which holds the parameters
+                outside of torch's allocator (groups added later travel by collectives).
+            owners: existing owners: `DataParallel.owners`, if it was built with `to_owners`.
 
-        Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers that
-        look at all parameters together (LBFGS), for parameters that share memory without being one `nn.Parameter`, and
-        for peer_copy between GPUs that do not reach each other's memory.
+        Raises UserError without other processes, or if the ranks' parameters differ; Unsupported for optimizers over
+        all parameters together (LBFGS), for parameters that share memory without being one `nn.Parameter`, and for
+        peer_copy between GPUs that do not reach each other's memory.
         """
         if not isinstance(optimizer_cls, type):
-            raise UserError("optimizer_cls must be a class, as torch.optim.AdamW is, with its options beside it")
+            raise UserError("optimizer_cls must be a class, such as torch.optim.AdamW, with its options after it")
         if issubclass(optimizer_cls, torch.optim.LBFGS):
             raise Unsupported("sharding LBFGS", "it updates all parameters as one vector", "use another optimizer")
         if not bucket_size_mb > 0:
@@ -191,7 +181,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._copies_through = exchange
         self._copies: ParameterCopies | None = None
         self._given_owners = owners or {}
-        # torch.amp.GradScaler then calls `step` where it has found an overflow too, and gives what it has found.
+        # torch.amp.GradScaler then also calls `step` after an overflow, and passes its verdict.
         self._step_supports_amp_scaling = bool(self._given_owners) and self._ranks.size > 1
         self._loads, self._frozen_loads = [0] * self._ranks.size, [0] * self._ranks.size
         self._owner: dict[Tensor, int] = {}
@@ -208,12 +198,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The elements of trained parameters each rank owns; none exceeds (total + (size - 1) · largest) / size."""
+        """Elements of trained parameters that each rank owns; none exceeds (total + (size - 1) · largest) / size."""
         return tuple(self._loads)
 
     @property
     def padding_bytes(self) -> int:
-        """Memory of the buffers beyond the parameters in them: with `auto`, at most about an eighth of those."""
+        """Memory of the buffers beyond their parameters: with `auto`, at most about an eighth of these."""
         return sum(flat.padding_bytes for flat in self._flats)
 
     @property
@@ -222,15 +212,12 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return self._copies.shared_bytes if self._copies else 0
 
     def owner(self, param: Tensor) -> int:
-        """The rank in the group that updates a parameter and has its state."""
         return self._owner[param]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a group as for any optimizer, on every rank; parameters that the ranks own already stay with them.
-
-        Raises what the local optimizer does where it refuses its part of the group, and UserError on the other ranks.
-        """
-        if self._local is None:  # the base class is adding the groups it was built with
+        """Add a group as for any optimizer, on every rank; parameters keep existing owners. Raises the local
+        optimizer's error if it refuses its part of the group, and UserError on the other ranks."""
+        if self._local is None:  # the base class is adding the first groups
             super().add_param_group(param_group)
             return
         self.wait()
@@ -250,8 +237,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._take_from_local()
 
     def _add_to_local(self, added: dict[str, Any]) -> None:
-        """Add each rank's part of a group, if all ranks can: each optimizer sees its own parameters alone, and a rank
-        that went on with a group that another refused would wait for it in the next exchange."""
+        """Add each rank's part of a group, if all ranks can. Each optimizer sees only its own parameters, and a rank
+        with a group that another refused would wait for it in the next exchange."""
         assert self._local is not None
         refused: Exception | None = None
         try:
@@ -275,12 +262,11 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return {**options(group), "params": self._owned(group["params"])}
 
     def _take_in(self, params: list[nn.Parameter]) -> None:
-        """Give new parameters owners and buffers."""
         check_movable([*self._flat_of, *params])
         self._check_ranks_agree(params)
         kinds: dict[tuple[torch.device, torch.dtype, bool], list[nn.Parameter]] = {}
         for param in params:
-            # What is frozen now may be trained later: balanced by itself, it is so before and after.
+            # A frozen parameter may be trained later: balanced separately, it is balanced before and after.
             kinds.setdefault((param.device, param.dtype, param.requires_grad), []).append(param)
         by_copies = self._exchange_by == "peer_copy"
         copied = by_copies and bool(params) and not self._flats and self._ranks.size > 1
@@ -296,7 +282,7 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 for param, owner in zip(members, owners, strict=True):
                     self._owner[param], self._flat_of[param] = owner, flat
         if copied:
-            with torch.cuda.device(params[0].get_device()):  # of a CPU it is negative, which is no device
+            with torch.cuda.device(params[0].get_device()):  # a CPU's is negative, which is no device
                 memory = open_peer_memory(self._copies_through, self._ranks, self._group, params)
             self._copies = ParameterCopies(memory, [flat.num_bytes for flat in added])
         for place, flat in enumerate(added):
@@ -304,7 +290,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
         self._flats += added
 
     def _owners_of(self, params: Sequence[nn.Parameter], loads: list[int]) -> list[int]:
-        """The owners that are given, and of the others those that keep the balance."""
         found = {param: self._given_owners[param] for param in params if param in self._given_owners}
         for param, owner in found.items():
             loads[owner] += param.numel()
@@ -330,9 +315,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
     def step(self, closure: Callable[[], float] | None = None) -> float | None:  # type: ignore[override]
         """Update the owned parameters and exchange them; `closure`, if given, is evaluated once, on every rank.
 
-        On return the new parameters can be used; those of modules named in `overlap_with` may be under way still.
-        A step by a gradient scaler does nothing, on all ranks, where it has found an overflow. Raises UserError, on all
-        ranks, where the scaler has not asked all of them.
+        On return the new parameters can be used, except in modules of `overlap_with`, which wait for theirs. A gradient
+        scaler's step does nothing, on all ranks, after an overflow. Raises UserError, on all ranks, if the scaler has
+        not asked all of them.
         """
         assert self._local is not None
         self.wait()
@@ -350,8 +335,8 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return loss
 
     def _overflowed(self) -> bool:
-        """Whether a gradient scaler is calling that has found an overflow. A rank that skipped a step by itself would
-        leave the others waiting for its parameters, and scale its next loss otherwise than they do."""
+        """True if the calling gradient scaler has found an overflow. A rank that skipped a step alone would leave the
+        others waiting for its parameters, and scale its next loss differently."""
         if not hasattr(self, "found_inf"):
             return False
         found = int(bool(self.found_inf))
@@ -359,26 +344,26 @@ class ShardedOptimizer(torch.optim.Optimizer):
         most, negated_least = self._ranks.host_maximum(torch.tensor([found, -found])).tolist()
         if unscaled and most == -negated_least:
             return bool(most)
-        del self.found_inf, self.grad_scale  # the scaler does not get to it
+        del self.found_inf, self.grad_scale  # the scaler does not delete them
         raise UserError(
-            "a gradient scaler's step of gradients that are averaged on their owners needs one that asks all ranks for "
+            "gradients that are averaged on their owners need a gradient scaler that asks all ranks for "
             "overflows: use torch.distributed.fsdp.sharded_grad_scaler.ShardedGradScaler, and call its "
             "unscale_(optimizer) before its step(optimizer)"
         )
 
     def overlap_with(self, *modules: nn.Module) -> None:
-        """Let each of these modules wait for its parameters before its forward pass, rather than `step` for all.
+        """Let each of these modules wait for its parameters before its forward pass, instead of `step` for all.
 
-        Name the modules in whose `forward` the parameters are used first, in parts as fine as is to be overlapped: the
-        embedding, each block, the head. Whoever reads their parameters otherwise after a step calls `wait` before;
-        `state_dict` of the modules does. It needs `bucket_size_mb`, since a bucket arrives as a whole.
+        Name the modules whose `forward` uses the parameters first, in parts as fine as the overlap should be: the
+        embedding, each block, the head. Call `wait` before reading their parameters otherwise after a step;
+        `state_dict` of the modules does. It needs `bucket_size_mb`, because a bucket arrives as a whole.
         """
         for module in modules:
             flats = list(dict.fromkeys(self._flat_of[p] for p in module.parameters() if p in self._flat_of))
-            # Parameters that are added to the optimizer later are waited for by the step.
+            # `step` waits for parameters that are added to the optimizer later.
             self._waited_for_later.update(p for p in module.parameters() if p in self._flat_of)
 
-            # Compiled with its module it would be compiled anew whenever what is under way changes.
+            # Compiled with its module it would recompile whenever the exchanges in transit change.
             @torch.compiler.disable  # type: ignore[untyped-decorator]
             def arrive(*_: object, flats: list[FlatParameters] = flats) -> None:
                 for flat in flats:
@@ -408,7 +393,6 @@ class ShardedOptimizer(torch.optim.Optimizer):
                 flat.wait()
 
     def _take_from_local(self) -> None:
-        """Copy the options that the local optimizer filled in or changed, and its state."""
         assert self._local is not None
         for mine, local in zip(self.param_groups, self._local.param_groups, strict=True):
             mine.update(options(local))
@@ -417,15 +401,13 @@ class ShardedOptimizer(torch.optim.Optimizer):
     # --- state --------------------------------------------------------------------------------------------
 
     def __getstate__(self) -> Any:
-        """Raises UserError: what it has with the other ranks cannot be copied or saved."""
+        """Raises UserError: its shared state with other ranks cannot be copied or saved."""
         raise UserError("a ShardedOptimizer cannot be copied or pickled: build another, or save state_dict()")
 
     def state_dict(self, *, gather: bool = False) -> StateDict:
-        """This rank's shard of the state; or, gathered, the state of the unsharded optimizer.
-
-        With `gather` all ranks must call it. Rank 0 of the group gets a copy in host memory, the others an empty dict.
-        Shards are put together without a process group by `merge_shards`.
-        """
+        """This rank's shard of the state; or, gathered, the state of the unsharded optimizer. With `gather` all ranks
+        must call it. Rank 0 of the group gets a copy in CPU memory, the others an empty dict. `merge_shards` merges
+        shards without a process group."""
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}
         mine = [position[param] for group in self._local.param_groups for param in group["params"]]
@@ -440,11 +422,9 @@ class ShardedOptimizer(torch.optim.Optimizer):
         return gather_shards(shard, device, self._ranks) if gather else shard
 
     def load_state_dict(self, state_dict: StateDict) -> None:
-        """Take over a full state dict (gathered, merged or of an unsharded optimizer), or this rank's shard.
-
-        Each rank must be given it. Options of the groups, the learning rate among them, come with it. Raises UserError
-        if it is for other groups, or a shard without all that this rank owns.
-        """
+        """Load a full state dict (gathered, merged or of an unsharded optimizer), or this rank's shard. Every rank must
+        load it. The groups' options, such as the learning rate, come with it. Raises UserError if it is for other
+        groups, or a shard without all of this rank's state."""
         assert self._local is not None
         position = {param: index for index, param in enumerate(self._all_params())}
         mine = [position[param] for group in self._local.param_groups for param in group["params"]]

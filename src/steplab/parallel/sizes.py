@@ -1,19 +1,15 @@
-"""What follows from the sizes of tensors alone, and is the same on every rank because its inputs are; without torch.
+"""Decisions from the sizes of tensors, equal on every rank because their inputs are; without torch.
 
-- Which gradients are sent together (`grouped`). In a buffer each begins at a multiple of 16 bytes, so that vectorised
-  optimizers can read it; the gaps are zero and are sent too.
-- Which rank owns which parameter (`owners_in`). Parameters stay whole: an optimizer may look at the shape of what it
-  updates (Muon, Adafactor), and its state then has the form it has without sharding. The price is a balance that is
-  only as good as the largest parameter allows.
-- Where tensors lie in a buffer that has a slot for each owner, so that what a rank owns is one stretch of memory
-  (`owner_slots`). A collective that gathers or scatters all slots at once needs them to be equally long, and the
-  shorter ones are padded then; a collective an owner needs no padding. On GPUs one collective is worth it unless
-  padding takes more than an eighth of the tensors' own memory. On CPUs it is not: gloo's works in memory of its own
-  (flat_parameters.py).
-- How a bucket of peer copies is divided into chunks that travel one after the other, and each among the ranks
-  (`divided`); where the buckets of a module lie in the memory that ranks share (`placed`). Without owners each rank has
-  an equal part of a chunk, whose borders may lie inside gradients, and all ranks get all means. With owners a bucket is
-  one chunk, the gradients lie in the order of their owners, each rank's part is what it owns, and the means stay there.
+- Gradients that are sent together (`grouped`). In a buffer each begins at a multiple of 16 bytes, for vectorised
+optimizers; the gaps are zero and are sent too.
+- The owner of each parameter (`owners_in`). Parameters stay whole, because an optimizer may depend on their shape
+(Muon, Adafactor); the largest parameter limits the balance.
+- Places in a buffer with a slot for each owner (`owner_slots`). A collective over all slots needs equal slots, padded
+if shorter; a collective for each owner needs no padding. On GPUs one collective is worth a padding of up to an eighth
+of the tensors' memory. On CPUs it is not: gloo's needs its own memory (flat_parameters.py).
+- Chunks of a bucket of peer copies, and their division among the ranks (`divided`); places of a module's buckets in
+shared memory (`placed`). Without owners each rank has an equal part of a chunk, whose borders may be inside gradients,
+and all ranks get all means. With owners a bucket is one chunk, ordered by owner, and the means stay with the owners.
 """
 
 from collections.abc import Hashable, Sequence
@@ -23,19 +19,19 @@ from typing import NamedTuple
 
 ALIGNMENT_BYTES = 16
 MOST_OF_THE_REST, LEAST_OF_THE_LIMIT = 1 / 2, 1 / 8
-"""The share of all gradients from its first one on that a bucket may take, and the share of the given size that it may
-take in any case."""
+"""Largest bucket as a share of all gradients from its first one on, and the share of the given size that it may always
+have."""
 
 
 def grouped(
     sizes_bytes: Sequence[int], bucket_bytes: float, kinds: Sequence[Hashable] | None = None
 ) -> list[list[int]]:
-    """Groups of gradients by index, of gradients of these sizes in order of readiness; each is in one group.
+    """Groups of gradients by index, from sizes in order of readiness; each gradient is in one group.
 
-    The gradients of a group are of one kind, if `kinds` are given; groups are in the order in which they become
-    complete. A group of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the
-    size does not decide how much is sent after it: where sending takes up to half as long as the pass, a bucket of half
-    of the rest has been sent before the next one is complete.
+    A group's gradients are of one kind, if `kinds` are given; groups are in the order in which they become complete. A
+    group of several has at most `bucket_bytes`, and less towards the end of the backward pass, so that the size does
+    not decide how much is sent after it: if sending takes up to half as long as the pass, a bucket of half of the rest
+    has been sent before the next one is complete.
     """
     sizes = [aligned_bytes(size) for size in sizes_bytes]
     rest = sum(sizes)
@@ -55,16 +51,14 @@ def grouped(
 
 
 def aligned_bytes(num_bytes: int) -> int:
-    """The bytes that a gradient of so many takes in a buffer, with the gap behind it."""
+    """The bytes of a gradient in a buffer, with the gap after it."""
     return -(-num_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
 
 
 def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
     """The owner of each parameter by its number of elements: the largest first, each to the rank with the least so far.
-
-    `loads` holds the elements each rank owns already and is brought up to date. Ties go to the earlier parameter and to
-    the lower rank, so that all ranks come to the same answer.
-    """
+    `loads`, the elements that each rank owns already, is updated. Ties go to the earlier parameter and to the lower
+    rank, so that all ranks agree."""
     owners = [0] * len(elements)
     for index in sorted(range(len(elements)), key=lambda index: (-elements[index], index)):
         owner = min(range(len(loads)), key=lambda rank: (loads[rank], rank))
@@ -74,8 +68,8 @@ def owners_of(elements: Sequence[int], loads: list[int]) -> list[int]:
 
 
 def owners_in(groups: Sequence[Sequence[int]], size: int) -> list[list[int]]:
-    """The owners of parameters in groups, given by their numbers of elements, so that each group is spread over ranks,
-    and all of them evenly."""
+    """The owners of parameters in groups, given by numbers of elements, so that each group and all together are spread
+    evenly."""
     loads = [0] * size
     return [owners_of(elements, loads) for elements in groups]
 
@@ -94,23 +88,20 @@ def runs_of(sizes_bytes: Sequence[int], bucket_bytes: float) -> list[list[int]]:
 
 
 SLOT_ALIGNMENT_BYTES = 256
-"""What torch's own allocators grant at least matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
+"""Least alignment of torch's allocators, which matters to kernels: vector loads, tensor cores, TMA, and CPU BLAS."""
 MOST_PADDING = 1 / 8
 """Largest padding, as a share of the tensors' own bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class OwnerSlots:
-    """Places in the buffer, in elements."""
-
     bounds: list[tuple[int, int]]
-    """Where the slot of each owner begins and ends."""
+    """Begin and end of each owner's slot."""
     starts: list[int]
-    """Where each tensor begins."""
+    """Begin of each tensor."""
 
     @property
     def size(self) -> int:
-        """Elements of the buffer."""
         return self.bounds[-1][1]
 
 
@@ -129,7 +120,7 @@ def owner_slots(
 
 
 def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int], size: int) -> list[int]:
-    """The elements each owner's tensors take."""
+    """Elements of each owner's tensors, with gaps."""
     shares = [0] * size
     for count, owner in zip(elements, owners, strict=True):
         shares[owner] += _aligned(count, element_bytes)
@@ -137,31 +128,33 @@ def shares_of(elements: Sequence[int], element_bytes: int, owners: Sequence[int]
 
 
 def worth_padding(shares: Sequence[int], device_type: str) -> bool:
-    """Whether one collective for slots of these lengths is better than one an owner; see the head of this file."""
+    """True if one collective for slots of these lengths is better than one an owner; see the module's docstring."""
     return device_type != "cpu" and len(shares) * max(shares) <= (1 + MOST_PADDING) * sum(shares)
 
 
 def _aligned(num_elements: int, element_bytes: int) -> int:
-    """The elements a tensor takes in the buffer."""
+    """Elements of a tensor in the buffer."""
     grain = max(1, SLOT_ALIGNMENT_BYTES // element_bytes)
     return -(-num_elements // grain) * grain
 
 
 PAGE = 256
-"""Buckets, equal parts of them and landing places begin at multiples of so many bytes."""
+"""Buckets, equal parts of them and landing places begin at multiples of this many bytes."""
 PART_BYTES = 40 * 2**20
-"""The most that a rank has of a chunk, in whole pages. Found by measurement (docs/ddp.md): on two H200s a backward
-pass was slowed more beside parts of 10 and 20 MiB, and by buckets that were not divided."""
+"""Largest part of a rank in a chunk, in whole pages. Measured (docs/ddp.md): on two H200s parts of 10 and 20 MiB, and
+undivided buckets, slowed a backward pass more."""
 WINDOW_BYTES = 512_000_000
 """Gradients that are held, and have landing places, at a time: some blocks of a large model, so that a backward pass
-whose gradients come in bursts need not wait. At least three of the largest bucket: one on its way out, one whose means
-are made, and one on its way home."""
+with bursts of gradients need not wait.
+
+At least three of the largest bucket: one on its way out, one in the means, and one on its way home.
+"""
 NUM_COUNTERS, COUNTER_BYTES = 2, 64
-"""Counters that a rank has of each rank, behind what else it shares; each has its own cache line."""
+"""Counters that a rank has of each rank, after its other shared memory; each has its own cache line."""
 
 
 class Overlap(NamedTuple):
-    """Where a rank's part of a chunk and a gradient overlap, in bytes."""
+    """The overlap of a rank's part of a chunk with a gradient, in bytes."""
 
     gradient: int
     """The gradient's number in the bucket."""
@@ -170,7 +163,6 @@ class Overlap(NamedTuple):
     in_part: int
     """The beginning of the overlap in the part."""
     num_bytes: int
-    """The length of the overlap."""
 
 
 class Division(NamedTuple):
@@ -179,32 +171,29 @@ class Division(NamedTuple):
     sizes_bytes: Sequence[int]
     """Bytes of each of the bucket's gradients."""
     order: Sequence[int]
-    """Numbers of the gradients in the order in which they lie in the bucket."""
+    """Numbers of the gradients in the bucket's memory order."""
     chunks: Sequence[Sequence[int]]
-    """The borders of each chunk's parts, in bytes from the beginning of the bucket: where the part of each rank begins,
-    and where the last one ends."""
+    """The borders of each chunk's parts, in bytes from the beginning of the bucket: the begin of each rank's part, and
+    the end of the last."""
     owners: Sequence[int] | None
     """The rank that keeps the mean of each gradient; None if all ranks get all means."""
 
     @property
     def num_bytes(self) -> int:
-        """The length of the bucket."""
         return self.chunks[-1][-1]
 
     @property
     def landing_bytes(self) -> int:
-        """The largest part of each chunk, in whole pages: what a bucket takes of each ring of landing places."""
+        """The largest part of each chunk, in whole pages: a bucket's share of each ring of landing places."""
         return sum(map(largest_part_bytes, self.chunks))
 
     def kept_bytes(self, rank: int) -> int:
-        """The length of what a rank keeps of the bucket: its own means, or all of them."""
         if self.owners is None:
             return self.num_bytes
         (borders,) = self.chunks
         return borders[rank + 1] - borders[rank]
 
     def overlaps(self, chunk: int, rank: int) -> list[Overlap]:
-        """The overlaps of the gradients with a rank's part of a chunk."""
         begin, end = self.chunks[chunk][rank : rank + 2]
         found, start = [], 0
         for index in self.order:
@@ -233,23 +222,19 @@ def divided(sizes_bytes: Sequence[int], size: int, owners: Sequence[int] | None)
 
 
 class Places(NamedTuple):
-    """Where the buckets of a module lie in the memory that ranks share; the same on all ranks."""
+    """The places of a module's buckets in the memory that ranks share; the same on all ranks."""
 
     starts: Sequence[Sequence[int]]
-    """For each rank, the bytes from the beginning of its memory to what it keeps of each bucket."""
+    """For each rank, the bytes from the beginning of its memory to its kept part of each bucket."""
     rings_start: int
     """Bytes before the rings, in which gradients of the other ranks land."""
     ring_bytes: int
-    """Bytes of each ring."""
     num_bytes: int
-    """Bytes of buckets and rings together."""
 
 
 def placed(divisions: Sequence[Division], size: int) -> Places:
-    """The places of the buckets with these divisions among `size` ranks.
-
-    A ring is a rank's part of the window. Where parts are uneven, it has room for three of the largest as well.
-    """
+    """The places of the buckets with these divisions among `size` ranks. A ring is a rank's part of the window. If
+    parts are uneven, it has room for three of the largest as well."""
     starts = [[0, *accumulate(pages(division.kept_bytes(rank)) for division in divisions)] for rank in range(size)]
     rings_start = max(ends[-1] for ends in starts)
     ring_bytes = pages(-(-window_bytes([division.num_bytes for division in divisions]) // size))
@@ -265,10 +250,8 @@ def window_bytes(sizes_bytes: Sequence[int]) -> int:
 
 
 def largest_part_bytes(borders: Sequence[int]) -> int:
-    """The length of the largest part between these borders, in whole pages."""
     return pages(max(end - begin for begin, end in pairwise(borders)))
 
 
 def pages(num_bytes: int) -> int:
-    """The size rounded up to whole pages."""
     return -(-num_bytes // PAGE) * PAGE

@@ -1,1 +1,1 @@
-"""Predictions for steps that need not be run: specs in, predictions out. Free of torch."""
+"""Predictions from specs, without running a step or importing torch."""

@@ -1,9 +1,8 @@
-"""What a model takes to train at scale, derived by formula: memory, devices, and the batch that hides communication.
+"""Memory, devices and the batch that hides communication, derived by formula for training a model at scale.
 
-No step is run, dry or otherwise: a model is its matrices, and a mesh of devices is two numbers. The regime is that of
-"How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5: batches are counted in tokens, the forward pass
-stands for both passes, and communication costs bytes over bandwidth, without latency. Attention's scores, norms,
-embeddings and the head are left out of time; of memory all parameters count.
+The formulas follow "How to Scale Your Model" (Austin et al. 2025, Google DeepMind), part 5: batches are counted in
+tokens, the forward pass represents both passes, and communication costs bytes over bandwidth, without latency. Time
+leaves out attention's scores, norms, embeddings and the head; memory counts all parameters.
 """
 
 import math
@@ -31,51 +30,41 @@ _OF_A_TORUS = "over both links of an axis of its torus"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Device:
-    """One accelerator, as far as the formulas know it."""
-
     name: str
-    """Its short name in the catalogue."""
     memory_bytes: float
-    """Stated capacity with GB = 1e9, which every card has at least."""
+    """Stated capacity, with GB = 1e9."""
     flops_per_s: float
     """Peak of bf16 matrix products."""
     axis_bytes_per_s: float
-    """What it receives in a second along one axis of the network."""
+    """Bytes received per second along one axis of the network."""
     own_links: bool
-    """Whether each axis of the mesh has links of its own, so that communication along two of them overlaps."""
+    """True if each axis of the mesh has its own links, so that communication along two axes overlaps."""
     link: str
-    """What joins it to the others along that axis, in words."""
     gpus_per_node: int | None = None
-    """Number of devices that such links join; None: all of a mesh."""
+    """Devices that these links connect; None: all of a mesh."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mesh:
-    """How devices are arranged."""
-
     fsdp: int
-    """X: over how many the weights are sharded, and the batch split."""
+    """X: number of shards of the weights and of the batch."""
     tp: int
-    """Y: over how many each matrix is split."""
+    """Y: number of parts of each matrix."""
     fsdp_axes: int
-    """M_X: axes of the network that X takes."""
+    """M_X: axes of the network that X uses."""
     tp_axes: int
-    """M_Y: axes of the network that Y takes."""
+    """M_Y: axes of the network that Y uses."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Line:
-    """One line of a derivation: a symbol, its formula and what comes out."""
-
     symbol: Formula
     formula: Formula
     unit: str
     """bytes, tokens, devices, s, or '' for a ratio."""
     what: str
-    """What the symbol stands for."""
 
     def figure(self) -> Figure:
-        """The line as it is shown."""
         formula = self.formula
         return Figure(
             symbol=_notation(self.symbol),
@@ -88,12 +77,9 @@ class Line:
 
 
 def device_of(card: HardwareSpec, *, flops_per_s: float | None = None, axis_bytes_per_s: float | None = None) -> Device:
-    """A card of the catalogue, with other figures where they are given.
-
-    A torus has links for each axis and the figure of one; of a GPU one direction of its link counts, because a switch
-    passes on to it what it can receive, and all axes of the mesh share that. Raises UserError for a card without a
-    stated bf16 peak.
-    """
+    """A known card, with other figures where they are given. The rate is one direction of one link. On a torus each
+    axis has its own links; a GPU's axes share one link, because a switch limits it to the rate it can receive. Raises
+    UserError for a card without a stated bf16 peak."""
     for option, value, example in (("--flops", flops_per_s, "459e12"), ("--bandwidth", axis_bytes_per_s, "180e9")):
         if value is not None and value < LEAST_PER_S:
             unit = "FLOP/s" if option == "--flops" else "bytes per second"
@@ -120,21 +106,19 @@ def account(
     """All derivations for a model.
 
     Args:
-        shape: its sizes; `model` is what it is called.
-        tokens: of the batch whose activations are counted.
-        mesh: of `device`s, which communicate.
-        counted: the card in whose memories the fp32 state is counted.
+        shape: sizes of the model; `model` is its name.
+        tokens: size of the batch for which activations are counted.
+        device: the kind of device in `mesh`.
+        counted: the card whose memory is compared with the fp32 state.
     """
     facts = _Facts(shape, tokens, mesh, device, counted)
     return Accounting(model=model, given=tuple(facts.given()), questions=tuple(facts.questions()))
 
 
 def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
-    """The mesh of a layout, and over how many axes of the network its two axes go: on a torus two and one by default.
-
-    Raises UserError for another axis than fsdp and tp, for a mesh that gathers no weights, and for axes of a GPU's
-    network, which has one.
-    """
+    """The mesh of a layout, with the number of network axes for each of its two axes (on a torus two and one by
+    default). Raises UserError for another axis than fsdp and tp, for a mesh that gathers no weights, and for axes of a
+    GPU's network, which has one."""
     for layout in (sizes, axes or sizes):
         if layout.world_size != layout.fsdp * layout.tp:
             raise UserError(f"a mesh has fsdp and tp alone, as in fsdp=16,tp=4, not {layout}")
@@ -147,8 +131,6 @@ def mesh_of(device: Device, sizes: Layout, axes: Layout | None) -> Mesh:
 
 
 class _Facts:
-    """The symbols of the book, and what is derived from them."""
-
     def __init__(self, shape: TransformerShape, tokens: int, mesh: Mesh, device: Device, counted: Device) -> None:
         self.shape, self.mesh, self.device, self.counted = shape, mesh, device, counted
         self.num_parts = 2 if shape.num_heads else 1
@@ -175,31 +157,28 @@ class _Facts:
         kinds += ", 4 of its attention" if shape.num_heads else ""
         yield _given(self.E, "", f"elements of a block's matrices: {kinds}")
         yield _given(self.P, "", "parameters, all of them")
-        yield _given(self.X, "devices", "over which weights are sharded and the batch is split (FSDP)")
-        yield _given(self.Y, "devices", "over which each matrix is split (tensor parallelism)")
+        yield _given(self.X, "devices", "that shard the weights and split the batch (FSDP)")
+        yield _given(self.Y, "devices", "that split each matrix (tensor parallelism)")
         yield _given(self.MX, "", "axes of the network for X")
         yield _given(self.MY, "", "axes of the network for Y")
         yield _given(self.C, "FLOP/s", f"peak of {device.name} in bf16")
         yield _given(self.W, "bytes/s", f"that {device.name} receives, {self._link()}")
 
     def _link(self) -> str:
-        """How a device receives messages, and up to how many devices that holds."""
         node = self.device.gpus_per_node
         return f"{self.device.link}, within a node of {node}" if self._spans_nodes else self.device.link
 
     @property
     def _spans_nodes(self) -> bool:
-        """Whether the mesh has more devices than the link joins whose bandwidth is taken."""
         node = self.device.gpus_per_node
         return node is not None and self.mesh.fsdp * self.mesh.tp > node
 
     def _too_fast(self) -> str:
-        """What the answers lack where the mesh spans nodes."""
         if not self._spans_nodes:
             return ""
         return (
-            f" That is over the link of a node of {self.device.gpus_per_node} alone, and this mesh spans several: give "
-            "what a GPU receives from the network by --bandwidth, as 50e9 for 400 Gb/s."
+            f" That counts the link within a node of {self.device.gpus_per_node}, and this mesh spans several: give "
+            "a GPU's network rate by --bandwidth, such as 50e9 for 400 Gb/s."
         )
 
     def questions(self) -> Iterator[Question]:
@@ -235,7 +214,8 @@ class _Facts:
         )
 
     def _saved(self) -> tuple[Line, Line]:
-        """For a token and for the batch: what a matrix product or fused attention takes, once, in bf16."""
+        """Bytes for a token and for the batch: the inputs of matrix products and fused attention, once each, in
+        bf16."""
         per_block: Formula = self.D + self.F
         if self.shape.num_heads:
             per_block = 4 * self.D + 2 * symbol("K", self.shape.kv_width) + self.F
@@ -254,8 +234,8 @@ class _Facts:
             figures=_figures(per_token, whole),
             source=_SAVED,
             remarks=(
-                f"The rule: {rule}. What lies between them, norms, activation functions and the residual stream, is "
-                "taken to be recomputed. `steplab plan memory` says what torch keeps.",
+                f"The rule: {rule}. The rest (norms, activation functions, the residual stream) is "
+                "assumed to be recomputed. `steplab plan memory` counts the memory that torch keeps.",
             ),
         )
 
@@ -327,14 +307,14 @@ class _Facts:
             figures=_figures(*shared, *bounds, overall, *times),
             source=_COMBINED,
             remarks=(
-                "Compute-bound is max(T_FSDP, T_TP) < T_math where each axis of the mesh has links of its own, and "
-                "T_FSDP + T_TP < T_math where it has not. The backward pass has twice the products and twice the "
+                "Compute-bound means max(T_FSDP, T_TP) < T_math where each axis of the mesh has its own links, and "
+                "T_FSDP + T_TP < T_math where they share one. The backward pass has twice the products and twice the "
                 "bytes.",
             ),
         )
 
     def _least_tokens(self) -> tuple[Line, Line, Line]:
-        """From which batch on: a device with and without overlapping, and all devices together."""
+        """Smallest batches per device, with and without overlapping, and the smallest overall batch."""
         Y, MX, MY, Fe = self.Y, self.MX, self.MY, self.Fe
         overlapping = _line("b", self.alpha / (MX * Y), "tokens", "a device, if both communications overlap")
         if self.mesh.tp == 1:
@@ -347,7 +327,6 @@ class _Facts:
         return overlapping, apart, _line("B", self.N * per_device.symbol, "tokens", "the overall batch")
 
     def _if_not(self, apart: Line) -> str:
-        """What the answer says of the other assumption."""
         if self.mesh.tp == 1:
             return "weights alone are communicated"
         if not self.device.own_links:
@@ -384,8 +363,6 @@ class _Facts:
         return [(x, number // x) for x in range(1, number + 1) if number % x == 0]
 
     def _best_whole_split(self, batch: float) -> tuple[int, int]:
-        """The split whose communication takes least time."""
-
         def taken(split: tuple[int, int]) -> float:
             fsdp, tp = split
             weights = self.Fe.value / (tp * self.mesh.fsdp_axes) if fsdp > 1 else 0.0
@@ -395,7 +372,7 @@ class _Facts:
         return min(self._splits(), key=taken)
 
     def _needed(self, tp: int, weight_bytes: int = 2) -> float:
-        """Tokens a device from which on a split is compute-bound; infinite where no batch is enough."""
+        """Tokens per device from which a split is compute-bound; infinity if no batch is large enough."""
         alpha, MX, MY, Fe = self.alpha.value, self.mesh.fsdp_axes, self.mesh.tp_axes, self.Fe.value
         if tp > 1 and alpha * tp >= MY * Fe:
             return math.inf
@@ -429,7 +406,7 @@ class _Facts:
         if least is not None:
             came = f" from {_tokens(here)}" if math.isfinite(here) else ""
             answer = (
-                f"Of the means in the table {least.what} ({least.how.partition(':')[0]}) gains the most: it lowers "
+                f"The largest gain is from {least.what} ({least.how.partition(':')[0]}): it lowers "
                 f"the batch a device{came} to {_tokens(least.tokens_per_device)} tokens; the others may be added to it."
             )
         return Question(

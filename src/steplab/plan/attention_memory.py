@@ -1,10 +1,9 @@
-"""The tensors that plain attention holds at its highest moment, and the smallest attention that does not fit.
+"""The tensors that plain attention holds at its peak, and the smallest attention that does not fit.
 
-As ops/attention/plain.py runs, eager, on a CUDA device: its variables live to the end of the function, so that the
-masked scores are there beside their softmax; softmax's backward then holds four squares, its result, the gradient that
-comes, the product of these two, and the gradient that goes. The product is CUDA's own: softmax_backward_cuda_out makes
-it before its kernel starts (aten/src/ATen/native/cuda/SoftMax.cu). A CPU's kernel multiplies element by element, and
-holds three squares.
+The account follows ops/attention/plain.py, eager, on a CUDA device. Its variables live until the function returns, so
+the masked scores exist during their softmax. softmax's backward holds four squares: its result, the incoming gradient,
+the product of both, and the outgoing gradient. The product is made before the kernel starts (softmax_backward_cuda_out
+in aten/src/ATen/native/cuda/SoftMax.cu). A CPU holds three.
 
 Symbols: B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes an element.
 """
@@ -17,16 +16,13 @@ from steplab.records.attention import AttentionAccount, AttentionCell, TensorTer
 from steplab.specs.attention import AttentionSpec
 
 OF_CUDA_ALONE = "gradient times softmax, within the kernel"
-"""The tensor that other devices do without."""
+"""The tensor that other devices do not allocate."""
 _LONGEST = 2**24
-"""Positions beyond which no longer sequence is looked at."""
 
 
 def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[TensorTerm, ...]]:
-    """The moment when plain attention holds most, and what it holds then: the inputs, and tensors of its own.
-
-    Forward is that which precedes a backward. A library's workspace, and what CUDA takes for itself, are not counted.
-    """
+    """The moment of plain attention's peak and its tensors then, inputs included. A forward pass alone saves
+    tensors for a backward. Library workspaces and CUDA's own memory are not counted."""
     element = 4 if spec.dtype in ("fp32", "tf32") else 2
     batch, heads, groups = spec.batch, spec.heads, spec.num_kv_heads
     queries, keys, dim = spec.queries, spec.num_keys, spec.dim
@@ -50,7 +46,7 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
     last = square("scores, masked" if spec.causal else "scores, scaled")
     moments = [("forward, the product with the values", (*masks, last, weights, rows("output")))]
     if spec.causal:
-        made = (square("scores, scaled"), mask("ones, of which the mask is made"), *masks)
+        made = (square("scores, scaled"), mask("ones, for the mask"), *masks)
         moments.append(("forward, making the mask", made))
     if backward:
         gradients = (square("gradient of the softmax"), square(OF_CUDA_ALONE), square("gradient of the scores"))
@@ -63,11 +59,8 @@ def plain_account(spec: AttentionSpec, *, backward: bool) -> tuple[str, tuple[Te
 def smallest_that_does_not_fit(
     cells: Sequence[AttentionSpec], memory_bytes: int, memory_source: str, *, backward: bool
 ) -> AttentionAccount:
-    """The account of plain attention on these shapes; where all fit, on these with their sequences doubled until one
-    does not.
-
-    Raises UserError where no sequence that anyone would try is too long.
-    """
+    """The account of plain attention on these shapes; if all fit, with their sequences doubled until one does not.
+    Raises UserError if sequences of up to 2^24 positions fit."""
     shapes = list(dict.fromkeys(cell.shape for cell in cells))
     if not shapes:
         raise UserError("no shape to account for; name a grid with --grid, or sizes")
@@ -94,7 +87,6 @@ def smallest_that_does_not_fit(
 
 
 def _next_smaller(spec: AttentionSpec, others: Sequence[AttentionSpec]) -> AttentionSpec | None:
-    """The longest of the others that differ from it in length alone; None: there is none."""
     alike = [o for o in others if dataclasses.replace(o, queries=spec.queries, keys=spec.keys) == spec]
     return max(alike, key=lambda other: other.queries, default=None)
 

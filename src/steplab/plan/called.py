@@ -1,4 +1,4 @@
-"""Python's part of an eager step of any model: the operators that it calls, and how long the device waits for them."""
+"""Python's part of an eager step of any model: the operators it calls, and how long the device waits for them."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -13,18 +13,16 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class Host:
-    """What Python takes of a phase, and how long the device waits for it."""
+    """Python's time in a phase, and the device's wait for it."""
 
     host_s: float
     idle_s: float
 
 
 def hosts_of(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> tuple[dict[str, Host], ...]:
-    """By phase, of a quick host and of the one that was measured; empty where its time for each call is not known.
-
-    Where the model reads a value off a tensor, as transformers does to see whether sequences are packed, the host waits
-    for the device and is not ahead of it from there on.
-    """
+    """One dict by phase for a quick CPU and one for the measured CPU; empty if the CPU's time per call is not known.
+    Where the model reads a value off a tensor, Python waits for the device and is no longer ahead of it. transformers
+    does so to detect packed sequences."""
     rates = gpu.rates.host
     if operators is None or spec.compile != "off" or not rates.forward_call_s:
         return ()
@@ -35,7 +33,7 @@ def _host(operators: Sequence[Operator], gpu: Gpu, factor: float) -> dict[str, H
     rates, known = gpu.rates.host, dict[object, float]()
     device = host = 0.0
     host_s, idle_s = defaultdict[str, float](float), defaultdict[str, float](float)
-    for step in (1, 2):  # the second begins as far ahead as the first has come
+    for step in (1, 2):  # the second begins as far ahead as the first ends
         for op in operators:
             if op.name == MADE_BY_HOST:
                 continue

@@ -1,8 +1,7 @@
-"""Whether a predicted step fits a GPU: what it takes of the device, at least and to be sure, against what there is.
+"""Verdicts on whether a predicted step fits a GPU.
 
-A step needs more of a device than its tensors' peak, and what more is taken from records of an H200
-(docs/memory_formulas.md): what CUDA holds outside of the allocator, and what the allocator holds without handing it
-out.
+A step needs more than its tensors' peak: CUDA's memory outside the allocator, and memory that the allocator caches.
+Both figures are from records of an H200 (docs/memory_formulas.md).
 """
 
 from steplab.records.prediction import CardFit, FitVerdict, PredictionKind
@@ -12,58 +11,57 @@ from steplab.specs.step import StepSpec
 from steplab.units import MIB
 
 OUTSIDE_BYTES = 784 * MIB
-"""The CUDA context, the kernels' code and what libraries allocate for themselves: up to 762.9 MiB in recorded cells,
-778.8 MiB where cuDNN has the attention."""
+"""The CUDA context, kernel code and libraries' own allocations: up to 762.9 MiB in recorded cells, 778.8 MiB with cuDNN
+attention."""
 NCCL_BYTES, COMMUNICATOR_BYTES, PIPELINE_BYTES = 330 * MIB, 483 * MIB, 155 * MIB
-"""What NCCL takes once, for each group of ranks, and for messages between neighbours of a pipeline. Device memory in
-use on four H200s less what the allocator had reserved was 1593 to 1597 MiB with one group, 2076 to 2080 with two, and
-155 to 160 more with a pipeline, OUTSIDE_BYTES among it (benchmarks/results/layout_h200_202611.md)."""
+"""NCCL's memory: once, for each group of ranks, and for transfers between neighbours of a pipeline.
+
+Measured on four H200s as device memory in use minus reserved memory, OUTSIDE_BYTES included: 1593 to 1597 MiB with one
+group, 2076 to 2080 with two, 155 to 160 more with a pipeline (benchmarks/results/layout_h200_202611.md).
+"""
 RESERVED_MARGIN = 0.10
-"""By which more may be reserved than the dry run finds: up to 8.9 % in recorded cells, up to 3.3 % but for five."""
+"""Margin of reserved memory over the dry run's: up to 8.9 % in recorded cells, at most 3.3 % in all except five."""
 BLOCKS_MARGIN = 0.16
-"""The same for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps."""
+"""The same margin for blocks compiled one by one, whose allocations are not followed: up to 14.8 % in recorded steps.
+"""
 LEAST_USABLE = 0.96
-"""Usable share of the stated GiB, on a card whose own figure is not known. A caution: an H200 has 0.991, a GeForce
-about 0.98."""
+"""Usable share of the stated GiB on a card without a recorded figure; cautious: an H200 has 0.991, a GeForce about
+0.98."""
 
 
 def outside_bytes(num_communicators: int, *, pipeline: bool) -> int:
-    """What a rank takes of the device outside of torch's allocator."""
     of_nccl = NCCL_BYTES + num_communicators * COMMUNICATOR_BYTES if num_communicators else 0
     return OUTSIDE_BYTES + of_nccl + (PIPELINE_BYTES if pipeline else 0)
 
 
 def least_device_bytes(peak_bytes: int) -> int:
-    """What a device must have, if the allocator fragments nothing."""
+    """Bytes that a device must have if the allocator fragments nothing."""
     return peak_bytes + OUTSIDE_BYTES
 
 
 def safe_device_bytes(reserved_bytes: int, outside: int = OUTSIDE_BYTES, *, by_compiled_block: bool = False) -> int:
-    """With how much a step is sure to run: the allocator gives its cache back before it fails, so this is cautious.
-
-    by_compiled_block: what is reserved was summed of blocks compiled one by one, as all compiled layouts are.
-    """
+    """Bytes with which a step is sure to run. Cautious, because the allocator frees its cache before it fails.
+    by_compiled_block: reserved_bytes sums blocks that were compiled one by one, as in every compiled layout."""
     margin = BLOCKS_MARGIN if by_compiled_block else RESERVED_MARGIN
     return round(reserved_bytes * (1 + margin)) + outside
 
 
 def fits_of(spec: StepSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> tuple[CardFit, ...]:
-    """A verdict on each card of the catalogue that has a kernel for the step's attention, the one with most usable
-    memory first; safe_bytes None: not known."""
+    """A verdict on each known card that has a kernel for the step's attention, by usable memory, largest first.
+    safe_bytes None: not known."""
     able = (card for card in catalogue() if why_attention_cannot(spec, card.platform) is None)
     fits = (fit_of(card, kind, least_bytes, safe_bytes) for card in able)
     return tuple(sorted(fits, key=lambda fit: (-fit.usable_bytes, fit.gpu)))
 
 
 def usable_of(card: HardwareSpec) -> tuple[int, int]:
-    """Bytes of a card that a program can count on, and that none can exceed."""
+    """Bytes of a card that a program can count on, and bytes that none can exceed."""
     if card.usable_bytes is not None:
         return card.usable_bytes, card.usable_bytes
     return int(card.memory_bytes * LEAST_USABLE), card.memory_bytes
 
 
 def fit_of(card: HardwareSpec, kind: PredictionKind, least_bytes: int, safe_bytes: int | None) -> CardFit:
-    """The verdict on one card."""
     usable, most = usable_of(card)
     verdict: FitVerdict = "too tight to promise"
     if least_bytes > most:

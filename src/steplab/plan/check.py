@@ -1,4 +1,4 @@
-"""Predictions beside measured steps of stored runs, each predicted as `plan time` does."""
+"""Predictions versus measured steps of stored runs, each predicted as `plan time` does."""
 
 import dataclasses
 from collections import defaultdict
@@ -23,11 +23,9 @@ def check_runs(
     predict: "Callable[[StepSpec, str], Predicted]",
     on_progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[TimeCheck]:
-    """A check of every measured step of one process on a GPU, in the order of the runs.
-
-    predict: gives the time of a step on a GPU by its name, and bytes of its peak, None where that is not known; raises
-    UserError where the time is not. on_progress: called with how many have been checked, and of how many.
-    """
+    """A check of every measured single-process step on a GPU, in the order of the runs. predict: gives a step's time on
+    a GPU of this name, and its peak in bytes or None; raises UserError if the time is unknown. on_progress: called with
+    the number of checked runs and the total."""
     timed = [run for run in runs if run.timing is not None and run.spec is not None and run.device_name]
     waiting, predicted, found = _that_waited(timed), cache(predict), list[TimeCheck]()
     for run in timed:
@@ -37,7 +35,6 @@ def check_runs(
 
 
 def _that_waited(runs: Sequence[Run]) -> set[str]:
-    """Ids of the runs of steplab's own model in one of whose phases the GPU waited for Python."""
     by_gpu: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         if run.device_name and find_hardware(run.device_name) and run.spec and run.spec.model.kind == "transformer":
@@ -46,13 +43,13 @@ def _that_waited(runs: Sequence[Run]) -> set[str]:
 
 
 Predicted = tuple[StepTimePrediction, int | None]
-"""The time of a step, and bytes of its peak; None: not known."""
+"""A step's predicted time, and its peak in bytes (None: not known)."""
 
 
 def _hardware_of(device_name: str) -> HardwareSpec:
     hardware = find_hardware(device_name)
     if hardware is None:
-        raise UserError(f"{device_name} is not in the catalogue of hardware")
+        raise UserError(f"{device_name} is not a known GPU")
     return hardware
 
 

@@ -1,6 +1,6 @@
-"""Formulas that have a value and can be shown: in symbols, with the figures put in, as text and as LaTeX.
+"""Formulas with a value and a text: in symbols or figures, plain or in LaTeX.
 
-A formula is written once, with Python's operators, and what is shown is what was computed:
+A formula is written once, with Python's operators, so the text shows the computation itself:
 
     P = symbol("P", 10)
     (16 * P).value, (16 * P).text(), (16 * P).text(figures=True)     # 160, '16 P', '16 × 10'
@@ -15,29 +15,24 @@ from steplab.units import figure_in_latex, format_figure
 
 Operand = Union["Formula", float, int]
 _SUM, _PRODUCT, _POWER, _ATOM = range(4)
-"""How tightly a formula holds together: what is looser than its surroundings is put in brackets."""
+"""Operator precedence, lowest first; an operand that binds less than its surroundings gets brackets."""
 _FORMS = _TEXT, _FIGURES, _LATEX, _LATEX_FIGURES = range(4)
-"""The ways in which a formula is written."""
 _TIMES = (" ", " × ", " ", r" \cdot ")
 
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """An expression with its value, written in each form as it is made."""
-
     value: float
-    """The figure."""
     forms: tuple[str, ...]
-    """As it is written in each of _FORMS."""
+    """Text in each of _FORMS."""
     binding: int = _ATOM
     is_quotient: bool = False
 
     def text(self, *, figures: bool = False) -> str:
-        """In plain text: in symbols, or with the figures put in."""
+        """Plain text, in symbols or with the figures inserted."""
         return self.forms[_FIGURES if figures else _TEXT]
 
     def latex(self, *, figures: bool = False) -> str:
-        """In LaTeX's mathematics, without the delimiters."""
         return self.forms[_LATEX_FIGURES if figures else _LATEX]
 
     def __add__(self, other: Operand) -> "Formula":
@@ -89,7 +84,8 @@ class Formula:
         return _written(float(self.value**exponent), _POWER, write)
 
     def held(self, binding: int, form: int, *, among_factors: bool = True) -> str:
-        """In brackets where it is looser than its surroundings, or, in text, a quotient among other factors."""
+        """Its text, in brackets if it binds less than its surroundings or, in plain text, is a quotient among
+        factors."""
         written, is_looser = self.forms[form], self.binding < binding
         if form in (_LATEX, _LATEX_FIGURES):
             return rf"\left({written}\right)" if is_looser and not self.is_quotient else written
@@ -101,7 +97,7 @@ def _written(value: float, binding: int, write: Callable[[int], str], *, is_quot
 
 
 def symbol(name: str, figure: float) -> Formula:
-    """A name with a figure. An underscore begins what is set below: M_X."""
+    """A name with a figure; an underscore begins the subscript: M_X."""
     head, _, below = name.replace("α", r"\alpha").partition("_")
     if len(below) > 1:
         below = rf"\mathrm{{{below}}}"
@@ -110,7 +106,6 @@ def symbol(name: str, figure: float) -> Formula:
 
 
 def root(inner: Formula) -> Formula:
-    """A square root."""
     text, figures, latex, latex_figures = inner.forms
     return Formula(
         math.sqrt(inner.value), (f"√({text})", f"√({figures})", rf"\sqrt{{{latex}}}", rf"\sqrt{{{latex_figures}}}")
@@ -118,7 +113,6 @@ def root(inner: Formula) -> Formula:
 
 
 def formula(value: Operand) -> Formula:
-    """A number as a formula."""
     if isinstance(value, Formula):
         return value
     text, latex = format_figure(value), figure_in_latex(value)

@@ -1,15 +1,10 @@
-"""Operators of an eager step as the kernels of a compiled one: what a compiler fuses, and what that still moves.
+"""The kernels of a compiled step, from the operators of the eager one.
 
-A compiler runs the same matrix products and fused attention. It joins the operators between them, which bandwidth
-bounds, into one kernel where one feeds the other, where two read the same tensor, and where the result of one has no
-reader but the other. A joined kernel reads what comes from outside of it and writes what is read outside of it.
-
-Where the host reads a value off a tensor (`.item()`), the compiled graph ends, and another begins behind it: no kernel
-is of both. A product of half precision whose rows would begin at no multiple of 16 bytes is computed with padded sizes,
-as Inductor does; the kernels that make its operands write the padding.
-
-What forward keeps for backward is chosen as by torch's min-cut partitioner: tensors that exist anyway are read again,
-the others are computed again from the inputs of the kernel that made them.
+A compiler runs the same matrix products and fused attention. It fuses the bandwidth-bound operators between them if one
+feeds the other, if both read the same tensor, or if one is the only reader of the other. Where Python reads a value off
+a tensor (`.item()`), the compiled graph ends. A half-precision product with rows that are no multiple of 16 bytes is
+padded, as in Inductor; the kernels that make its operands write the padding. Backward reads tensors that exist anyway,
+and recomputes others from the inputs of the kernel that made them, as torch's min-cut partitioner does.
 """
 
 from collections.abc import Iterator, Sequence
@@ -20,53 +15,47 @@ import msgspec
 from steplab.plan.dry_run.events import READS_A_VALUE, Operand, Operator
 
 _REDUCTIONS = ("softmax", "norm", "nll_loss")
-"""Parts of the names of operators that sum over a dimension."""
+"""Substrings of the names of operators that sum over a dimension."""
 _OF_WEIGHTS_TOO = "norm_backward"
-"""End of the names of operators whose gradient of a weight is a sum over rows, beside one that is made row by row."""
+"""Suffix of operators that make one gradient row by row, and a weight's gradient as a sum over rows."""
 _ALONE = (
     *("embedding_dense_backward", "cross_entropy_softmax"),
     *("add_rms_norm", "rotary_heads", "swiglu", READS_A_VALUE),
 )
-"""Beginnings of the names of operators that are not joined with others."""
+"""Prefixes of operators that are not fused."""
 _HALF, _ALIGNED = ("bf16", "fp16"), 8
-"""Number formats of two bytes, and the multiple to which Inductor pads the sizes of their products
+"""Formats of two bytes, and the multiple to which Inductor pads the sizes of their products
 (torch/_inductor/fx_passes/pad_mm.py, get_alignment_size)."""
 
 Version = tuple[int, int]
-"""A memory, and how often it was written before: what an operator in place makes is not what it took."""
+"""A memory, and its number of earlier writes: an in-place operator makes a new version."""
 
 Spans = frozenset[tuple[int, int]]
-"""Begins and lengths, in bytes, of the parts of a memory that are read."""
+"""Offsets and lengths, in bytes, of the parts of a memory that are read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A kernel of a compiled step."""
-
     operator: Operator
-    """Its operator, or the first of those that were joined."""
     moved_bytes: int
-    """What it reads and writes."""
     fused: bool = False
-    """Whether it is made of operators between products; else it is the operator as it is."""
+    """True if it is made of operators between products; False for an unchanged operator."""
     reduces: bool = False
-    """Whether one of them sums over a dimension."""
+    """True if one of its operators sums over a dimension."""
     sums_rows: bool = False
-    """Whether it adds up rows, which needs a pass of its own beside kernels that go row by row."""
+    """True if it adds up rows, in a pass separate from kernels that go row by row."""
 
 
 def kernels_of(operators: Sequence[Operator], *, compiled: bool, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of operators, in order: each by itself, or as a compiler joins them."""
+    """The kernels of operators, in order, fused if compiled."""
     if compiled:
         return fused_kernels(operators, blocks_alone=blocks_alone)
     return [Kernel(op, op.moved_bytes) for op in operators]
 
 
 def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) -> list[Kernel]:
-    """The kernels of a step whose model is compiled, in the order in which they begin.
-
-    With `blocks_alone` each block is compiled by itself: what lies outside of them is not, and no kernel is of two.
-    """
+    """The kernels of a compiled step, in the order in which they begin. With `blocks_alone` each block is compiled
+    alone: operators outside of blocks are eager, and no kernel spans two."""
     fuser = _Fuser(blocks_alone)
     for op in operators:
         fuser.take(op)
@@ -76,31 +65,27 @@ def fused_kernels(operators: Sequence[Operator], *, blocks_alone: bool = False) 
 
 @dataclass(slots=True, eq=False)
 class _Group:
-    """Operators that become one kernel."""
-
     pass_name: str
     unit: str
-    """What is compiled together: a block, or the part of the whole model between two values that the host reads."""
+    """The unit of compilation: a block, or the part of the model between two values that Python reads."""
     level: int
-    """Number of products on the longest way to it."""
+    """Number of products on the longest path to it."""
     operators: list[Operator] = field(default_factory=list)
     reads: dict[Version, Spans] = field(default_factory=dict)
-    """What comes from outside."""
     made: dict[Version, int] = field(default_factory=dict)
-    """Bytes of what is made inside."""
+    """Bytes of each result."""
     unnamed_bytes: int = 0
-    """Read, and of no operand, such as rows of a table."""
+    """Bytes read that no operand names, such as rows of a table."""
 
 
 @dataclass(slots=True)
 class _Made:
-    """What is known of one version of a memory."""
+    """One version of a memory."""
 
     group: _Group | None
-    """The joined kernel that makes it; None: an operator by itself."""
+    """The fused kernel that makes it; None: a lone operator."""
     level: int
     reads: list[tuple[Version, Spans]] = field(default_factory=list)
-    """What it is computed of."""
     casts: list[Version] = field(default_factory=list)
     """The same numbers in another format."""
 
@@ -112,16 +97,12 @@ class _Fuser:
         self._written: dict[int, int] = {}
         self._made: dict[Version, _Made] = {}
         self._needed: set[Version] = set()
-        """What operators by themselves read."""
         self._num_values = 0
-        """Values that the host has read."""
         self._readers: dict[Version, list[_Group]] = {}
         self._casts: dict[tuple[Version, int, str, str], Version] = {}
         self._same: dict[Version, Version] = {}
-        """A cast that was made a second time -> the first."""
 
     def take(self, op: Operator) -> None:
-        """The next operator of the step."""
         read = [(self._now(each.memory), Spans({(each.start, each.num_bytes)})) for each in op.reads]
         level = max((self._made[version].level for version, _ in read if version in self._made), default=0)
         unit = self._unit(op)
@@ -150,7 +131,7 @@ class _Fuser:
                     self._made[cast_of].casts.append(version)
 
     def _unit(self, op: Operator) -> str | None:
-        """What an operator is compiled with; None: it is not compiled, as an optimizer's is not with the model."""
+        """The unit that an operator is compiled with; None: eager, such as the optimizer's operators."""
         if op.phase == "optimizer":
             return None
         if not self._blocks_alone:
@@ -179,7 +160,7 @@ class _Fuser:
             readers.append(group)
 
     def _group(self, op: Operator, unit: str, read: list[Version], level: int) -> _Group:
-        """The kernel that makes or reads one of the inputs with no product between; those of all inputs are joined."""
+        """The kernel that makes or reads an input with no product between; kernels of several inputs are merged."""
         found: list[_Group] = []
         for version in read:
             made = self._made.get(version)
@@ -212,10 +193,10 @@ class _Fuser:
         for version in group.made:
             if group in self._readers.get(version, ()):
                 self._readers[version].remove(group)
-        other.operators = []  # it is no kernel any more
+        other.operators = []  # marks it as merged
 
     def join_only_readers(self) -> None:
-        """Join a kernel with the one that reads its results, if no other and no product of the same pass does."""
+        """Merge a kernel with its reader, unless another kernel or a product of the same pass reads its results."""
         for item in self._order:
             if not isinstance(item, _Group) or not item.operators:
                 continue
@@ -228,7 +209,6 @@ class _Fuser:
                 self._join(only, item)
 
     def kernels(self) -> Iterator[Kernel]:
-        """What the step has become."""
         for item in self._order:
             if isinstance(item, Operator):
                 yield Kernel(item, item.moved_bytes)
@@ -245,7 +225,7 @@ class _Fuser:
                         yield Kernel(op, op.read_bytes, fused=True, reduces=True, sums_rows=True)
 
     def _read(self, version: Version, spans: Spans, reader: _Group) -> dict[Version, Spans]:
-        """What is read in place of what the eager step reads: of a kernel of an earlier pass, what is in memory."""
+        """Reads that replace the eager step's: of a kernel of an earlier pass, only tensors in memory."""
         made = self._made.get(version)
         if made is None or made.group is None or made.group.pass_name == reader.pass_name:
             return {version: spans}
@@ -259,8 +239,6 @@ class _Fuser:
         return found
 
     def _is_written(self, version: Version, group: _Group) -> bool:
-        """Whether something of the same pass reads it outside of the kernel, or it is a gradient, which backward leaves
-        for what comes after."""
         readers = self._readers.get(version, ())
         if version in self._needed or any(r is not group and r.pass_name == group.pass_name for r in readers):
             return True
@@ -269,19 +247,16 @@ class _Fuser:
 
 
 def _padded(op: Operator) -> Operator:
-    """The operator with a product that Inductor pads."""
     if op.kind != "matmul" or op.product is None or op.dtype not in _HALF:
         return op
     return msgspec.structs.replace(op, product=op.product.padded(_ALIGNED))
 
 
 def _merged(a: dict[Version, Spans], b: dict[Version, Spans]) -> dict[Version, Spans]:
-    """What either reads."""
     return a | {version: spans | a.get(version, Spans()) for version, spans in b.items()}
 
 
 def _covered_bytes(spans: Spans) -> int:
-    """Bytes of all spans, those in several of them once."""
     covered = end = 0
     for start, length in sorted(spans):
         covered += max(0, start + length - max(start, end))
@@ -290,5 +265,5 @@ def _covered_bytes(spans: Spans) -> int:
 
 
 def _pass(op: Operator) -> str:
-    """Recomputation is a pass of its own: it makes anew what forward did not keep."""
+    """The phase; recomputation is a separate pass, because it makes tensors that forward did not keep."""
     return f"{op.phase} again" if op.recomputed else op.phase

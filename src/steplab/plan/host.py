@@ -1,7 +1,7 @@
-"""The host of a measured step: how long its Python takes for each kernel, where the device waited for it.
+"""A CPU's pace in a measured step: Python's time per kernel where the GPU waited for it.
 
-Hosts differ by a factor of two and more, and one that others use as well is slower still. A measured step whose device
-waited shows the host's pace, by which other steps on the same machine are predicted better than by that of another.
+CPUs differ by a factor of two and more, and a shared one is slower still. A step in which the GPU waited shows its
+machine's pace, which predicts other steps on that machine better than the pace of another.
 """
 
 from statistics import median
@@ -19,11 +19,11 @@ _LAUNCHED_BY_THE_MODEL = ("forward", "backward")
 
 
 def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
-    """The GPU with the pace of the host of a measured step; as it is where the device never waited.
+    """The GPU with the CPU's pace in a measured step; unchanged if the GPU never waited.
 
-    The pace is seconds for each kernel, the median of the phases that waited: measured time over predicted number of
-    kernels. Of an eager step, that of compiled ones changes by the same factor, until one of them is seen. Of several
-    processes it is not known: their phases contain what they wait for each other. Raises Unsupported for a step that
+    The pace is seconds per kernel, the median over phases that waited: measured time over predicted number of kernels.
+    An eager step scales the pace of compiled ones by the same factor, until a compiled one is measured. Steps of
+    several processes are ignored, because their phases include waits for each other. Raises Unsupported for a step that
     cannot be predicted.
     """
     if run.spec is None or run.timing is None or run.spec.replays_model or run.spec.layout != SINGLE:
@@ -47,8 +47,8 @@ def on_the_host_of(run: Run, gpu: Gpu) -> Gpu:
 
 
 def compile_s(spec: StepSpec, host: HostRates) -> float:
-    """Seconds that compiling takes with an empty cache: of one block, or of as many as a whole model has; 0 where
-    nothing is compiled, or the number of blocks is not known."""
+    """Seconds of compilation with an empty cache, for one block or the whole model; 0 if eager or if the number of
+    blocks is not known."""
     shape = spec.model.shape
     if spec.compile == "off" or shape is None:
         return 0.0

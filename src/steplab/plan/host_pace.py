@@ -1,7 +1,5 @@
-"""The pace of the hosts of many measured steps, and in which of their phases the device waited for it.
-
-A phase that takes much longer than its kernels, as predicted, shows how long Python takes for each of them.
-"""
+"""The CPUs' pace in many measured steps, and the phases in which the GPU waited for Python. A phase much longer than
+its predicted kernels shows Python's time per kernel."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -17,46 +15,39 @@ from steplab.records.timing import waits_for_host
 from steplab.specs.step import StepSpec
 
 _WAITED = 1.4
-"""Ratio of a phase's measured time to that of its kernels above which the host decided how long it took."""
+"""Measured time over kernel time above which Python determines a phase's time."""
 _AHEAD = 1.25
-"""Ratio of the kernels' time to the host's above which the device did not wait."""
+"""Kernel time over Python's time above which the GPU did not wait."""
 
 
 @dataclass(frozen=True, slots=True)
 class PhaseCell:
-    """A measured phase of a run, beside the kernels that are predicted of it."""
-
     run: Run
     phase: str
     measured_s: float
-    """Median time of the phase."""
     parts: tuple[TimePart, ...]
-    """Predicted kernels of the phase."""
     step: tuple[TimePart, ...]
-    """Predicted kernels of the whole step."""
     replayed: bool
-    """Whether a CUDA graph launches the kernels."""
 
     @property
     def kernels(self) -> int:
-        """Number of kernels of the phase."""
         return sum(part.kernels for part in self.parts)
 
     @property
     def device_s(self) -> float:
-        """Predicted time of the phase's kernels by themselves."""
+        """Predicted time of the phase's kernels alone."""
         return sum(part.seconds for part in self.parts)
 
     @property
     def machine(self) -> tuple[str, bool]:
-        """The host that launched it, as far as the record tells, and whether the model is compiled."""
+        """The machine, by its GPU's uuid ('' if not recorded), and True for a compiled model."""
         device = self.run.environment.device if self.run.environment else None
         compiled = self.run.spec is not None and self.run.spec.compile != "off"
         return (device.uuid or "" if device else "", compiled)
 
 
 def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
-    """The forward and backward passes of the runs whose operators are known."""
+    """The forward and backward passes of the runs with known operators."""
     found, known = [], dict[StepSpec, tuple[TimePart, ...]]()
     for run in runs:
         if run.spec is None or run.timing is None:
@@ -77,7 +68,7 @@ def phase_cells(runs: Sequence[Run], gpu: Gpu) -> list[PhaseCell]:
 
 
 def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
-    """Seconds of Python for each kernel, by machine and way of compiling: the median of the phases that waited."""
+    """Seconds of Python per kernel, by machine and compilation: the median of the phases that waited."""
     found: dict[tuple[str, bool], list[float]] = defaultdict(list)
     for cell in cells:
         if cell.measured_s > _WAITED * cell.device_s and not cell.replayed:
@@ -86,9 +77,9 @@ def host_paces(cells: Sequence[PhaseCell]) -> dict[tuple[str, bool], float]:
 
 
 def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
-    """Whether the device may have waited for the host: the record says that the host was hardly ahead at the end of the
-    phase, or the kernels take little longer than the host of that machine, or than the median host where the machine's
-    pace is not known."""
+    """True if the GPU may have waited for Python. Either the record shows that Python was hardly ahead at the end of
+    the phase, or the kernels take little longer than Python on that machine (the median machine if its pace is not
+    known)."""
     if cell.replayed:
         return False
     if cell.run.timing is not None and waits_for_host(cell.run.timing.back_to_back, cell.phase):
@@ -101,7 +92,6 @@ def waited(cell: PhaseCell, paces: Mapping[tuple[str, bool], float]) -> bool:
 
 
 def runs_that_waited(runs: Sequence[Run], gpu: Gpu) -> set[str]:
-    """Ids of the runs in one of whose phases the device waited for the host."""
     cells = phase_cells(runs, gpu)
     paces = host_paces(cells)
     return {cell.run.id for cell in cells if waited(cell, paces)}

@@ -1,4 +1,4 @@
-"""How long a kernel of the dry run takes: its sizes, and the name by which the rates have it (costs.kernel_time)."""
+"""A dry run's kernel in seconds: its sizes, and the name of its rate (costs.kernel_time)."""
 
 import re
 
@@ -16,20 +16,19 @@ _ONE_PASS = {
     "rotary_heads": "fused",
     "swiglu": "fused",
 }
-"""Operators in one Triton kernel, and the kernels of a compiler's that are like it."""
+"""Operators that run as one Triton kernel, and the compiled kernels that resemble them."""
 
 
 def kernel_in_step_s(kernel: Kernel, gpu: Gpu, *, replayed: bool = False) -> float:
-    """Seconds from the begin of a kernel to that of the next, within a step whose host is ahead; replayed: whether a
-    CUDA graph launches them."""
+    """Seconds from the begin of a kernel to the next one's, in a step where Python is ahead. replayed: True if a CUDA
+    graph launches the kernels."""
     step, factor = gpu.rates.step, gpu.rates.step.product_factor
     if kernel.operator.kind == "streaming":
-        factor = 1.0 if kernel.operator.phase == "optimizer" else step.streaming_factor  # of updates, steps were fitted
+        factor = 1.0 if kernel.operator.phase == "optimizer" else step.streaming_factor  # updates were fitted in steps
     return kernel_s(kernel, gpu) * factor + step.gap(replayed)
 
 
 def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
-    """Seconds of a kernel."""
     op = kernel.operator
     if op.kind == "matmul" and op.product is not None:
         return product_s(op.product, op.dtype, gpu)
@@ -40,13 +39,13 @@ def kernel_s(kernel: Kernel, gpu: Gpu) -> float:
             name = (
                 "sdpa_cudnn masked" if masked else "sdpa_cudnn"
             )  # aten/src/ATen/native/transformers/cuda/sdp_utils.cpp: check_prefer_cudnn_attention
-        whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # what it would compute without a mask
+        whole = 2 * op.product.flops * (BACKWARD_FLOPS if backward else 1)  # as if computed without a mask
         return attention_s(name, op.product, op.dtype, gpu, backward=backward, causal=op.flops < whole)
     return streaming_s(streaming_name(kernel), kernel.moved_bytes, gpu)
 
 
 def streaming_name(kernel: Kernel) -> str:
-    """By which name the rates have it."""
+    """The name of its rate."""
     if kernel.fused:
         return "fused sum of rows" if kernel.sums_rows else "fused reduction" if kernel.reduces else "fused"
     op = kernel.operator
@@ -60,11 +59,11 @@ def streaming_name(kernel: Kernel) -> str:
 
 
 def widens(op: Operator) -> bool:
-    """Whether one of its inputs is in a format of half the width of its result: torch's kernels that convert while they
-    compute reach half the bandwidth of others, such as those that add bf16 to a residual stream in fp32."""
+    """True if an input has half the width of the result: torch's converting kernels reach half the bandwidth of others.
+    An example is the addition of bf16 to a residual stream in fp32."""
     return op.name in ("add", "copy", "mul") and any(2 * each.num_bytes == op.written_bytes for each in op.reads)
 
 
 def on_tensor_cores(work: Operator | TimePart) -> bool:
-    """Whether its power depends on the share of the tensor cores' peak."""
+    """True if its power depends on the share of the tensor cores' peak."""
     return work.kind != "streaming" and work.dtype != "fp32"

@@ -1,8 +1,7 @@
-"""The peak of a training step's memory, predicted before anything is allocated: `predict_memory`.
+"""A training step's peak memory, predicted before anything is allocated: `predict_memory`.
 
-The step is run dry (see plan.dry_run): the operators of the plain Transformer, on a CUDA device. What is alive at the
-highest moment is the sum that is given, each summand with its formula; docs/memory_formulas.md lists what each operator
-allocates and keeps, and where that is read off.
+The step of the plain Transformer is run dry (plan.dry_run) for a CUDA device. The prediction is a sum over the tensors
+alive at the peak, each with its formula. docs/memory_formulas.md lists each operator's memory, with sources.
 """
 
 import dataclasses
@@ -37,7 +36,7 @@ WORKSPACE = Count(2 * 4 * MIB + 8 * 16 * KIB, "2 x 4 MiB + 8 x 16 KiB")
 """Bytes of a cuBLAS handle (CUBLAS_WORKSPACE_CONFIG): torch's default for Hopper, and for any other card."""
 
 _MOST_LAYERS = 200
-"""A second or two."""
+"""Dry runs take a second or two up to here."""
 _HOPPER = re.compile(r"\bG?H(20|100|200|800)\b")
 
 
@@ -50,18 +49,19 @@ def predict_memory(
     open_step: OpenStep = dry_step,
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
-    """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by summand.
+    """Most bytes that torch's allocator hands out at once in a step of `spec` on CUDA, by category and by tensor.
 
-    `device` is the GPU's name as torch gives it, for which attention `auto` is chosen; None: a Hopper, such as the
-    H200.
+    Args:
+        device: the GPU's name in torch, for which attention `auto` is chosen; None: a Hopper, such as the H200.
+        variant: how the ranks of a layout of dp share state, if not as `spec.data_parallel`.
+        sequence_parallel: False: ranks of tp have all tokens between the products, which steplab does not run.
+        open_step: replaces the dry run, for any model (fake_step).
+        model: such a model, as its layout spreads it.
 
-    Raises Unsupported for a step that does not run on CUDA, and for a model that is not steplab's own without a trace.
-    Of a size for planning only, and with CUDA graphs, it is a lower bound: `kind` says so. On a layout the prediction
-    is of the ranks that need most, with all others beside it; `variant` says how the ranks of a layout of dp alone
-    share their state, where that is none of `spec.data_parallel`. Without `sequence_parallel` ranks of tp have all
-    tokens between the products, as steplab does not run it.
-    `open_step` runs the step of any model by other means than the dry run (fake_step); `model` is such a model as its
-    layout spreads it.
+    With CUDA graphs or for a planning-only size the result is a lower bound, which `kind` states. A layout's prediction
+    is for the ranks that need most, with all others listed.
+
+    Raises Unsupported for a step that does not run on CUDA, and for another model than steplab's own without a trace.
     """
     asked, what = spec, f"predicting the memory of {spec.model.label}"
     hardware = find_hardware(device) if device else None
@@ -113,17 +113,16 @@ def _prediction(spec: StepSpec, ledger: Ledger, kind: PredictionKind, notes: lis
 
 
 def _place(where: str, kind: PredictionKind) -> str:
-    """A place of the model. A trace of one without steplab's parts knows its blocks alone."""
+    """A place of the model; '' outside of the blocks of a traced one, whose other parts are not known."""
     return "" if kind == "traced" and where in (BEFORE, BEHIND) else where
 
 
 def workspace_of(device: str | None) -> Count:
-    """Bytes of a cuBLAS handle on a GPU by torch's name for it; None: a Hopper."""
+    """Bytes of a cuBLAS handle on a GPU of this name in torch; None: a Hopper."""
     return HOPPER_WORKSPACE if device is None or _HOPPER.search(device) else WORKSPACE
 
 
 def _own_shape(spec: StepSpec, what: str) -> TransformerShape:
-    """The sizes of steplab's own model. Raises Unsupported for another."""
     if spec.model.shape is None:
         needed = "torch and transformers" if spec.model.kind == "hf" else "torch"
         fix = f"install {needed}, or measure it with `steplab memory`"
@@ -140,15 +139,13 @@ def _kind(spec: StepSpec) -> PredictionKind:
 
 
 def _rows_estimate(spec: StepSpec) -> str | None:
-    """Why the memory of the loss is an estimate; None if it is not."""
     row = loss_implementation(spec.loss)
     if not row.in_chunks or row.in_kernel:
         return None
-    return "of its temporaries, those as large as a chunk's logits are followed, and smaller ones are not"
+    return "temporaries smaller than a chunk's logits are not counted"
 
 
 def refuse_unknown_memory(spec: StepSpec) -> None:
-    """Raise Unsupported for a step whose memory `predict_memory` does not know."""
     what = f"predicting the memory of {spec.model.label}"
     if spec.model.kind == "transformer":
         _refuse_what_is_not_known(spec, _own_shape(spec, what), what)
@@ -157,9 +154,9 @@ def refuse_unknown_memory(spec: StepSpec) -> None:
 
 
 def refuse_unknown_formats(spec: StepSpec, what: str) -> None:
-    """Raise Unsupported for products that torchao makes."""
+    """Raise Unsupported for torchao's products."""
     if spec.precision == "fp8_torchao":
-        why = "what torchao's casts take is not known"
+        why = "the memory and time of torchao's casts are not known"
         raise Unsupported(f"{what} in {spec.precision}", why, "use --precision fp8, or measure it with `steplab run`")
 
 
@@ -170,7 +167,7 @@ def _refuse_what_is_not_known(spec: StepSpec, shape: TransformerShape, what: str
         raise Unsupported(what, why, "leave --device out")
     if spec.layout.world_size > 1:
         if spec.optimizer == "adamw_triton" and spec.pass_name == "train":
-            why = "what it keeps besides the moments is known of one process"
+            why = "the sizes of its tables are known only for one process"
             raise Unsupported(f"{what} on layout {spec.layout} with optimizer adamw_triton", why, "use adamw_fused")
         if not shape.num_heads:
             why = "it is a size for planning only, which no layout can split"
@@ -194,20 +191,19 @@ def refuse_untraced(spec: StepSpec, what: str) -> None:
 
 
 def _terms(peak: Peak) -> tuple[Term, ...]:
-    """What is alive at the peak."""
     counted = Counter((piece.category, _named(piece), piece.formula, piece.num_bytes) for piece in peak.pieces)
     return terms_of(counted, peak.num_bytes - sum(piece.num_bytes for piece in peak.pieces))
 
 
 def _named(piece: Piece) -> str:
-    """State of the optimizer is told by its sizes alone; a gradient has the format of its weight."""
+    """Optimizer state is listed by size alone; a gradient has the format of its weight."""
     if piece.category == "optimizer_state":
         return piece.what.partition(" of ")[0]
     return piece.what.partition(", in ")[0] if piece.category == "gradients" else piece.what
 
 
 def _without_activations(spec: StepSpec) -> MemoryPrediction:
-    """The memory of a size for planning only: its weights, and what training keeps for each of them."""
+    """The memory of a planning-only size: its weights and their training state."""
     shape = spec.model.shape
     assert shape is not None
     masters = spec.precision in WITH_MASTERS
@@ -255,8 +251,8 @@ def _last_phase(spec: StepSpec) -> str:
 
 
 def _kept_by_torch_2_11(spec: StepSpec) -> int:
-    """Bytes of what attention gives in a compiled block that is recomputed whole, its output and the log-sum-exp of its
-    rows, if that is an operator of steplab's own; else 0."""
+    """Bytes that attention returns in a compiled block that is recomputed whole: its output and log-sum-exp rows. 0
+    unless attention is one of steplab's own operators."""
     shape = spec.model.shape
     is_own = spec.compile == "block" and spec.attention in ("flash_triton", "flash_reference")
     if not shape or not is_own or not spec.checkpoints_apply or spec.checkpointing in ("none", "selective"):
@@ -266,7 +262,6 @@ def _kept_by_torch_2_11(spec: StepSpec) -> int:
 
 
 def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, traced: bool = False) -> list[str]:
-    """What is assumed, and what is left out."""
     card = device or "a Hopper (H100, H200)"
     notes = [
         f"on {card}: cuBLAS takes {format_bytes(workspace_bytes)} for each thread that multiplies matrices",
@@ -274,18 +269,18 @@ def _notes(spec: StepSpec, workspace_bytes: int, device: str | None, *, traced: 
     ]
     if traced:
         notes.append(
-            "traced: torch ran the model on tensors without content; what a kernel takes for itself is known of "
-            "softmax and fused attention alone"
+            "traced: torch ran the model on tensors without content; memory within kernels is known only for "
+            "softmax and fused attention"
         )
         return notes
     if spec.compile != "off":
         notes.append(
-            "compiled: an estimate, from what the compiler of torch 2.13 chose to keep of these blocks; what passes "
-            "between is not followed"
+            "compiled: an estimate, from the tensors that torch 2.13's compiler keeps of these blocks; tensors "
+            "between are not counted"
         )
         if kept_bytes := _kept_by_torch_2_11(spec):
             notes.append(
-                f"torch 2.11 keeps what {spec.attention} gives of each block that is recomputed as well, "
+                f"torch 2.11 also keeps the output of {spec.attention} of each recomputed block, "
                 f"{format_bytes(kept_bytes)} a block, and does not compute it again"
             )
         if spec.compile in RECORD_THEIR_OWN:

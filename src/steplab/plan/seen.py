@@ -1,4 +1,4 @@
-"""Which records a fit has seen, and which were held out of it."""
+"""Records that a fit has seen, and records held out of it."""
 
 from collections.abc import Mapping, Sequence
 
@@ -9,7 +9,7 @@ from steplab.specs.step import FIELDS, StepSpec
 
 
 def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
-    """Whether one of the fields has one of the values; of a changed size, the name counts too."""
+    """True if one of the fields has one of the values; a changed size counts by the model's name too."""
     for name, values in held_out.items():
         shown = str(FIELDS[name].value(spec))
         if shown in values or (name == "model" and spec.model.name in values):
@@ -18,12 +18,12 @@ def is_held_out(spec: StepSpec, held_out: Mapping[str, Sequence[str]]) -> bool:
 
 
 def was_fitted(record: Record, rates: GpuRates) -> bool:
-    """Whether the rates were fitted to the record, or to others of its cell."""
+    """True if the rates were fitted to the record, or to others of its cell."""
     if not isinstance(record, Run) or record.spec is None or not is_fitted_kind(record.spec):
         return False
     return record.created_utc <= rates.until_utc and not is_held_out(record.spec, rates.held_out)
 
 
 def is_fitted_kind(spec: StepSpec) -> bool:
-    """Whether steps of this kind are fitted: those of steplab's own Transformer that one process takes by itself."""
+    """True for fitted kinds of steps: steplab's own Transformer in one process."""
     return spec.model.kind == "transformer" and spec.layout.world_size == 1

@@ -1,4 +1,4 @@
-"""A sum of bytes as a prediction tells it: tensors alike in one summand, with its formula, by category."""
+"""A sum of bytes in a prediction: equal tensors in one term with its formula, by category."""
 
 from collections.abc import Mapping, Sequence
 
@@ -6,12 +6,11 @@ from steplab.records.memory_profile import MEMORY_CATEGORIES
 from steplab.records.prediction import Term
 
 Alike = tuple[str, str, str, int]
-"""Category, what they are, bytes of one in symbols, and bytes of one."""
+"""Category, description, bytes of one in symbols, and bytes of one."""
 
 
 def terms_of(counted: Mapping[Alike, int], rounding_bytes: int) -> tuple[Term, ...]:
-    """The summands, largest first within a category, and last what the allocator adds to them; counted: how many there
-    are of each."""
+    """The terms by category, largest first, then the allocator's rounding; counted: number of each kind."""
     terms = [
         Term(category=category, what=what, formula=formula, num_bytes=num_bytes, count=count)
         for (category, what, formula, num_bytes), count in counted.items()

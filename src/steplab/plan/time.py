@@ -1,9 +1,8 @@
 """The time of a training step, predicted before anything runs: `predict_step_time`.
 
-The step is run dry (see plan.dry_run); where it is compiled, its operators are joined as a compiler does (plan.fusion).
-Each kernel takes what plan.kernel_time says of its sizes, and the step is their sum, because nothing overlaps on one
-stream. Python launches kernels ahead of the device; where it is slower, the device waits, and the step takes as long as
-the host. How quick a host is differs by a factor of two between machines, so both times are given.
+The step is run dry (plan.dry_run), its operators fused if compiled (plan.fusion), and its kernels' times summed
+(plan.kernel_time), because nothing overlaps on one stream. Python launches kernels ahead of the device; if Python is
+slower, the step takes Python's time. CPUs differ by a factor of two, so both times are given.
 """
 
 import dataclasses
@@ -38,9 +37,10 @@ _PHASES = ("forward", "backward", "optimizer")
 def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> StepTimePrediction:
     """The time of a step of `spec` by one process on one `gpu`, with a 90 % interval, by phase and by kind of kernel.
 
-    Raises Unsupported for a step whose operators are not known, does not run on CUDA, or spans several processes, and
-    for a number format that the GPU has no peak in. `operators`: those of an eager step of the spec, where they are
-    known by other means than the dry run (fake_step).
+    operators: the eager step's, from another source than the dry run (fake_step).
+
+    Raises Unsupported for a step with unknown operators, off CUDA or of several processes, and for a number format
+    without a peak on this GPU.
     """
     asked, spec = spec, _known_step(spec, gpu, operators)
     parts = throttled(_parts(spec, gpu, operators), gpu)
@@ -77,12 +77,12 @@ def predict_step_time(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | 
 
 
 def hidden_update(spec: StepSpec, gpu: Gpu) -> float:
-    """The share of an overlapped update that the backward pass hides; 0 for optimizers of which no record says it."""
+    """The share of an overlapped update that the backward pass hides; 0 for optimizers without a record of it."""
     return gpu.rates.step.hidden_update if spec.optimizer == "adamw_triton" else 0.0
 
 
 def _in_backward(part: TimePart, hidden: float) -> TimePart:
-    """A part of a step whose update is overlapped: of the update, time and bytes that are not hidden."""
+    """A part of a step with an overlapped update; of the update, only the exposed time and bytes."""
     if part.phase != "optimizer":
         return part
     left = 1 - hidden
@@ -90,13 +90,12 @@ def _in_backward(part: TimePart, hidden: float) -> TimePart:
 
 
 def _known_step(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> StepSpec:
-    """The step. Raises Unsupported as `predict_step_time` does."""
     refuse_unknown_step(spec, gpu, operators_are_known=operators is not None)
     return spec
 
 
 def _parts(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None) -> list[TimePart]:
-    """The device's time at the full clock, of a step whose update is not overlapped."""
+    """Device time at the full clock, without overlap of the update."""
     if operators is None:
         return parts_of(dataclasses.replace(spec, update=AFTER), gpu)
     compiled = spec.compile != "off"
@@ -112,8 +111,9 @@ def _of_operators(operators: Iterable[Operator], spec: StepSpec, gpu: Gpu) -> "d
 
 
 def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | None = None) -> CompiledShares:
-    """What compiling the model leaves of the eager step of `spec`; arguments and errors as of `predict_step_time`."""
-    known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # overlapped is not compiled whole
+    """The shares of the eager step of `spec` that remain after compiling; arguments and errors as in
+    `predict_step_time`."""
+    known = dataclasses.replace(_known_step(spec, gpu, operators), update=AFTER)  # not compiled whole if overlapped
     eager, compiled = (_parts(dataclasses.replace(known, compile=mode), gpu, operators) for mode in ("off", "default"))
     updates = _num_kernels([part for part in eager if part.phase == "optimizer"])
     eager_host_s, compiled_host_s = (
@@ -133,7 +133,7 @@ def compiled_shares(spec: StepSpec, gpu: Gpu, operators: Sequence[Operator] | No
 
 
 def _places(name: str, operators: Sequence[Operator]) -> tuple[str, ...]:
-    """Places of the model's code that are known of operators of this name, each once."""
+    """Source lines of the operators of this name, each once."""
     return tuple(dict.fromkeys(op.what for op in operators if op.name == name and op.what))
 
 
@@ -142,20 +142,20 @@ def _num_kernels(parts: Sequence[TimePart]) -> int:
 
 
 def _memory_bound_s(parts: Sequence[TimePart], gpu: Gpu) -> float:
-    """Time of the model's kernels that bandwidth bounds, without the gaps between them."""
+    """Time of the model's bandwidth-bound kernels, without the gaps between them."""
     model = [part for part in parts if part.kind == "streaming" and part.phase != "optimizer"]
     return sum(part.seconds for part in model) - _num_kernels(model) * gpu.rates.step.gap(replayed=False)
 
 
 def _utilizations(spec: StepSpec, gpu: Gpu, parts: Sequence[TimePart], step_s: float) -> tuple[Utilization, ...]:
-    """MFU under every convention, of a model whose sizes are known, and HFU from what the kernels execute."""
+    """MFU under every convention if the model's sizes are known, and HFU from the executed kernels."""
     executed = sum(part.flops for part in parts if part.kind != "streaming")
     return (*model_utilizations(spec, gpu, step_s), _utilization("hfu", "as_executed", executed, spec, gpu, step_s))
 
 
 def model_utilizations(spec: StepSpec, gpu: Gpu, step_s: float) -> tuple[Utilization, ...]:
-    """MFU under every convention of a step that takes `step_s` on as many GPUs as its layout has ranks; none of a model
-    whose sizes are not known."""
+    """MFU under every convention, for a step of `step_s` seconds on as many GPUs as its layout has ranks. Empty for a
+    model of unknown sizes."""
     shape, flops = spec.model.shape, dict[str, float]()
     if shape is not None:
         for convention in get_args(Convention):
@@ -191,10 +191,8 @@ def _utilization(
 
 
 def throttled(parts: Sequence[TimePart], gpu: Gpu) -> list[TimePart]:
-    """The parts at the clock that the GPU's power limit leaves for a step that is made of them.
-
-    The more of the tensor cores' peak a step reaches, the more power it takes; beyond a share, the clock falls.
-    """
+    """The parts at the clock that the GPU's power limit leaves. A step's power grows with its share of the tensor
+    cores' peak; beyond a threshold, the clock falls."""
     slower = _throttling_of(parts, gpu)
     return [
         dataclasses.replace(part, seconds=part.seconds * slower) if on_tensor_cores(part) else part for part in parts
@@ -208,16 +206,13 @@ def _throttling_of(parts: Sequence[TimePart], gpu: Gpu) -> float:
 
 
 def throttling(reached: float, rates: StepRates) -> float:
-    """Times which products take longer in a step that reaches this share of the tensor cores' peak."""
+    """Factor on the time of products in a step that reaches this share of the tensor cores' peak."""
     return 1 + rates.throttle * max(0.0, reached - rates.throttle_from)
 
 
 def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
-    """The device's time by phase, kind and operator, the longest first within a phase, at the full clock.
-
-    Blocks are alike, and so are micro-steps from the second on: of many, few are run dry, and what one more adds is
-    added for the others.
-    """
+    """Device time by phase, kind and operator, longest first within a phase, at the full clock. Blocks are equal, and
+    so are micro-steps from the second on: a few are run dry, and the others are extrapolated."""
     spec = as_chosen(spec, gpu)
     if spec.micro_steps <= _FEWEST_MICRO_STEPS + 1:
         return _listed(_of_blocks(spec, gpu))
@@ -229,7 +224,7 @@ def parts_of(spec: StepSpec, gpu: Gpu) -> list[TimePart]:
 
 
 def as_chosen(spec: StepSpec, gpu: Gpu) -> StepSpec:
-    """The step with what attention `auto` is on the GPU."""
+    """The step with attention `auto` resolved for the GPU."""
     return with_attention_chosen(spec, spec.model.shape, gpu.device_names)[0]
 
 
@@ -252,8 +247,7 @@ def _of_blocks(spec: StepSpec, gpu: Gpu) -> "dict[_Key, _Sum]":
 
 
 def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _Sum]":
-    """As `_of_blocks`, where the first blocks are recomputed: one more of those adds the same, and one more of the
-    others."""
+    """As `_of_blocks`, if only the first blocks are recomputed: each further block of either sort adds the same."""
     assert spec.model.shape is not None
 
     def summed(first: int, others: int) -> "dict[_Key, _Sum]":
@@ -271,7 +265,7 @@ def _of_first_blocks(spec: StepSpec, gpu: Gpu, num_first: int) -> "dict[_Key, _S
 def _extrapolated(
     few: "dict[_Key, _Sum]", more: "dict[_Key, _Sum]", times: int, start: "dict[_Key, _Sum] | None" = None
 ) -> "dict[_Key, _Sum]":
-    """`start`, by default `few`, with as many times what `more` has beyond `few`."""
+    """`start` (by default `few`) plus `times` the difference between `more` and `few`."""
     start = few if start is None else start
     beyond = {key: found.minus(few.get(key, _NOTHING)) for key, found in more.items()}
     keys = dict.fromkeys([*start, *beyond])
@@ -312,7 +306,6 @@ def _summed(spec: StepSpec, gpu: Gpu, num_layers: int) -> dict[_Key, _Sum]:
 
 
 def kernels_of_step(spec: StepSpec) -> list[Kernel]:
-    """The kernels of a step, in order: of an eager one its operators, of a compiled one those joined."""
     operators = operators_of(spec)
     kernels = kernels_of(operators, compiled=spec.compile != "off", blocks_alone=spec.compile == "block")
     if spec.block_ops == "triton" and spec.compile == "block":
@@ -322,8 +315,8 @@ def kernels_of_step(spec: StepSpec) -> list[Kernel]:
 
 
 def _casts_gradient(op: Operator, read: set[int]) -> bool:
-    """Whether it casts the gradient of a weight, which such blocks make in fp32 (model/gradient_products); `read`:
-    what the passes read."""
+    """True if it casts a weight's gradient, which such blocks make in fp32 (model/gradient_products). read: numbers of
+    the memories that the passes read."""
     widens = op.name == "copy" and op.written_bytes == 2 * op.read_bytes
     return widens and op.phase == "backward" and op.where.startswith("block ") and op.writes[0].memory not in read
 
@@ -398,7 +391,7 @@ def _phase_of_kernels(name: str, parts: list[TimePart], spec: StepSpec, gpu: Gpu
 
 
 def _bound(parts: list[TimePart]) -> Bound:
-    """Products and fused attention are bound by the peak, all else by the bandwidth."""
+    """Products and fused attention are bound by the peak, other kernels by bandwidth."""
     compute = sum(part.seconds for part in parts if part.kind != "streaming")
     return "compute" if compute > sum(part.seconds for part in parts) / 2 else "memory"
 
@@ -419,14 +412,14 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
     """Raise Unsupported for a step whose time `predict_step_time` does not know."""
     what, shape = f"predicting the time of {spec.model.label}", spec.model.shape
     if not operators_are_known and (shape is None or shape.num_heads == 0):
-        why = "the operators are known of steplab's own Transformer alone"
+        why = "operators are known only for steplab's own Transformer"
         if shape is not None:
             raise Unsupported(what, f"{why}, with attention", "`steplab plan accounting` accounts for it")
         raise Unsupported(what, why, "measure it with `steplab run`, or replace the sizes of a built-in model")
     if spec.device in ("cpu", "mps"):
         raise Unsupported(what, f"the prediction is of a CUDA device, not of {spec.device}", "leave --device out")
     if spec.layout.world_size > 1:
-        why = "the prediction is of a step that one process takes by itself"
+        why = "the prediction is for a step of one process"
         instead = "`steplab plan time` and steplab.plan_steps predict it there, and `steplab plan layout` all layouts"
         raise Unsupported(f"{what} on layout {spec.layout}", why, instead)
     refuse_unknown_formats(spec, what)
@@ -438,7 +431,7 @@ def refuse_unknown_step(spec: StepSpec, gpu: Gpu, *, operators_are_known: bool =
 
 
 def _at(name: str, operators: Sequence[Operator]) -> str:
-    """The places of operators of this name in words, behind a comma; empty where none is known."""
+    """The source lines of operators of this name in words, behind a comma; '' if unknown."""
     places = _places(name, operators)
     return f", at {listed(places)}" if places else ""
 
@@ -449,24 +442,23 @@ def _notes_of_model(spec: StepSpec, operators: Sequence[Operator] | None) -> lis
         if reads := sum(op.name == READS_A_VALUE for op in operators):
             notes.append(
                 f"the model reads {counted(reads, 'value')} off tensors in a step, as `.item()` does"
-                f"{_at(READS_A_VALUE, operators)}: the host waits for the device, which is not predicted"
+                f"{_at(READS_A_VALUE, operators)}: Python waits for the GPU, which is not predicted"
             )
         if made := sum(op.name == MADE_BY_HOST for op in operators):
             notes.append(
                 f"the model makes {counted(made, 'tensor')} in a step without naming a device"
-                f"{_at(MADE_BY_HOST, operators)}, which the host makes and copies to the GPU; that is not predicted"
+                f"{_at(MADE_BY_HOST, operators)}, which the CPU makes and copies to the GPU; that is not predicted"
             )
         return notes
     return []
 
 
 def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
-    """What is assumed, and what is left out."""
     notes = ["without what runs before and after a step: loading data, logging, saving"]
     if spec.precision in FP8:
         notes.append(
-            "fp8: the rates of its products and casts were set from single layers on an H200, and fitted to no step; "
-            "utilization is told on the peak of bf16"
+            "fp8: the rates of its products and casts come from single layers on an H200, not from steps; "
+            "utilization is a share of the bf16 peak"
         )
     elif gpu.is_fitted and not has_own_rates(spec.precision, gpu):
         notes.append(
@@ -476,11 +468,9 @@ def _notes(spec: StepSpec, gpu: Gpu) -> list[str]:
     if spec.compile != "off":
         notes.append("compiled: kernels between products are joined by rules; a compiler's own choices differ in part")
     if spec.replays_model:
-        notes.append("CUDA graphs: replayed with one launch, so that the host's time does not count")
+        notes.append("CUDA graphs: replayed with one launch, so Python's time does not count")
     elif spec.block_ops == "triton":
-        notes.append(
-            "block operators: on the host each is taken for one kernel like others; no record has its time there"
-        )
+        notes.append("block operators: Python's time for each is assumed to be that of any kernel; it was not recorded")
     if spec.updates_in_backward:
         hidden = hidden_update(spec, gpu)
         share = (

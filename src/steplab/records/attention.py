@@ -1,15 +1,20 @@
 """The record of an attention benchmark: raw samples, memory and errors by cell."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
+from statistics import median
 
 from steplab.records.failure import Failure, Outcome
-from steplab.records.measured import MeasuredCell, MeasuredFigure
+from steplab.records.figure import Figure, measured_cell
+from steplab.records.measured import MeasuredCell
 from steplab.records.problems import Problem, known
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, head, tail
+from steplab.records.rows import Row, Scalar, head, tail
 from steplab.records.timing import PhaseSamples, find_phase
 from steplab.specs.attention import PASSES, AttentionSpec, AttentionStudy
+
+TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
+"""The tensors whose errors are measured, and their names in tables."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -38,6 +43,11 @@ class TensorError:
     """Largest absolute difference of plain attention; None: it did not fit."""
     plain_relative: float | None = None
     """Relative error of plain attention; None: it did not fit."""
+
+    @property
+    def ratio(self) -> float | None:
+        """The relative error in multiples of that of plain attention; None where one is missing, or that is zero."""
+        return self.relative / self.plain_relative if self.relative is not None and self.plain_relative else None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -69,6 +79,16 @@ class AttentionCell(Outcome):
         """Seconds per repeat; empty if not timed."""
         found = find_phase(self.passes, name)
         return found.best_s if found else ()
+
+    def median_s(self, name: str) -> float | None:
+        """Median time of a pass; None if it was not timed."""
+        samples = self.samples(name)
+        return median(samples) if samples else None
+
+    def flops_per_s(self, name: str) -> float | None:
+        """Nominal FLOPs of a pass over its median time."""
+        seconds, flops = self.median_s(name), self.flops.get(name)
+        return flops / seconds if seconds and flops else None
 
     def problems(self) -> Iterator[Problem]:
         for index, timed in enumerate(self.passes):
@@ -153,23 +173,78 @@ def attention_row(run: AttentionRun) -> Row:
     return head(run, "attention") | {"description": run.study.name} | tail(run)
 
 
-def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
-    """Cells for comparison: time of each pass, and memory beyond the inputs."""
-    return tuple(
-        MeasuredCell(
-            key=asdict(cell.spec),
-            label=f"{cell.spec.column}, {cell.spec.label}",
-            figures=tuple(_figures(cell)),
-            failure=cell.failure.message if cell.failure else None,
-        )
-        for cell in run.cells
+def _time(name: str) -> Figure[AttentionCell]:
+    return Figure(
+        key=f"{name}_s",
+        header=name,
+        find=lambda cell: cell.median_s(name),
+        group="time",
+        samples=lambda cell: cell.samples(name),
+        decides=True,
     )
 
 
-def _figures(cell: AttentionCell) -> Iterator[MeasuredFigure]:
-    for timed in cell.passes:
-        yield MeasuredFigure(name=timed.phase, group="time", unit="s", samples=timed.best_s, decides=True)
-    memory = cell.memory or AttentionMemory()
-    for name, held in (("saved for backward", memory.saved_bytes), ("peak of both passes", memory.both_peak_bytes)):
-        if held:
-            yield MeasuredFigure(name=name, group="memory", unit="bytes", samples=(float(held),), decides=True)
+def _rate(name: str) -> Figure[AttentionCell]:
+    return Figure(key=f"{name}_flops_per_s", header=f"{name} rate", find=lambda cell: cell.flops_per_s(name), rank=2)
+
+
+PASS_TIMES: tuple[Figure[AttentionCell], ...] = tuple(map(_time, PASSES))
+PASS_RATES: tuple[Figure[AttentionCell], ...] = (
+    *map(_rate, PASSES),
+    Figure(key="first_call_s", header="first call", find=lambda cell: cell.first_call_s, rank=3),
+)
+MEMORY: tuple[Figure[AttentionCell], ...] = (
+    Figure(
+        key="saved_bytes",
+        header="saved for backward",
+        note="Saved for backward includes the output.",
+        find=lambda cell: getattr(cell.memory, "saved_bytes", None),
+        group="memory",
+        decides=True,
+    ),
+    Figure(
+        key="forward_peak_bytes",
+        header="peak, forward",
+        find=lambda cell: getattr(cell.memory, "forward_peak_bytes", None),
+        rank=1,
+    ),
+    Figure(
+        key="both_peak_bytes",
+        header="peak, both",
+        note="The peaks include the output and the gradients.",
+        find=lambda cell: getattr(cell.memory, "both_peak_bytes", None),
+        group="memory",
+        name="peak of both passes",
+        decides=True,
+    ),
+)
+
+
+def _errors(
+    end: str, read: Callable[[TensorError], Scalar], words: str | None = None, rank: int = 0, unit: str = "error"
+) -> Iterator[Figure[AttentionCell]]:
+    """One figure of the errors of each tensor; `words` None: no table shows it."""
+
+    def find(tensor: str) -> Callable[[AttentionCell], Scalar]:
+        return lambda cell: next((read(error) for error in cell.errors if error.tensor == tensor), None)
+
+    for tensor, name in TENSORS.items():
+        header = None if words is None else f"{name}{words}"
+        yield Figure(key=f"{tensor}_{end}", header=header, unit=unit, find=find(tensor), rank=rank)
+
+
+ERRORS: tuple[Figure[AttentionCell], ...] = (
+    *_errors("error_ratio", lambda error: error.ratio, "", unit="times"),
+    *_errors("error", lambda error: error.relative, " relative", 1),
+    *_errors("max_abs", lambda error: error.max_abs, " largest", 2),
+    *_errors("plain_error", lambda error: error.plain_relative),
+    *_errors("plain_max_abs", lambda error: error.plain_max_abs),
+)
+
+
+def attention_cells(run: AttentionRun) -> tuple[MeasuredCell, ...]:
+    """The cells as they are compared: the time of each pass, and memory beyond the inputs."""
+    return tuple(
+        measured_cell(cell, asdict(cell.spec), f"{cell.spec.column}, {cell.spec.label}", (*PASS_TIMES, *MEMORY))
+        for cell in run.cells
+    )

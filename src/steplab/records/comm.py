@@ -1,16 +1,17 @@
 """The record of a collectives benchmark: samples of every rank, and the communication profile."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from statistics import median
 
 from steplab.records.failure import Outcome
-from steplab.records.measured import MeasuredCell, MeasuredFigure
+from steplab.records.figure import Figure, measured_cell
+from steplab.records.measured import MeasuredCell
 from steplab.records.problems import Problem, known, numbered
 from steplab.records.record import Benchmark
-from steplab.records.rows import Row, head, tail
+from steplab.records.rows import Row, Scalar, head, tail
 from steplab.specs.comm import COLLECTIVES, CommSpec, CommStudy
-from steplab.stats import drift, medians_of_thirds
+from steplab.stats import drift, medians_of_thirds, percentile
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -102,6 +103,22 @@ class CommCell(Outcome):
         """The rank with the longest median, whose times count; None after a failure."""
         return max(self.ranks, key=lambda times: times.median_s, default=None)
 
+    @property
+    def algorithm_bandwidth(self) -> float | None:
+        """Bytes of the message per second; None for a failure."""
+        return self.message_bytes / self.slowest.median_s if self.slowest else None
+
+    @property
+    def bus_bandwidth(self) -> float | None:
+        """Bytes per second that each rank has to send at least (nccl-tests); None for a failure."""
+        return self.wire_bytes / self.slowest.median_s if self.slowest and self.wire_bytes is not None else None
+
+    @property
+    def rank_spread(self) -> float | None:
+        """Relative difference of the slowest rank's median from the fastest's; None for a failure."""
+        medians = [times.median_s for times in self.ranks]
+        return max(medians) / min(medians) - 1 if medians else None
+
     def problems(self) -> Iterator[Problem]:
         yield from numbered(".ranks", [times.rank for times in self.ranks], self.spec.world_size)
         if not self.failure and not self.ranks:
@@ -186,16 +203,42 @@ def comm_row(run: CommRun) -> Row:
     )
 
 
+def _slowest(read: Callable[[RankTimes], Scalar]) -> Callable[[CommCell], Scalar]:
+    return lambda cell: read(cell.slowest) if cell.slowest else None
+
+
+COMM_FIGURES: tuple[Figure[CommCell], ...] = (
+    Figure(key="samples", find=_slowest(lambda times: len(times.best_s))),
+    Figure(key="calls_per_sample", find=_slowest(lambda times: times.calls_per_sample)),
+    Figure(key="busbw_bytes_per_s", header="busbw GB/s", unit="GB/s", find=lambda cell: cell.bus_bandwidth),
+    Figure(
+        key="algbw_bytes_per_s", header="algbw GB/s", unit="GB/s", find=lambda cell: cell.algorithm_bandwidth, rank=2
+    ),
+    Figure(
+        key="time_s",
+        header="median",
+        find=_slowest(lambda times: times.median_s),
+        group="time",
+        name="time",
+        samples=lambda cell: cell.slowest.best_s if cell.slowest else (),
+        decides=True,
+    ),
+    Figure(key="min_s", header="min", find=_slowest(lambda times: min(times.best_s)), rank=1),
+    Figure(key="p95_s", header="p95", find=_slowest(lambda times: percentile(times.best_s, 95)), rank=1),
+    Figure(
+        key="alone_s",
+        header="alone",
+        find=lambda cell: max((median(times.alone_s) for times in cell.ranks if times.alone_s), default=None),
+        rank=3,
+    ),
+    Figure(key="fastest_rank_s", find=lambda cell: min((times.median_s for times in cell.ranks), default=None)),
+    Figure(key="rank_spread", header="spread", unit="percent", find=lambda cell: cell.rank_spread, rank=2),
+    Figure(key="checked_elements", find=lambda cell: getattr(cell.check, "num_elements", None)),
+    Figure(key="wrong_elements", find=lambda cell: getattr(cell.check, "num_wrong", None)),
+)
+"""The figures of a cell; times are of its slowest rank."""
+
+
 def comm_cells(run: CommRun) -> tuple[MeasuredCell, ...]:
     """Cells for comparison: time of the slowest rank."""
-    return tuple(
-        MeasuredCell(
-            key=asdict(cell.spec),
-            label=cell.spec.label,
-            figures=(MeasuredFigure(name="time", group="time", unit="s", samples=cell.slowest.best_s, decides=True),)
-            if cell.slowest
-            else (),
-            failure=cell.failure.message if cell.failure else None,
-        )
-        for cell in run.cells
-    )
+    return tuple(measured_cell(cell, asdict(cell.spec), cell.spec.label, COMM_FIGURES) for cell in run.cells)

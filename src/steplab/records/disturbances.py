@@ -17,6 +17,9 @@ _SUSPENDED_S = 0.1
 _SLOWDOWNS = ("hardware slowdown", "software thermal slowdown", "hardware thermal slowdown", "power brake")
 """Clock limits from failing cooling or power; the power limit belongs to the GPU."""
 
+WAITS = "waits for host"
+"""Word for a step in which the device waits for the host; a quiet machine would not help."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Disturbance:
@@ -81,7 +84,7 @@ def _waiting(run: Run) -> Disturbance | None:
     text = (
         f"The device waits for the host, which leads by less than {share} of the step, so the host's pace is timed too."
     )
-    return Disturbance(word="waits for host", text=text)
+    return Disturbance(word=WAITS, text=text)
 
 
 def busy_machine(environment: Environment, num_processes: int = 1) -> Disturbance | None:

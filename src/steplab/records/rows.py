@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from steplab.records.figure import values
 from steplab.records.record import Benchmark, Record
 from steplab.records.run import Run
 from steplab.records.run_figures import RUN_FIGURES
@@ -16,7 +17,7 @@ def run_row(run: Run) -> Row:
     spec = run.spec
     row = head(run, _kind_of_run(run)) | {"status": run.status} | step_columns(spec)
     row |= {"processes": spec.layout.world_size if spec else None, "device": run.device_name}
-    row |= software(run) | {figure.key: figure.find(run) for figure in RUN_FIGURES}
+    row |= software(run) | values(RUN_FIGURES, run)
     return row | {"failure": run.failure.message if run.failure else None}
 
 

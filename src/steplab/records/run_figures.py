@@ -4,30 +4,12 @@ Rows of runs and columns of every table derive from these.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from steplab.records.disturbances import disturbance_words
+from steplab.records.figure import Figure
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.run import Run, Utilization
 from steplab.specs.step_fields import Scalar
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RunFigure:
-    """One figure of a run."""
-
-    key: str
-    """Name in rows, JSON and CSV; its ending, the unit, formats values in tables."""
-    header: str | None
-    """Column heading; None: not in tables."""
-    find: Callable[[Run], Scalar]
-    """Function from a record to the value; None: missing."""
-    is_words: bool = False
-    """True if values are words, not numbers."""
-    rank: int = 0
-    """Order of dropping columns on a narrow terminal, highest first; 0 is never dropped."""
-    shared: str = ""
-    """Caption for a value common to all rows, with {} for the value; empty: it stays a column."""
 
 
 def _phase(name: str) -> Callable[[Run], float | None]:
@@ -80,35 +62,35 @@ def _reserved_bytes(run: Run) -> int | None:
     return peak.peak_reserved_bytes if peak else seen.reserved_bytes if seen else None
 
 
-RUN_FIGURES: tuple[RunFigure, ...] = (
-    RunFigure(key="step_time_s", header="step", find=lambda run: run.median_s),
-    RunFigure(key="step_time_low_s", header=None, find=_end_of_interval(0)),
-    RunFigure(key="step_time_high_s", header=None, find=_end_of_interval(1)),
-    RunFigure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warning: {}"),
-    RunFigure(key="forward_s", header="forward", find=_phase("forward"), rank=5),
-    RunFigure(key="backward_s", header="backward", find=_phase("backward"), rank=5),
-    RunFigure(key="pipeline_s", header="pipeline", find=_phase("pipeline"), rank=5),
-    RunFigure(key="gradient_sync_s", header="sync", find=_phase("gradient sync"), rank=5),
-    RunFigure(key="optimizer_s", header="opt. step", find=_phase("optimizer"), rank=5),
-    RunFigure(key="compile_s", header="compile time", find=_compile_s, rank=6),
-    RunFigure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
-    RunFigure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
-    RunFigure(
+RUN_FIGURES: tuple[Figure[Run], ...] = (
+    Figure(key="step_time_s", header="step", find=lambda run: run.median_s),
+    Figure(key="step_time_low_s", find=_end_of_interval(0)),
+    Figure(key="step_time_high_s", find=_end_of_interval(1)),
+    Figure(key="warnings", header="warning", is_words=True, find=disturbance_words, rank=1, shared="warning: {}"),
+    Figure(key="forward_s", header="forward", find=_phase("forward"), rank=5),
+    Figure(key="backward_s", header="backward", find=_phase("backward"), rank=5),
+    Figure(key="pipeline_s", header="pipeline", find=_phase("pipeline"), rank=5),
+    Figure(key="gradient_sync_s", header="sync", find=_phase("gradient sync"), rank=5),
+    Figure(key="optimizer_s", header="opt. step", find=_phase("optimizer"), rank=5),
+    Figure(key="compile_s", header="compile time", find=_compile_s, rank=6),
+    Figure(key="tokens_per_s", header="tokens/s", find=_tokens_per_s, rank=3),
+    Figure(key="mfu", header="MFU", find=_of(_mfu, lambda used: used.value), rank=1),
+    Figure(
         key="mfu_convention",
         header="convention",
         is_words=True,
         find=_of(_mfu, lambda used: used.convention),
         rank=4,
     ),
-    RunFigure(key="hfu", header="HFU", find=_of(_hfu, lambda used: used.value), rank=4),
-    RunFigure(
+    Figure(key="hfu", header="HFU", find=_of(_hfu, lambda used: used.value), rank=4),
+    Figure(
         key="peak_flops_per_s",
         header="dense peak",
         find=_of(_used, lambda used: used.peak_flops_per_s),
         rank=10,
         shared="dense peak {}",
     ),
-    RunFigure(
+    Figure(
         key="peak_source",
         header="source of the peak",
         is_words=True,
@@ -116,17 +98,16 @@ RUN_FIGURES: tuple[RunFigure, ...] = (
         rank=11,
         shared="source of the peak: {}",
     ),
-    RunFigure(key="peak_allocated_bytes", header="allocated", find=_allocated_bytes, rank=2),
-    RunFigure(key="peak_reserved_bytes", header="reserved", find=_reserved_bytes, rank=5),
-    RunFigure(
+    Figure(key="peak_allocated_bytes", header="allocated", find=_allocated_bytes, rank=2),
+    Figure(key="peak_reserved_bytes", header="reserved", find=_reserved_bytes, rank=5),
+    Figure(
         key="host_peak_bytes",
         header="host peak",
         find=lambda run: run.memory.host_peak_bytes if run.memory else None,
         rank=7,
     ),
-    RunFigure(
+    Figure(
         key="memory_source",
-        header=None,
         is_words=True,
         find=lambda run: run.memory_profile.source if run.memory_profile else None,
     ),

@@ -115,7 +115,6 @@ def _printed(part: Chapter, context: Context, ready: dict[str, str], records: Se
 
 
 def _shared(cells: Sequence[RunCell]) -> str:
-    """The choices that all runs share; for a single run, its step."""
     if len(cells) == 1:
         spec = cells[0].run.spec
         return describe(spec) if spec else ""
@@ -123,7 +122,6 @@ def _shared(cells: Sequence[RunCell]) -> str:
 
 
 def _subtitle(records: Sequence[Record]) -> list[str]:
-    """The number of records of each kind, and their devices, days and versions of steplab."""
     counts = {name: sum(kind_of(record).name == name for record in records) for name in KINDS}
     parts = [f"{n} {KINDS[name].noun if n == 1 else KINDS[name].plural}" for name, n in counts.items() if n]
     named = (record.device_name for record in records)

@@ -34,7 +34,7 @@ Terms = tuple[tuple[str, str], ...]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Context:
-    """What a report may use besides its own records."""
+    """Further input of a report, besides its records."""
 
     cells: Sequence[RunCell] = ()
     """The runs of the page."""
@@ -47,7 +47,7 @@ class Context:
     findings: Mapping[str, Findings] = field(default_factory=dict)
     """Findings on the profiled runs, by the runs' ids."""
     answered: bool = False
-    """Whether the page is about one record, whose whole answer opens it, so that its chapter need not repeat it."""
+    """True if the page is about one record, whose whole answer opens it, so that its chapter need not repeat it."""
 
     @property
     def runs(self) -> list[Run]:
@@ -71,7 +71,7 @@ class Chapter:
 
 
 class Report(Protocol):
-    """How records of one kind are reported."""
+    """The report of records of one kind."""
 
     @property
     def chapters(self) -> tuple[Chapter, ...]:
@@ -80,7 +80,7 @@ class Report(Protocol):
 
     @property
     def is_joint(self) -> bool:
-        """Whether several records have one document with one table."""
+        """True if several records have one document with one table."""
         ...
 
     def verdict(self, records: Sequence[Any], context: Context = NOTHING) -> Verdict:
@@ -106,7 +106,7 @@ def several_answers(told: Sequence[tuple[str, Verdict]]) -> Verdict:
     """The first sentence of each answer behind its record's name, the newest first; of a single one all of it."""
     if len(told) == 1:
         return told[0][1]
-    shown = told[-_MOST_ANSWERS:][::-1]
+    shown = [one for one in told if one[1].sentences or one[1].cautions][-_MOST_ANSWERS:][::-1]
     doubtful = ", ".join(heading for heading, answer in shown if answer.cautions)
     return Verdict(
         sentences=tuple(f"{heading}: {answer.sentences[0]}" for heading, answer in shown if answer.sentences),
@@ -125,9 +125,9 @@ class RecordReport:
     """Title of a record's document."""
     subtitle: Callable[[Any], str]
     heading: Callable[[Any], str]
-    """What a page says of a record under its name."""
+    """Line under a record's name on a page."""
     called: Callable[[Any], str]
-    """What a record is called among others."""
+    """Name of a record among others."""
     answer: Callable[[Any], Verdict]
     sections: Callable[[Any], Iterable[Section]]
     among_others: Callable[[Any], Iterable[Section]] | None = None
@@ -138,7 +138,7 @@ class RecordReport:
     where: Callable[[Any], Sequence[tuple[str, str]]] = lambda record: ()
     """Facts that stand beside the environment."""
     names_one: bool = False
-    """Whether a page names a record that is the only one of its kind."""
+    """True if a page names a record that is the only one of its kind."""
     parts: Callable[[Sequence[Any], Context, Callable[[Any], Section]], Iterable[Block | None]] = (
         lambda records, context, section: map(section, records)
     )

@@ -9,17 +9,16 @@ from steplab.records.run import Run
 from steplab.report.environments import environment_section
 from steplab.report.kit.document import Document, Facts, Section, Verdict
 from steplab.report.memory import document as memory
-from steplab.report.memory.facts import memory_facts
-from steplab.report.memory.verdict import memory_verdict
+from steplab.report.memory.document import memory_verdict
+from steplab.report.memory.figures import memory_facts
 from steplab.report.profile.document import profile_chapter, profile_verdict
 from steplab.report.profile.verdict import saving_facts
 from steplab.report.report import NOTHING, Chapter, Context
 from steplab.report.run import chapters
-from steplab.report.run.attention_steps import attention_steps
 from steplab.report.run.cells import RunCell, cells_of, varying
-from steplab.report.run.narrative import facts
-from steplab.report.run.verdict import runs_verdict
-from steplab.report.run.words import run_subtitle, run_title
+from steplab.report.run.columns import attention_steps
+from steplab.report.run.one_run import run_subtitle, run_title
+from steplab.report.run.verdict import facts, runs_verdict
 from steplab.units import counted
 
 
@@ -30,7 +29,6 @@ def _of_cells(
 
 
 def _summary(cells: Sequence[RunCell], context: Context) -> Section:
-    """The most important figures of several runs, including those of findings and memory profiles."""
     several = cells if len(cells) > 1 else ()
     fields = varying(several)
     found = (*facts(several), *saving_facts(several, context.findings, fields), *memory_facts(several, fields))
@@ -38,7 +36,6 @@ def _summary(cells: Sequence[RunCell], context: Context) -> Section:
 
 
 def _planning(cells: Sequence[RunCell], context: Context) -> Section:
-    """What the different steps of several runs were predicted to need, beside what they needed."""
     if not context.plans:
         return Section(title="")
     from steplab.report.plan.steps import planning_chapter
@@ -67,7 +64,6 @@ def _runs_document(runs: Sequence[Run], context: Context) -> Document:
 
 
 def _runs_verdict(cells: Sequence[RunCell], context: Context) -> Verdict:
-    """The answer of what the runs were made for: a profile, a memory profile, or the step time."""
     if len(cells) != 1:
         return runs_verdict(cells)
     (record,) = (cell.run for cell in cells)

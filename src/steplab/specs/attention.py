@@ -1,9 +1,7 @@
-"""A benchmark of attention: its cells (a shape, a number format and an implementation each), and how each is measured.
+"""A benchmark of attention: its cells (a shape, a number format and an implementation each), and their measurement.
 
-The cells come from a grid that steplab brings, from a TOML file, or from lists of values.
-
-A grid in TOML is like a study's: a description and `[[grid]]` tables, each a product of lists. `sequence` sets queries
-and keys alike.
+The cells come from a grid that steplab provides, from a TOML file, or from lists of values. A grid in TOML is like a
+study's: a description and `[[grid]]` tables, each a product of lists. `sequence` sets both queries and keys.
 """
 
 import dataclasses
@@ -24,7 +22,7 @@ from steplab.specs.study import GRIDS, content_of
 AttentionDtype = Literal["fp32", "tf32", "bf16", "fp16"]
 AttentionPass = Literal["forward", "backward", "both"]
 PASSES: tuple[AttentionPass, ...] = get_args(AttentionPass)
-"""forward: without gradients. backward: the backward pass alone, after an untimed forward pass. both: a forward and a
+"""forward: without gradients. backward: only the backward pass, after an untimed forward pass. both: a forward and a
 backward pass."""
 
 
@@ -45,14 +43,14 @@ class AttentionSpec:
     queries: Annotated[int, Declared(help="Sequence length of the queries", least=1)] = 1024
     keys: Annotated[
         int | None,
-        Declared(help="Sequence length of the keys and values", default_words="that of the queries", least=1),
+        Declared(help="Sequence length of the keys and values", default_words="the queries'", least=1),
     ] = None
     dim: Annotated[int, Declared(help="Head dimension", least=1)] = 64
     causal: Annotated[
         bool,
         Declared(
             help="Apply the causal mask: a query attends to keys up to its own position, both counted from the first",
-            default_words="as the grid says, else no",
+            default_words="the grid's, else no",
         ),
     ] = False
     dtype: Annotated[
@@ -79,7 +77,7 @@ class AttentionSpec:
 
     @property
     def num_kv_heads(self) -> int:
-        """Number of key and value heads; equals `heads` where `kv_heads` was not given."""
+        """Number of key and value heads; equals `heads` if `kv_heads` was not given."""
         return self.kv_heads or self.heads
 
     @property
@@ -89,15 +87,13 @@ class AttentionSpec:
 
     @property
     def shape(self) -> "AttentionSpec":
-        """The spec with implementation and compile mode left out: equal for cells that may be compared."""
+        """The spec without implementation and compile mode: equal for comparable cells."""
         return dataclasses.replace(self, implementation="plain", compile="off")
 
     @property
     def sizes_label(self) -> str:
-        """batch×heads×sequence×dimension, such as 1×16×16384×64.
-
-        16/4 heads means 4 key and value heads; 1/512 positions means 1 query and 512 keys.
-        """
+        """batch×heads×sequence×dimension, such as 1×16×16384×64. 16/4 heads means 4 key and value heads; 1/512
+        positions means 1 query and 512 keys."""
         heads = f"{self.heads}" if self.num_kv_heads == self.heads else f"{self.heads}/{self.num_kv_heads}"
         length = f"{self.queries}" if self.num_keys == self.queries else f"{self.queries}/{self.num_keys}"
         return f"{self.batch}×{heads}×{length}×{self.dim}"
@@ -128,13 +124,13 @@ _SEQUENCE = replace(
     about=Declared(help="Sequence length of both queries and keys"),
 )
 FIELDS = {field.key: field for field in (*CELL_FIELDS[:_PLACE], _SEQUENCE, *CELL_FIELDS[_PLACE:])}
-"""The fields that a grid may set, by their names, in the order of options, of which the first varies slowest;
-`sequence` sets those of queries and keys that are not given."""
+"""Fields of a grid by name, in the order of options; the first varies slowest. `sequence` sets queries and keys that
+are not given."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionOptions:
-    """The options of `steplab attention` beside its cells."""
+    """The options of `steplab attention` other than its cells."""
 
     grid: Annotated[
         str | None,
@@ -160,12 +156,12 @@ ATTENTION = Benchmark(
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class AttentionStudy:
-    """The attention cells to measure, and how each is timed and checked."""
+    """The attention cells to measure, with their timing and checks."""
 
     name: str
     """Name of the grid; 'attention' for cells given on the command line."""
     description: str = ""
-    """What the grid is for, in one line."""
+    """Purpose of the grid, in one line."""
     cells: tuple[AttentionSpec, ...]
     """The cells without duplicates; cells of one shape are adjacent and are measured together."""
     passes: tuple[AttentionPass, ...] = PASSES
@@ -181,7 +177,7 @@ class AttentionStudy:
     most_repeats: int = 100
     """Largest number of repeats, however short they are."""
     errors: bool = True
-    """Whether results are compared with a float64 reference."""
+    """True to compare results with a float64 reference."""
     seed: int = 0
     """Seed of the random inputs."""
 
@@ -203,12 +199,8 @@ class AttentionStudy:
 def cells_of_grid(
     source: str, overrides: Grid, defaults: Grid = MappingProxyType({})
 ) -> tuple[str, str, tuple[AttentionSpec, ...]]:
-    """Name, description and cells of a named grid or a TOML file.
-
-    `overrides` replace the grid's own fields; `defaults` apply to fields that neither gives.
-
-    Raises UserError for a grid that does not exist or is not valid.
-    """
+    """Name, description and cells of a named grid or a TOML file. `overrides` replace the grid's own fields; `defaults`
+    apply to fields that neither gives. Raises UserError for a grid that does not exist or is not valid."""
     content = content_of("grid", source, GRIDS)
     grids = content.get("grid", [])
     unknown = sorted(set(content) - {"description", "grid"})
@@ -239,7 +231,7 @@ def cells_of(grids: Sequence[Grid]) -> tuple[AttentionSpec, ...]:
 
 
 def resolve_attention(fields: Mapping[str, object]) -> AttentionSpec:
-    """The cell that `fields` describe. Raises UserError that names the field, its value and the valid ones."""
+    """The cell that `fields` describe. Raises UserError with the field, its value and the valid ones."""
     for name in fields:
         if name not in FIELDS:
             raise UserError(f"unknown field '{name}' of an attention cell; choose one of {', '.join(FIELDS)}")

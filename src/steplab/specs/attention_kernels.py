@@ -1,5 +1,4 @@
-"""Which kernels run a step: which implementations of attention can on a device, which one `auto` chooses, and what a
-step asks for that its device does not have."""
+"""The kernels of a step: implementations of attention that a device supports, the choice of `auto`, and refusals."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -18,28 +17,26 @@ _DTYPES = {"fp32": FP32, "tf32": FP32, "fp16": FP16, **dict.fromkeys(("bf16", "b
 
 
 def refuse_unserved_kernels(spec: StepSpec, device: str) -> None:
-    """Raise Unsupported if the attention or the loss that `spec` names does not run on a device of this kind: cuda, cpu
-    or mps."""
+    """Raise Unsupported if the spec's attention or loss does not run on a device of this kind: cuda, cpu or mps."""
     refuse_unserved_attention(spec, device)
     if loss_implementation(spec.loss).in_kernel and not runs_on(device):
         raise Unsupported(f"loss {spec.loss} on {device}", "its kernel is for CUDA", "use --loss chunked, or plain")
 
 
 def refuse_unserved_attention(spec: StepSpec, device: str = "cuda") -> None:
-    """Raise Unsupported if the attention that `spec` names cannot run it on a device of this kind: cuda, rocm, cpu or
-    mps."""
+    """Raise Unsupported if the spec's attention cannot run on a device of this kind: cuda, rocm, cpu or mps."""
     why = why_attention_cannot(spec, device)
     if why is None:
         return
     helps = _DTYPES[spec.precision] == FP32 and not why_attention_cannot(replace(spec, precision="bf16"), device)
-    instead = "use --attention sdpa, which chooses a kernel by itself" + (", or --precision bf16" if helps else "")
+    instead = "use --attention sdpa, which chooses a kernel" + (", or --precision bf16" if helps else "")
     where = "an AMD GPU (rocm)" if device == "rocm" else device
     raise Unsupported(f"attention {spec.attention} on {where}", why, instead)
 
 
 def why_attention_cannot(spec: StepSpec, device: str) -> str | None:
-    """Why the attention that `spec` names cannot take its tensors on a device of this kind, or, on a CPU, has no
-    backward pass and the step has one; None: it can run the step."""
+    """Why the spec's attention cannot take its tensors on a device of this kind, or lacks a needed backward pass on a
+    CPU; None: it can run the step."""
     shape, row = spec.model.shape, implementation(spec.attention)
     if spec.model.kind == "factory" or (shape is not None and shape.num_heads == 0):
         return None  # it has built its attention itself, or has none
@@ -59,8 +56,8 @@ def chosen_attention(spec: StepSpec) -> str:
 
 
 def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *, hopper: bool | None = None) -> Choice:
-    """What `auto` is for the step of a model of this shape; device_name: as ops.attention.api.device_name has it,
-    hopper: as `choose` takes it."""
+    """The choice of `auto` for a step of a model of this shape; device_name: from ops.attention.api.device_name,
+    hopper: as in `choose`."""
     return choose(
         device=device_name,
         dtype=next(torch_name for torch_name, name in DTYPES.items() if name == _DTYPES[spec.precision]),
@@ -76,8 +73,8 @@ def chosen_by_auto(spec: StepSpec, shape: TransformerShape, device_name: str, *,
 def with_attention_chosen(
     spec: StepSpec, shape: TransformerShape | None, device_names: Sequence[str]
 ) -> tuple[StepSpec, tuple[str, ...]]:
-    """The step with what `auto` is on a GPU of one of these names, and the words that say so; a step that names its
-    attention, and one of which the shape or the GPU is not known, as it is, without words."""
+    """The step with `auto` resolved on a GPU of one of these names, and a note on the choice. A step with another
+    attention, or of unknown shape or GPU, is returned unchanged, without a note."""
     if spec.attention != "auto" or shape is None or not shape.num_heads or not device_names:
         return spec, ()
     choices = [chosen_by_auto(spec, shape, name) for name in device_names]
@@ -86,7 +83,7 @@ def with_attention_chosen(
 
 
 def choice_told(choice: Choice) -> str:
-    """What `auto` chose, and why, for the notes of a record or of a prediction."""
+    """The choice of `auto` and its reason, for the notes of a record or of a prediction."""
     return f"attention auto: {choice.implementation}, {choice.reason}"
 
 

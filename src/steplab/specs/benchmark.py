@@ -1,8 +1,5 @@
-"""A benchmark as it is declared: the fields of what it measures, and the options of the whole.
-
-The options of the command of its name, the keys of its table in a study's file, the arguments of its function in
-Python, and the errors about them follow from the declaration.
-"""
+"""The declaration of a benchmark: the fields of its cells, and its other options. The command's options, the keys of a
+study's table, the arguments of the Python function, and the errors about them follow from it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +15,7 @@ Device = Annotated[str, Declared(help=f"Device: {DEVICES_TOLD}")]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """How many processes measure together. Under torchrun neither is needed, because it has started them."""
+    """How many processes measure together; torchrun has started them already."""
 
     gpus: Annotated[
         int | None,
@@ -47,11 +44,11 @@ class Benchmark(Generic[Options]):
     name: str
     """Name of the command, and of the table in a study."""
     what: str
-    """What it is called among the measurements of a study."""
+    """Its name among the measurements of a study."""
     timeout: str
-    """How long a cell may take, or go without progress, unless another time is given: 90s, 5min, 2h."""
+    """Default timeout of a cell, or of a cell without progress: 90s, 5min, 2h."""
     cells: Mapping[str, StepField]
-    """The fields of what it measures, by their names."""
+    """The fields of its cells, by their names."""
     options: type[Options]
     """The dataclass of its other options."""
 
@@ -62,18 +59,18 @@ class Benchmark(Generic[Options]):
 
     @property
     def names(self) -> frozenset[str]:
-        """The names of all that can be given, without earlier names."""
+        """All valid names, without earlier names."""
         return frozenset({*self.cells, *(field.key for field in self.own)})
 
     def asked(self, given: Mapping[str, object]) -> tuple[dict[str, object], Options]:
-        """The fields among what is given, by whatever name, and the options, of which those left out have defaults."""
+        """The fields among the given values, by either name, and the options with their defaults."""
         known = {name: field.attribute for field in self.own for name in (field.attribute, field.key)}
         fields = {name: value for name, value in given.items() if name not in known}
         return fields, self.options(**{known[name]: value for name, value in given.items() if name in known})
 
     def of_table(self, table: Mapping[str, object]) -> dict[str, object]:
-        """What a table of a study gives, options in a list if one is wanted. Raises UserError for a name or a type of
-        an option that is not valid."""
+        """The values of a study's table, options in a list if one is wanted. Raises UserError for an invalid name or
+        type of an option."""
         options, known, found = {field.key: field for field in self.own}, self.names, dict[str, object]()
         earlier = {field.about.earlier: field.key for field in self.own}
         for given, value in table.items():
@@ -100,16 +97,16 @@ def _read(what: str, value: object, wanted: Any) -> object:
         try:
             return msgspec.convert([value], wanted)
         except msgspec.ValidationError:
-            raise UserError(f"{what} is of another type than it should be: {error}") from error
+            raise UserError(f"{what} has the wrong type: {error}") from error
 
 
 def sampling(repeats: int | None) -> dict[str, Any]:
-    """Fields of a study whose cells are repeated that often; None: as its defaults say."""
+    """Fields of a study whose cells are repeated that often; None: its defaults."""
     return {} if repeats is None else {"least_repeats": repeats, "most_repeats": repeats}
 
 
 def check_sampling(study: Any) -> None:
-    """Raise UserError for a time or a number of repeats of a study that is not valid."""
+    """Raise UserError for an invalid time or number of repeats of a study."""
     for name in ("warmup_s", "measured_s"):
         if not 0 <= getattr(study, name) < float("inf"):
             raise UserError(f"{name} must be a time, not {getattr(study, name)}")

@@ -1,8 +1,8 @@
-"""Changes that may make a step faster and leave its training alone, in one table. `steplab advise` tries them, ranked
-by ORDER; the recipe `fast` takes those that made steps faster.
+"""Changes that may make a step faster without changing its training. `steplab advise` tries them, ranked by ORDER; the
+recipe `fast` uses those that made steps faster.
 
-Each is one field of the step; specs.own_loop has its lines in a training loop of the user's own. A change of the model,
-the batch or the optimizer's rule is another training and is not here; one of the number format is, and says so.
+Each is one field of the step; specs.own_loop has its lines for a user's own training loop. A change of the model, the
+batch or the optimizer's rule would be another training and is not here; one of the number format is, with a note.
 """
 
 import dataclasses
@@ -20,25 +20,26 @@ _ANY: tuple[DeviceKind, ...] = ("cuda", "cpu", "mps")
 _CUDA: tuple[DeviceKind, ...] = ("cuda",)
 _EVERY_MODEL = ("transformer", "hf", "factory")
 RECIPE = "recipe"
-"""Name of the request among the fields of a step; it is none, because a spec has what it sets."""
+"""Name of the request among the fields of a step; a spec holds only the fields that it sets."""
 RECIPES = ("fast",)
 ORDER = {
-    "saves": "predicted to save what it would be kept for: first what saves most for the time that trying it takes",
+    "saves": "predicted to save enough to be kept: most saved per second of trial first",
     "tight": "the same, of a step that fits the GPU's memory too tightly to be promised",
     "recipe": "set by the recipe `fast`, which is known to pay on devices of this kind",
     "unknown": "nothing is predicted of it: the shortest trial first",
-    "little": "predicted to save less than what it would be kept for",
+    "little": "predicted to save too little to be kept",
     "costs": "predicted to cost time",
 }
-"""Ranks of the changes that a walk may try, in their order; what is predicted not to fit is last, in the same order."""
+"""Ranks of the changes that a search may try, in their order; changes predicted not to fit come last, in the same
+order."""
 LAUNCHING = ("compile", "cuda_graph")
-"""Fields that decide how kernels are launched. While the GPU waits for Python, they come first of what saves: until
-that is settled, the noise of the host is in every comparison, and what a change saves of the GPU's time is not seen."""
+"""Fields that determine how kernels are launched. While the GPU waits for Python, they come first: until then Python's
+noise is in every comparison and hides savings of GPU time."""
 FREEING = ("attention", "loss", "precision")
-"""Fields whose changes need less memory and no more time. They are tried first where a step does not fit; one that
-leaves the numbers alone is tried together with a change that saves time and does not fit by itself."""
+"""Fields whose changes need less memory and no more time. If a step does not fit, they are tried first. If it leaves
+the numbers unchanged, it is tried together with a change that saves time and does not fit alone."""
 _MEASURED_ON = {"cuda": "an H200", "cpu": "a CPU"}
-"""Where the fields that are set were measured, by kind of device."""
+"""Where the recipe's fields were measured, by kind of device."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -54,19 +55,19 @@ class Change:
     replaces: tuple[str, ...] = ()
     """Present values for which it is tried; empty: all others."""
     needs: Mapping[str, str] = dataclasses.field(default_factory=dict, compare=False)
-    """Values of other fields, of changes of this table, without which it is refused, and which a walk sets with it."""
+    """Values of other fields that it requires, each also a change of this table; a search sets them with it."""
     pointless_after: tuple[str, ...] = ()
-    """Values of the field that do the same and more, so that this one saves no time once they were tried."""
+    """Values of the field that do the same and more, so that this one saves no time after them."""
     makes_room: bool = False
-    """Whether it costs time for memory, so that it is tried only where the step runs out of memory; see FREEING."""
+    """True if it costs time for memory, so that it is tried only if the step runs out of memory; see FREEING."""
     numerics: str = ""
     """How it changes the numbers beyond the order of additions; empty: not at all."""
     opt_in: bool = False
-    """Whether a walk tries it only where it is asked for by its value."""
+    """True if a search tries it only when its value is requested."""
 
     fast: Mapping[str, tuple[str, ...]] = dataclasses.field(default_factory=dict, compare=False)
     """Kinds of models for which the recipe `fast` has it, by kind of device; empty: none. A later row of the same field
-    replaces an earlier one where the step supports it."""
+    replaces an earlier one if the step supports it."""
 
     @property
     def words(self) -> str:
@@ -74,16 +75,15 @@ class Change:
         return f"{self.field.removeprefix('model.')} {self.value}"
 
     def words_along(self, spec: StepSpec) -> str:
-        """The change of a step in words, with what it brings."""
+        """The change of a step in words, with the changes that it brings."""
         return words_with(self.words, [each.words for each in self.brings(spec)])
 
     @property
     def fields(self) -> frozenset[str]:
-        """The fields that it sets."""
         return frozenset((self.field, *self.needs))
 
     def applies(self, spec: StepSpec, device_kind: str) -> bool:
-        """Whether it changes this step on such a device."""
+        """True if it changes this step on such a device."""
         return (
             device_kind in self.devices
             and self.matters(spec)
@@ -92,11 +92,11 @@ class Change:
         )
 
     def is_fast(self, spec: StepSpec, device_kind: str) -> bool:
-        """Whether the recipe `fast` has it for such a model on such a device."""
+        """True if the recipe `fast` has it for this kind of model and of device."""
         return spec.model.kind in self.fast.get(device_kind, ())
 
     def matters(self, spec: StepSpec) -> bool:
-        """Whether it replaces the present value of a field that has an effect on this step."""
+        """True if it replaces the present value of a field that has an effect on this step."""
         changed, now = FIELDS[self.field], str(FIELDS[self.field].read(spec))
         return (
             now != self.value
@@ -106,21 +106,21 @@ class Change:
         )
 
     def brings(self, spec: StepSpec) -> tuple["Change", ...]:
-        """The changes that it needs beside itself, of a step that does not have them."""
+        """The further changes that it needs, for a step without them."""
         missing = (need for need in self.needs.items() if str(FIELDS[need[0]].read(spec)) != need[1])
         return tuple(next(change for change in CHANGES if (change.field, change.value) == need) for need in missing)
 
     def joined(self, others: Sequence["Change"]) -> "Change":
-        """This change together with others, of other fields, as one."""
+        """This change and others, of other fields, as one."""
         made = {field: value for each in others for field, value in (*each.needs.items(), (each.field, each.value))}
         return dataclasses.replace(self, needs={**self.needs, **made})
 
     def made(self, spec: StepSpec) -> StepSpec:
-        """The step with the change, and with what it needs. Raises UserError as with_fields does."""
+        """The step with the change and its needs. Raises UserError as with_fields does."""
         return with_fields(spec, {**self.needs, self.field: self.value})
 
     def is_supported(self, spec: StepSpec) -> bool:
-        """Whether a step can be made with it."""
+        """True if a step can be made with it."""
         try:
             self.made(spec)
         except UserError:
@@ -206,23 +206,23 @@ CHANGES = (
         replaces=("block", "default", "reduce-overhead"),
     ),
 )
-"""The changes, in the order in which they are tried where nothing is predicted."""
+"""The changes, in the order in which they are tried without a prediction."""
 
 
 def words_with(own: str, others: Sequence[str]) -> str:
-    """A change in words, with those that are made along with it."""
+    """A change in words, with the changes made along with it."""
     return f"{own} with {' and '.join(others)}" if others else own
 
 
 OPT_IN: tuple[str, ...] = tuple(change.value for change in CHANGES if change.opt_in)
-"""Values that a walk tries only where it is asked for them."""
+"""Values that a search tries only on request."""
 
 
 def changes_for(
     spec: StepSpec, device_kind: str, *, keep_precision: bool, opt_in: Collection[str] = ()
 ) -> list[Change]:
-    """The changes that apply to a step; without those of the number format if `keep_precision`, and of those that are
-    opt-in, those of `opt_in`."""
+    """The changes that apply to a step, without number formats if `keep_precision`, and with only the opt-in changes in
+    `opt_in`."""
     return [
         change
         for change in CHANGES
@@ -233,10 +233,11 @@ def changes_for(
 
 
 def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str], str]) -> StepSpec:
-    """Build the spec that `fields` describe, as resolve_step does, with what a recipe among them adds.
+    """Build the spec that `fields` describe, as resolve_step does, with the additions of a recipe among them.
 
-    `device_kind` gives the kind of device behind a name, such as `auto`; it is asked only for a recipe. A Remark says
-    what was set, and what could not be. Raises UserError as resolve_step does, and for an unknown recipe.
+    `device_kind` gives the kind of device behind a name, such as `auto`; it is called only for a recipe. A Remark
+    reports the fields that were set, and those that could not be. Raises UserError as resolve_step does, and for an
+    unknown recipe.
     """
     given = dict(fields)
     name = given.pop(RECIPE, None)
@@ -256,7 +257,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
         except Unsupported as error:
             refused.append(f"{option} is left out: {error.why}")
         else:
-            added[change.field] = option  # a later row of a field takes the place of an earlier one
+            added[change.field] = option  # a later row of a field replaces an earlier one
             if change.numerics:
                 numerics[change.field] = None
     sets = "sets nothing"
@@ -268,7 +269,7 @@ def resolve_with_recipe(fields: Mapping[str, object], device_kind: Callable[[str
 
 
 def recipe_help() -> str:
-    """Help of the option --recipe: what it sets for a built-in model on each kind of device."""
+    """Help of the option --recipe: its settings for a built-in model on each kind of device."""
     of_kinds = []
     for kind in get_args(DeviceKind):
         values = dict[str, list[str]]()
@@ -278,4 +279,4 @@ def recipe_help() -> str:
         words = [f"{option_name(field)} {' or '.join(those)}" for field, those in values.items()]
         if words:
             of_kinds.append(f"on {kind} {', '.join(words)}")
-    return f"Set what the other options leave open: fast ({'; '.join(of_kinds)})"
+    return f"Set options that are left open: fast ({'; '.join(of_kinds)})"

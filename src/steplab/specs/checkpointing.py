@@ -1,4 +1,4 @@
-"""Activation checkpointing: which blocks save only their input and recompute their activations in the backward pass.
+"""Activation checkpointing: the blocks that save only their input and recompute their activations in the backward pass.
 
     none       every block saves its activations
     full       every block is recomputed
@@ -18,20 +18,20 @@ from steplab.errors import UserError
 
 CHECKPOINTING = {
     "none": "",
-    "full": "those of every block",
-    "every_N": "those of every Nth block, as every_2",
-    "first_K": "those of the first K blocks, as first_12",
-    "selective": "all but those of matmuls and fused attention",
+    "full": "every block's",
+    "every_N": "every Nth block's, as every_2",
+    "first_K": "the first K blocks', as first_12",
+    "selective": "all except those of matmuls and fused attention",
     "auto": "none, selective, first_K or full: the first that fits the GPU by its predicted memory",
 }
-"""The choices, and the activations that each computes again; N is a whole number of at least 2, K one of at least 1."""
+"""The choices, and the activations that each recomputes; N is a whole number of at least 2, K of at least 1."""
 AUTO = "auto"
 
 _NUMBERED = re.compile(r"(every|first)_([1-9][0-9]{0,8})")
 
 
 def check_checkpointing(name: str) -> None:
-    """Raise UserError, listing the choices, for a name that is not one of them."""
+    """Raise UserError with the choices for an unknown name."""
     if name == "every_1":
         raise UserError("checkpointing 'every_1' would recompute every block; use full for that")
     if name not in ("none", "full", "selective", AUTO) and not _NUMBERED.fullmatch(name):
@@ -42,10 +42,8 @@ def check_checkpointing(name: str) -> None:
 
 
 def is_recomputed(checkpointing: str, block: int) -> bool:
-    """Whether a block, counted from 0, is recomputed in the backward pass, matmuls included; never for selective.
-
-    Raises UserError for auto, which must be chosen before.
-    """
+    """True if a block, counted from 0, is recomputed in the backward pass, matmuls included; never for selective.
+    Raises UserError for auto, which must be chosen before."""
     if checkpointing == AUTO:
         raise UserError("checkpointing auto is not chosen here; name none, selective, full, first_K or every_N")
     if (first := num_first(checkpointing)) is not None:
@@ -54,22 +52,20 @@ def is_recomputed(checkpointing: str, block: int) -> bool:
 
 
 def num_recomputed(checkpointing: str, num_layers: int) -> int:
-    """How many of `num_layers` blocks are recomputed in the backward pass."""
+    """Number of blocks that the backward pass recomputes."""
     if (first := num_first(checkpointing)) is not None:
         return min(first, num_layers)
     return -(-num_layers // period_of(checkpointing)) if is_recomputed(checkpointing, 0) else 0
 
 
 def differs_by_block(checkpointing: str) -> bool:
-    """Whether some blocks may be treated otherwise than others."""
+    """True if blocks may differ."""
     return _NUMBERED.fullmatch(checkpointing) is not None
 
 
 def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradients: bool) -> str | None:
-    """A note that a choice has less effect than its name suggests; None if it has its full effect.
-
-    num_layers: number of blocks of the model; None: not known. gradients: whether there is a backward pass.
-    """
+    """A note that a choice has less effect than its name suggests; None if it has its full effect. num_layers None: not
+    known. gradients: True if there is a backward pass."""
     if checkpointing != "none" and not gradients:
         return "checkpointing: changes nothing, because without gradients no activation is saved"
     if num_layers is not None and num_layers < (num_first(checkpointing) or 0):
@@ -83,7 +79,7 @@ def checkpointing_remark(checkpointing: str, *, num_layers: int | None, gradient
 
 
 def period_of(checkpointing: str) -> int:
-    """After how many blocks the next is treated as the first was: the N of every_N, otherwise 1."""
+    """The N of every_N, otherwise 1: the period after which blocks repeat."""
     return _number("every", checkpointing) or 1
 
 

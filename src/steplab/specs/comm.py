@@ -1,8 +1,7 @@
-"""One collective cell of a benchmark, and a study of many: what is sent, how much, and by which backend.
+"""One collective cell of a benchmark, and a study of many: the message, its size, and the backend.
 
-Sizes follow nccl-tests: a size is that of the whole message; for all-gather, reduce-scatter and all-to-all it is the
-bytes of one rank times the number of ranks. The part of each rank is rounded down to a multiple of 16 bytes, which
-keeps every part aligned.
+Sizes follow nccl-tests: the whole message; for all-gather, reduce-scatter and all-to-all, one rank's bytes times the
+number of ranks. Each rank's part is rounded down to a multiple of 16 bytes, for alignment.
 """
 
 from collections.abc import Mapping, Sequence
@@ -20,14 +19,14 @@ CommBackend = Literal["nccl", "gloo", "peer_copy"]
 CommDevice = Literal["cuda", "cpu"]
 CommDtype = Literal["fp32", "bf16", "fp16"]
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
-"""send_recv: every rank sends to the next and receives from the one before, both at once."""
+"""send_recv: every rank sends to the next and receives from the previous, both at once."""
 SCATTERED = ("all_gather", "reduce_scatter", "all_to_all")
 """The collectives whose message consists of one part per rank."""
 _ELEMENT_BYTES = {"fp32": 4, "bf16": 2, "fp16": 2}
 _OWN_DEVICE: dict[str, CommDevice] = {"nccl": "cuda", "gloo": "cpu", "peer_copy": "cuda"}
 _SERVES = {"nccl": ("cuda",), "gloo": ("cpu", "cuda"), "peer_copy": ("cuda",)}
 _DOES: dict[str, tuple[str, ...]] = {"peer_copy": ("all_reduce",)}
-"""The collectives that a backend offers, for backends that do not offer all."""
+"""The collectives of backends that do not offer all."""
 _ALIGNMENT_BYTES = 16
 _LARGEST_BYTES = 2**40
 _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**6, 10**7]}
@@ -35,7 +34,7 @@ _SIZES_BYTES = {"cuda": [10**6, 10**7, 10**8, 10**9], "cpu": [10**4, 10**5, 10**
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommSpec:
-    """One collective cell: what is sent, by which backend, between how many ranks."""
+    """One collective cell: the message, the backend and the number of ranks."""
 
     collective: Annotated[Collective, Declared(help="Collective", default_words="all of them")] = "all_reduce"
     backend: Annotated[
@@ -43,8 +42,7 @@ class CommSpec:
         Declared(
             help="Backend",
             meanings={
-                "peer_copy": "steplab's copies between the memories of one host's GPUs, which average as they reduce; "
-                "all_reduce only"
+                "peer_copy": "steplab's copies between one host's GPUs, which average as they reduce; all_reduce only"
             },
             default_words="nccl, or gloo on a CPU",
         ),
@@ -56,7 +54,7 @@ class CommSpec:
     size_bytes: Annotated[
         int,
         Declared(
-            help="Size of the whole message before rounding, as in 64kB,1MB",
+            help="Size of the whole message before rounding, such as 64kB,1MB",
             key="size",
             default_words="on GPUs 1MB,10MB,100MB,1GB; on a CPU 10kB,100kB,1MB,10MB",
         ),
@@ -93,7 +91,6 @@ class CommSpec:
 
     @property
     def element_bytes(self) -> int:
-        """Size of one element in bytes."""
         return _ELEMENT_BYTES[self.dtype]
 
     @property
@@ -105,7 +102,6 @@ class CommSpec:
 
     @property
     def message_elements(self) -> int:
-        """Elements in the whole message."""
         return self.part_elements * (self.world_size if self.collective in SCATTERED else 1)
 
     @property
@@ -133,7 +129,7 @@ FIELDS = {field.key: field for field in declared_fields(CommSpec)}
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommOptions(Spread):
-    """The options of `steplab comm` beside its cells."""
+    """The options of `steplab comm` other than its cells."""
 
     repeats: Annotated[
         int | None,
@@ -149,14 +145,14 @@ COMM = Benchmark(name="comm", what="collectives", timeout="5min", cells=FIELDS, 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CommStudy:
-    """The collective cells to measure, and how each is timed."""
+    """The collective cells to measure, and their timing."""
 
     name: str = "comm"
     """Name of the study."""
     cells: tuple[CommSpec, ...]
     """The cells, without duplicates."""
     num_processes: int
-    """Number of ranks that are started; ranks that a cell does not need are idle while it runs."""
+    """Number of ranks that are started; ranks that a cell does not need idle while it runs."""
     warmup_s: float = 0.1
     """Shortest warm-up of each cell, in seconds; each also runs at least five times, and at most about ten times as
     long."""
@@ -183,25 +179,23 @@ class CommStudy:
 
 
 def comm_cells(lists: Mapping[str, Sequence[object]], *, num_processes: int, on_gpus: bool) -> tuple[CommSpec, ...]:
-    """The product of the lists; a field of FIELDS without a list takes the values that suit the machine.
-
-    Cells that need the same group of ranks are adjacent, and sizes vary fastest. Each backend takes those of the
-    given devices and collectives that it supports.
-
-    Raises UserError that names the field, its value and the valid ones.
-    """
+    """The product of the lists; a field of FIELDS without a list uses values that suit the machine. Cells that need the
+    same group of ranks are adjacent, and sizes vary fastest. Each backend uses the given devices and collectives that
+    it supports. Raises UserError with the field, its value and the valid ones."""
     unknown = [name for name in lists if name not in FIELDS]
     if unknown:
         raise UserError(f"unknown field '{unknown[0]}' of a collective; choose one of {', '.join(FIELDS)}")
     texts = {name: [_plain(value) for value in values] for name, values in lists.items()}
-    for name in texts.get("device", ()):  # each: a backend passes over those that it does not serve
+    for name in texts.get("device", ()):  # each, because a backend skips devices that it does not support
         FIELDS["device"].refuse_invalid(name)
     worlds = [_whole("world-size", text) for text in texts.get("world_size", ())] or worlds_of(num_processes)
     sizes = [parse_bytes(text) for text in texts.get("size", ())]
     cells: list[CommSpec] = []
 
     def fits(fields: Mapping[str, Any]) -> bool:
-        return bool(sizes) or fields["size_bytes"] >= _least_bytes(fields["world_size"])  # else nobody asked for it
+        return bool(sizes) or fields["size_bytes"] >= _least_bytes(
+            fields["world_size"]
+        )  # skips sizes that were not requested
 
     for backend in texts.get("backend") or ["nccl" if on_gpus else "gloo"]:
         for device in _devices_of(backend, texts.get("device")):
@@ -227,12 +221,11 @@ def worlds_of(num_processes: int) -> list[int]:
 
 
 def _devices_of(backend: str, named: Sequence[str] | None) -> Sequence[str | None]:
-    """Devices of the tensors that a backend sends."""
     return _served(named, _SERVES.get(backend, ())) if named else [_OWN_DEVICE.get(backend)]
 
 
 def _served(named: Sequence[str], known: Sequence[str]) -> list[str]:
-    """The named values that a backend supports; if it supports none, the first, which is then refused by name."""
+    """The named values that a backend supports; if none, the first, which is then refused by name."""
     return [name for name in named if name in known] or [named[0]]
 
 

@@ -17,9 +17,9 @@ from steplab.specs.step_fields import Declared, StepField
 Kind = Literal["none", "naive", "flat", "overlap", "bucketed", "torch_ddp", "sharded", "fsdp2"]
 KINDS: tuple[str, ...] = get_args(Kind)
 WITH_BUCKETS = ("bucketed", "torch_ddp", "sharded")
-"""Kinds of variant that have a bucket size."""
+"""Kinds of variant with a bucket size."""
 WITH_TRANSPORT = ("bucketed", "sharded")
-"""Kinds of variant that have a choice of transport."""
+"""Kinds of variant with a choice of transport."""
 OWN = ("naive", "flat", "overlap", *WITH_TRANSPORT)
 """Kinds of variant whose gradients steplab.parallel.DataParallel averages."""
 _CHOSEN_HERE = frozenset(key for key, field in FIELDS.items() if field.about.group == "processes") | {
@@ -33,22 +33,20 @@ _TOLD = {
     "batch": ("Sequences in a micro-step, on each rank", "4; on a CPU 2"),
     "context": ("Tokens per sequence", "128; on a CPU 64"),
     "compile": (
-        "What is compiled: off (eager), or block (each block by itself, so that gradients appear as the backward pass "
-        "proceeds)",
+        "Compile off (eager), or block (each block alone, so that gradients appear as the backward pass proceeds)",
         "off",
     ),
 }
-"""Help and default of the fields of a step that have other defaults or choices here."""
+"""Help and default of the step's fields with other defaults or choices here."""
 COLLECTIVES = "collectives"
 """The transport that works everywhere."""
 TRANSPORTS = (COLLECTIVES, "peer_copy")
 """How gradients are sent, by DataParallel's names."""
 UPDATES = (AFTER, OVERLAPPED)
-"""When parameters are updated: after all gradients have arrived, or some at a time as soon as their own have."""
+"""When parameters are updated: after all gradients have arrived, or some at a time with their own gradients."""
 _CHOICES = {"transport": (WITH_TRANSPORT, TRANSPORTS, COLLECTIVES), "update": (WITH_UPDATE, UPDATES, AFTER)}
-"""What some kinds of variant have a choice of: those kinds, the values, and the default."""
+"""Choices of some kinds of variant: the kinds, the values, and the default."""
 _SIZED = ("bucketed", "torch_ddp")
-"""Kinds of variant that are measured once for each of the study's bucket sizes."""
 DEFAULT_BUCKET_MB = 25.0
 BYTES_PER_MB = 1e6
 STUDY_BUCKETS_MB = (1.0, 10.0, 100.0, 1000.0)
@@ -72,7 +70,7 @@ class Variant:
 
     kind: Kind
     """none: ranks do not communicate. naive, flat, overlap, bucketed: DataParallel's strategies. torch_ddp:
-    DistributedDataParallel. sharded: buckets, each gradient averaged on the owner of its parameter alone, and
+    DistributedDataParallel. sharded: buckets, each gradient averaged only on the owner of its parameter, and
     ShardedOptimizer. fsdp2: torch's fully_shard, block by block."""
     bucket_size_mb: float | None = None
     """Largest size of a bucket of gradients, in units of 1e6 bytes; None for kinds without buckets."""
@@ -121,22 +119,22 @@ class Variant:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpStudy:
-    """The variants that are compared, and how they are measured."""
+    """The compared variants, and their measurement."""
 
     step: StepSpec
     """The step of each rank: `batch` sequences per rank; `warmup` and `steps` count for each variant."""
     processes: int = 2
     """Number of ranks."""
     compile: Literal["off", "block"] = "off"
-    """Set in old records only, and moved to the step's own `compile`, which has had block since."""
+    """Set only in old records; it is moved to the step's own `compile`."""
     contenders: tuple[Variant, ...]
-    """The variants in the order they are measured, without duplicates; `none`, the baseline, is put first."""
+    """The variants in the order they are measured, without duplicates; `none`, the baseline, comes first."""
     turn: int = 5
     """Steps of a variant between two turns of the baseline."""
     profiled_steps: int = 2
     """Further steps of each variant under a profiler, after it is timed; 0: no traces and no timelines."""
     repeats: int = 10
-    """How often the communication of each variant is timed by itself."""
+    """How often the communication of each variant is timed alone."""
 
     def __post_init__(self) -> None:
         for name, least in (("processes", 2), ("turn", 1), ("profiled_steps", 0), ("repeats", 1)):
@@ -183,13 +181,13 @@ class DdpStudy:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class DdpOptions(Spread):
-    """The options of `steplab ddp` beside the fields of the step of each rank."""
+    """The options of `steplab ddp` other than the fields of each rank's step."""
 
     variants: Annotated[
         Sequence[str],
         Declared(
             help="Variants to compare: naive, flat, overlap, bucketed, torch_ddp, sharded, fsdp2; bucketed:25 is one "
-            "bucket size alone",
+            "bucket size",
             earlier="contenders",
             group="variants",
         ),
@@ -246,8 +244,8 @@ DDP = Benchmark(
 
 
 def asked_variants(asked: DdpOptions, *, small: bool) -> tuple[Variant, ...]:
-    """The variants that are asked for; `small`: by default with buckets for a CPU. Raises UserError also if bucket
-    sizes, transports or updates are given and none of the variants uses them."""
+    """The requested variants; `small`: by default with buckets for a CPU. Raises UserError also for bucket sizes,
+    transports or updates that no variant uses."""
     given_mb = tuple(map(_megabytes, asked.bucket_sizes or ()))
     sizes_mb = given_mb or (SMALL_BUCKETS_MB if small else STUDY_BUCKETS_MB)
     found = variants_of(asked.variants, sizes_mb, asked.transport or (COLLECTIVES,), asked.update or (AFTER,))
@@ -270,11 +268,11 @@ def variants_of(
     transports: Sequence[str] = (COLLECTIVES,),
     updates: Sequence[str] = (AFTER,),
 ) -> tuple[Variant, ...]:
-    """The variants of these names: `bucketed` and `torch_ddp` once for each bucket size, or as `bucketed:25` for one;
-    `bucketed` and `sharded` once for each transport too, and `overlap` and `bucketed` once for each update; `sharded`
-    with 25 MB unless it names another size.
+    """The variants of these names.
 
-    Raises UserError for an unknown name and for a size that is not a number.
+    `bucketed` and `torch_ddp` come once for each bucket size, or as `bucketed:25` for one; `bucketed` and `sharded`
+    also once for each transport, and `overlap` and `bucketed` once for each update. `sharded` has 25 MB unless it names
+    another size. Raises UserError for an unknown name and for a size that is not a number.
     """
     found: list[Variant] = []
     for name in names:

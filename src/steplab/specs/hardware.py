@@ -1,23 +1,18 @@
-"""Vendors' figures for GPUs and TPUs: peaks, memory and links, and for the networks between nodes. The figures are in
-hardware.toml and networks.toml.
+"""Vendors' figures for GPUs and TPUs (peaks, memory, links) and for networks between nodes, from hardware.toml and
+networks.toml.
 
-They are denominators (how much of the peak did a step reach?) and planning limits, never measurements.
-The conventions, the same for every entry:
+They are denominators and planning limits, never measurements. Conventions of every entry:
 
-- A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly
-  print twice that, "with sparsity"; the citation says where a figure was halved.
-- A tensor-core peak is the one with FP32 accumulation, because that is what PyTorch trains with. GeForce
-  cards accumulate in FP32 at half the rate of FP16, so the larger number on the box does not apply.
-- `fp32` is the rate outside the tensor cores; `tf32` is what float32 matrix products reach where TF32 is
-  allowed.
-- Bandwidths are in bytes per second with GB = 1e9, as vendors mean them. That of the interconnect is per GPU
-  and counts both directions together, again as vendors state it: one direction has half.
-- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, because that is what the parts
-  hold: a "141 GB" H200 shows 143,771 MiB, more than 141e9 bytes. No card shows more than that, and each a
-  little less: `usable_bytes` is what a program is told that it has, where someone has read it.
+- A peak is dense, in FLOP/s, a multiply-add counted as two. Data sheets of Hopper, Ada and Blackwell mostly print twice
+that, "with sparsity"; the citation says where a figure was halved.
+- A tensor-core peak has FP32 accumulation, as in PyTorch's training; GeForce cards have half the rate of FP16 there.
+- `fp32` is the rate outside the tensor cores; `tf32` is the rate of float32 matrix products with TF32 allowed.
+- Bandwidths are in bytes per second with GB = 1e9. An interconnect's is per GPU, both directions together.
+- `memory_bytes` is the stated capacity with its "GB" read as 2**30 bytes, as the parts hold: a "141 GB" H200 shows
+143,771 MiB. `usable_bytes` is the slightly smaller memory that torch reports, if known.
 
-A GPU is recognised by its exact name alone. A laptop part, a cut-down export model or a MIG slice has a name
-of its own and other rates; it gets no figures rather than those of the GPU it resembles.
+A GPU is recognised only by its exact name. A laptop part, a cut-down export model or a MIG slice has another name and
+other rates, and gets no figures rather than a similar GPU's.
 """
 
 import difflib
@@ -42,7 +37,7 @@ class Peak:
     flops_per_s: _Figure
     """Dense peak in FLOP/s, with FP32 accumulation."""
     source: str
-    """Citation of the figure, and how it was converted."""
+    """Citation of the figure, and its conversion."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,9 +47,9 @@ class HardwareSpec:
     name: str
     """Short name in steplab, such as H200 SXM; unique without regard to case."""
     device_names: tuple[str, ...] = ()
-    """What torch.cuda.get_device_name() returns for this GPU, exactly; none for a TPU."""
+    """Exact results of torch.cuda.get_device_name() for this GPU; none for a TPU."""
     platform: Literal["cuda", "rocm"] = "cuda"
-    """What its kernels are compiled for; without a meaning for a TPU."""
+    """Target of its kernels; without a meaning for a TPU."""
     memory_bytes: _Count
     """Stated capacity in bytes, with GB read as 2**30 bytes."""
     usable_bytes: _Count | None = None
@@ -72,8 +67,8 @@ class HardwareSpec:
     sources: Mapping[str, str]
     """A citation for every figure, by field name or number format."""
     axis_bytes_per_s: _Figure | None = None
-    """For a chip in a torus: what it sends along one axis, over both links of it, GB = 1e9; None: GPUs, whose links
-    lead to a switch or to each other."""
+    """For a chip in a torus: bytes per second along one axis, over both of its links, GB = 1e9. None for GPUs, whose
+    links lead to a switch or to each other."""
 
     def peak_flops(self, dtype: str) -> Peak | None:
         """The peak for `dtype` (fp32, tf32, bf16, fp16 or fp8); None if the vendor states none."""
@@ -81,10 +76,10 @@ class HardwareSpec:
 
 
 class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The network that joins nodes of some GPUs."""
+    """The network between nodes of some GPUs."""
 
     name: str
-    """Such as InfiniBand NDR."""
+    """For example InfiniBand NDR."""
     bytes_per_s: float
     """Stated bandwidth of one GPU's adapter in one direction, GB = 1e9."""
     reached: float
@@ -92,38 +87,38 @@ class NetworkSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     reached_source: str
     """Citation of that share."""
     gpus: tuple[str, ...]
-    """GPUs by their names in the hardware catalogue."""
+    """GPUs by their short names."""
     gpus_per_node: int
-    """GPUs of a node, each with an adapter of its own."""
+    """GPUs of a node, each with its own adapter."""
     source: str
-    """Citation of the stated figures, and how they were converted."""
+    """Citation of the stated figures, and their conversion."""
 
 
 def catalogue() -> tuple[HardwareSpec, ...]:
-    """Every GPU in the catalogue, in the order of the file."""
+    """Every known GPU, in the order of the file."""
     return tuple(spec for spec in accelerators() if spec.device_names)
 
 
 @functools.cache
 def accelerators() -> tuple[HardwareSpec, ...]:
-    """Every GPU in the catalogue, and every TPU, which torch does not know by a name."""
+    """Every known GPU and TPU; torch has no names for TPUs."""
     text = resources.files("steplab.specs").joinpath("hardware.toml").read_text(encoding="utf-8")
     return parse_catalogue(text)
 
 
 def find_hardware(device_name: str) -> HardwareSpec | None:
-    """The GPU that torch calls `device_name`; None if it is not in the catalogue."""
+    """The GPU with torch's name `device_name`; None: not known."""
     return next((spec for spec in catalogue() if device_name in spec.device_names), None)
 
 
 def hardware_named(name: str) -> HardwareSpec:
-    """The GPU with this short name, or that torch calls so, without regard to case and spaces; of a chip alone, such as
-    H100, the module with most memory, which is SXM where there is one. Raises UserError that lists the short names."""
+    """The GPU with this short name or torch's name, without regard to case and spaces. Raises UserError with the short
+    names. A chip's name, such as H100, means its module with most memory: SXM if there is one."""
     return _named(name, catalogue())
 
 
 def accelerator_named(name: str) -> HardwareSpec:
-    """The same of GPUs and TPUs."""
+    """The same for GPUs and TPUs."""
     return _named(name, accelerators())
 
 
@@ -147,7 +142,7 @@ def _plain(name: str) -> str:
 
 
 def _near(wanted: str, names: Sequence[str]) -> list[str]:
-    """The names that contain what was asked for, such as H200, else those spelt most like it."""
+    """The names that contain the given one, such as H200, else the most similar ones."""
     plain = {_plain(name): name for name in names}
     asked = _plain(wanted)
     containing = [name for text, name in plain.items() if asked and asked in text]
@@ -155,7 +150,7 @@ def _near(wanted: str, names: Sequence[str]) -> list[str]:
 
 
 def parse_catalogue(text: str) -> tuple[HardwareSpec, ...]:
-    """The entries of a catalogue, each figure with its citation; a test holds the committed one to be whole."""
+    """The entries of a hardware file, each figure with its citation; a test checks that ours is complete."""
     file = msgspec.toml.decode(text)
     return tuple(_spec(table, file["documents"]) for table in (*file["gpu"], *file.get("tpu", ())))
 
@@ -172,17 +167,17 @@ def _spec(table: Mapping[str, Any], documents: Mapping[str, str]) -> HardwareSpe
 
 @functools.cache
 def networks() -> tuple[NetworkSpec, ...]:
-    """Every network of the catalogue."""
+    """Every known network."""
     text = resources.files("steplab.specs").joinpath("networks.toml").read_text(encoding="utf-8")
     return msgspec.convert(msgspec.toml.decode(text)["network"], tuple[NetworkSpec, ...])
 
 
 def network_of(gpu: str) -> NetworkSpec | None:
-    """The network of a vendor's cluster of these GPUs; None: none is known."""
+    """The network of a vendor's cluster of these GPUs; None: not known."""
     return next((network for network in networks() if gpu in network.gpus), None)
 
 
 def network_alike(gpu: str) -> NetworkSpec:
-    """The network whose share is reached of any adapter that is stated for these GPUs: their own; where none is known,
-    the one with the least share."""
+    """The network whose reached share applies to a stated adapter of these GPUs: their own, or else the one with the
+    least share."""
     return network_of(gpu) or min(networks(), key=lambda each: each.reached)

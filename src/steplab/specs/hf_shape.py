@@ -1,7 +1,7 @@
 """The sizes and parts of a transformers configuration, read from its config.json without transformers.
 
 A configuration is known if the plain Transformer can have the same parts, so that its parameters are counted exactly.
-Whatever else it names is refused by name.
+Others are refused with the unknown part.
 """
 
 from collections.abc import Callable, Mapping
@@ -16,21 +16,19 @@ Config = Mapping[str, Any]
 
 
 def shape_of(model: ModelSpec, doing: str) -> TransformerShape:
-    """The sizes and parts of a model: a built-in one's own, or those of its configuration.
-
-    Raises Unsupported for a factory's model, and for a configuration with a part that the plain Transformer has not;
-    `doing` is what is not possible then.
-    """
+    """The sizes and parts of a model: a built-in one's own, or its configuration's. Raises Unsupported for a factory's
+    model, and for a configuration with a part that the plain Transformer lacks; `doing` is the action that this
+    prevents."""
     if model.shape is not None:
         return model.shape
     if model.hf_config is None:
-        why = "what its factory builds is not known before it runs"
+        why = "its factory's model is not known before it runs"
         raise Unsupported(doing, why, "measure it with `steplab memory`, or replace the sizes of a built-in model")
     config = model.hf_config
     family = str(config.get("model_type"))
     refuse_experts(model, doing)
     if family not in _FAMILIES:
-        raise _unknown(doing, f"of transformers only {', '.join(_FAMILIES)} have known parts, and this is {family}")
+        raise _unknown(doing, f"it is {family}; transformers models with known parts are {', '.join(_FAMILIES)}")
     reader = _Reader(config, doing, model.name)
     try:
         return _FAMILIES[family](reader)
@@ -47,13 +45,13 @@ def refuse_experts(model: ModelSpec, doing: str) -> None:
 
 
 class _Reader:
-    """A configuration, of which every value that is asked for is there and of its type."""
+    """A configuration with checked access to its values."""
 
     def __init__(self, config: Config, doing: str, name: str) -> None:
         self._config, self._doing, self._name = config, doing, name
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A whole number; raises UserError where there is none and no default."""
+        """A whole number; raises UserError without a valid value or default."""
         value = self._config.get(key)
         value = default if value is None else value
         if not isinstance(value, int) or isinstance(value, bool) or value < 1:
@@ -61,11 +59,10 @@ class _Reader:
         return value
 
     def flag(self, key: str, default: bool) -> bool:
-        """A truth value."""
         return bool(self._config.get(key, default))
 
     def require(self, key: str, default: str, known: tuple[str, ...]) -> None:
-        """Raise Unsupported for an activation function that the plain Transformer has not."""
+        """Raise Unsupported for an activation function that the plain Transformer lacks."""
         value = self._config.get(key, default)
         if value not in known:
             raise self.unknown(f"{self._name} has {key} {value!r}, and known are {', '.join(known)}")
@@ -77,7 +74,6 @@ class _Reader:
             raise self.unknown(f"{self._name} has heads {own} wide, which are not its width {width} divided by {heads}")
 
     def unknown(self, why: str) -> Unsupported:
-        """The error for a part that is not known."""
         return _unknown(self._doing, why)
 
 
@@ -104,7 +100,7 @@ def _like_llama(read: _Reader, *, kv_heads: int | None, biases: Biases) -> Trans
 def _llama(read: _Reader) -> TransformerShape:
     of_attention, of_feed_forward = read.flag("attention_bias", False), read.flag("mlp_bias", False)
     if of_attention != of_feed_forward:
-        raise read.unknown("biases of its attention or of its feed-forward blocks alone are not known")
+        raise read.unknown("biases in only its attention or its feed-forward blocks are not supported")
     return _like_llama(read, kv_heads=None, biases="all" if of_attention else "none")
 
 
@@ -136,7 +132,7 @@ def _gpt2(read: _Reader) -> TransformerShape:
 def _starcoder2(read: _Reader) -> TransformerShape:
     read.require("hidden_act", "gelu_pytorch_tanh", _GELU)
     if not read.flag("use_bias", True):
-        raise read.unknown("its LayerNorm has biases and its linear layers have none, which is not known")
+        raise read.unknown("biases in its LayerNorm but not in its linear layers are not supported")
     return TransformerShape(
         vocab_size=read.count("vocab_size"),
         d_model=read.count("hidden_size"),
@@ -158,4 +154,4 @@ _FAMILIES: dict[str, Callable[[_Reader], TransformerShape]] = {
     "qwen2": _qwen2,
     "starcoder2": _starcoder2,
 }
-"""Model types of transformers, as config.json spells them; defaults are those of its configuration classes."""
+"""Model types of transformers in config.json's spelling; defaults are its configuration classes'."""

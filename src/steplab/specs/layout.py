@@ -1,7 +1,5 @@
-"""The devices of a step: their valid names, and how it is spread over several, the axes of parallelism and their sizes.
-
-Whether a device exists is checked where it is opened (measurement.machine.device).
-"""
+"""The devices of a step: their valid names, and the axes of parallelism with their sizes. measurement.machine.device
+checks that a device exists."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -18,7 +16,7 @@ _PLAIN = ("auto", "cpu", "mps", "cuda")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Layout:
-    """The axes over which a step is spread; the product of their sizes is the number of processes, one per GPU."""
+    """The axes of a step's processes; the product of their sizes is the number of processes, one per GPU."""
 
     dp: int = 1
     """Size of the data-parallel axis: every rank has the whole model and its own batch; gradients are averaged."""
@@ -44,7 +42,7 @@ class Layout:
 
     @property
     def data_ranks(self) -> int:
-        """Number of ranks with a batch of their own."""
+        """Number of ranks with separate batches."""
         return self.dp * self.fsdp
 
     def __str__(self) -> str:
@@ -58,7 +56,7 @@ AXES: tuple[str, ...] = tuple(field.name for field in dataclasses.fields(Layout)
 
 
 def parse_layout(text: str) -> Layout:
-    """The layout written as `dp=2,fsdp=2`; axes left out are 1. Raises UserError for another text, and Unsupported for
+    """The layout written as `dp=2,fsdp=2`; missing axes are 1. Raises UserError for another text, and Unsupported for
     context parallelism."""
     sizes: dict[str, int] = {}
     for part in text.split(","):
@@ -75,15 +73,14 @@ def parse_layout(text: str) -> Layout:
 
 
 def blocks_of_stage(number: int, num_stages: int, num_layers: int) -> range:
-    """The blocks of a stage of a pipeline: all stages have equally many, and the first ones one more if the division
-    leaves a rest."""
+    """The blocks of a stage of a pipeline: equal numbers, with the remainder on the first stages."""
     least, more = divmod(num_layers, num_stages)
     first = number * least + min(number, more)
     return range(first, first + least + (number < more))
 
 
 def check_device(name: str, there: Sequence[str] = ()) -> None:
-    """Raise UserError for a name that no device has; it lists the devices that are `there`, if they are known."""
+    """Raise UserError for an invalid name, with the devices that are `there`, if known."""
     kind, colon, index = name.partition(":")
     if name in _PLAIN or (colon and kind == "cuda" and index.isascii() and index.isdecimal()):
         return
@@ -92,11 +89,8 @@ def check_device(name: str, there: Sequence[str] = ()) -> None:
 
 
 def with_processes(fields: Mapping[str, object], gpus: int | None, processes: int | None) -> dict[str, object]:
-    """The fields of a step that is to run on `gpus` GPUs, or in `processes` processes on the CPU.
-
-    Without a layout of its own the step is data parallel over them. Raises UserError if layout, device and number
-    of processes contradict each other.
-    """
+    """The fields of a step on `gpus` GPUs, or in `processes` processes on the CPU. Without its own layout the step is
+    data parallel over them. Raises UserError if layout, device and number of processes contradict each other."""
     given = dict(fields)
     check_device(str(given.get("device", "auto")))
     if gpus is None and processes is None:
@@ -112,10 +106,8 @@ def with_processes(fields: Mapping[str, object], gpus: int | None, processes: in
 
 
 def process_count(gpus: int | None, processes: int | None, device: str = "auto") -> tuple[int, str]:
-    """The number of processes that `--gpus` or `--processes` ask for, and their device: cuda or cpu.
-
-    Raises UserError if both are given, for less than one process, and for a device that contradicts them.
-    """
+    """The number of processes that `--gpus` or `--processes` request, and their device: cuda or cpu. Raises UserError
+    if both are given, for less than one process, and for a device that contradicts them."""
     if gpus is not None and processes is not None:
         raise UserError("give --gpus (one process per GPU) or --processes (on the CPU), not both")
     option, count, kind = ("gpus", gpus, "cuda") if gpus is not None else ("processes", processes, "cpu")

@@ -24,14 +24,14 @@ Projections = Literal["separate", "merged"]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TransformerShape:
-    """Sizes and parts of the plain pre-norm Transformer. By default those of LLaMA: RMSNorm, rotary embedding, SwiGLU,
-    an untied head, no biases."""
+    """Sizes and parts of the plain pre-norm Transformer; by default LLaMA's: RMSNorm, rotary embedding, SwiGLU, an
+    untied head, no biases."""
 
     vocab_size: Annotated[int, Declared(help="Rows of the embedding and of the output head", group="sizes", least=0)]
     d_model: Annotated[int, Declared(help="Width of the residual stream", group="sizes", least=1)]
     d_ff: Annotated[int, Declared(help="Inner width of the feed-forward blocks", group="sizes", least=1)]
     num_layers: Annotated[int, Declared(help="Number of blocks", group="sizes", least=1)]
-    # 0: feed-forward blocks alone, without norms and attention, as in the planning-only size xxl.
+    # 0: only feed-forward blocks, without norms and attention, as in the planning-only size xxl.
     num_heads: Annotated[
         int, Declared(help="Number of attention heads, each d-model / num-heads wide", group="sizes", least=0)
     ]
@@ -74,7 +74,7 @@ class TransformerShape:
     ] = "none"
     head: Annotated[
         Head,
-        Declared(help="Output head", meanings={"tied": "its weight is the token embedding's"}, group="sizes"),
+        Declared(help="Output head", meanings={"tied": "shares the token embedding's weight"}, group="sizes"),
     ] = "untied"
     projections: Annotated[
         Projections,
@@ -150,12 +150,12 @@ class TransformerShape:
 
     @property
     def has_norm_biases(self) -> bool:
-        """Whether the norms have biases, which RMSNorm never has."""
+        """True if the norms have biases, which RMSNorm never has."""
         return self.norm == "layernorm" and self.biases == "all"
 
 
 _PARTS_WITH_ATTENTION = ("num_kv_heads", "learned_positions", "norm", "biases", "head", "projections")
-"""Fields without an effect on a model of feed-forward blocks alone."""
+"""Fields without an effect on a model with only feed-forward blocks."""
 
 SIZE_FIELDS: tuple[StepField, ...] = declared_fields(TransformerShape, "model.", lambda spec: spec.model.shape)
 """The sizes and parts of a built-in model, as fields of a step."""
@@ -207,20 +207,17 @@ class ModelSpec:
     name: str
     """A built-in size, `hf:PATH/config.json`, or `package.module:function`."""
     kind: ModelKind
-    """What builds it: steplab's plain Transformer, the transformers library, or the user's factory."""
+    """Its builder: steplab's plain Transformer, the transformers library, or the user's factory."""
     shape: TransformerShape | None = None
     """Sizes of a built-in model; None for the other kinds, whose sizes are counted after they are built."""
     hf_config: dict[str, Any] | None = dataclasses.field(default=None, hash=False)
-    """The content of the transformers config.json, so that a record is complete without the file. It is part of
-    equality but not of the hash, because a dict cannot be hashed and a spec is used as a key."""
+    """The content of the transformers config.json, so that a record is complete without the file. Equality includes it,
+    the hash does not, because a dict cannot be hashed."""
 
     @property
     def label(self) -> str:
-        """Short name for tables: the built-in name with the sizes that were changed; for a config, its file's name.
-
-        A file called config.json gives the name of its folder. The model type is not used, because it is the same for
-        every size of a family.
-        """
+        """Short name for tables: the built-in name with changed sizes; for a configuration, its file's name. A
+        config.json is named by its folder, because the model type is the same for every size of a family."""
         if self.kind == "factory":
             return next((short for short, factory in EXAMPLES.items() if factory == self.name), self.name)
         if self.kind == "hf":
@@ -249,11 +246,8 @@ class ModelSpec:
 
 
 def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
-    """The model called `name`, with sizes replaced by `overrides` (built-in sizes only).
-
-    Raises UserError for an unknown name, a missing or unreadable configuration, or an override that does
-    not apply.
-    """
+    """The model called `name`, with sizes replaced by `overrides` (built-in sizes only). Raises UserError for an
+    unknown name, a missing or unreadable configuration, or an override that does not apply."""
     overrides = overrides or {}
     if name in MODEL_SIZES:
         valid = [field.name for field in dataclasses.fields(TransformerShape)]
@@ -277,7 +271,7 @@ def model_spec(name: str, overrides: dict[str, Any] | None = None) -> ModelSpec:
 
 
 def _meant(name: str) -> str:
-    """What a name that is none may have been meant for: a built-in size, or a factory named by its file."""
+    """A suggestion for an unknown name: a built-in size, or a factory named by its file."""
     file, _, function = name.partition(":")
     if PurePath(file).suffix == ".py":
         parts = [part for part in PurePath(file).with_suffix("").parts if part != "."]

@@ -1,8 +1,8 @@
-"""A step as a training loop of the user's own: the lines of Python that compute what the step's fields say.
+"""A step as a user's own training loop: the lines of Python that compute the step's fields.
 
-They are put together section by section in the order in which a program needs them, and each section is made from the
-fields that it depends on. The loop knows `model`, `batches`, `device` and `lr`. It calls the model, finds the loss and
-takes a batch apart by the functions of a measured step, so that it runs for every model that can be measured.
+Each section is made from the fields that it depends on, in the order in which a program needs them. The loop knows
+`model`, `batches`, `device` and `lr`. It calls the model, finds the loss and splits a batch by the functions of a
+measured step, so that it runs for every model that can be measured.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,12 +13,12 @@ from steplab.specs.step_choices import FP8, OVERLAPPED, RECORD_THEIR_OWN, WITH_M
 
 
 def own_model(spec: StepSpec) -> tuple[str, ...]:
-    """Excerpts of the model, in the order of its forward pass; none where it is plain. The other names are its own."""
+    """Excerpts of the model, in the order of its forward pass; empty for a plain one. Other names are the model's."""
     return _with_imports_first(_model(spec))
 
 
 def own_loop(spec: StepSpec, device_kind: str = "cuda") -> tuple[str, ...]:
-    """The program that makes the model ready and trains it."""
+    """The program that prepares the model and trains it."""
     loop = (*_formats(spec), *_blocks(spec), *_ranks(spec), *_optimizer(spec), *_step(spec), *_loop(spec, device_kind))
     return _with_imports_first(loop)
 
@@ -72,7 +72,7 @@ def _formats(spec: StepSpec) -> Iterator[str]:
     elif spec.precision == "bf16_pure":
         yield "for parameter in model.parameters():\n    parameter.data = parameter.data.to(torch.bfloat16)"
     elif spec.precision in WITH_MASTERS:
-        # The gradient of a loss in chunks is added up, which bf16 would round.
+        # The gradient of a loss in chunks is summed, which bf16 would round.
         stay = "" if spec.loss == "plain" else ", stay=[model.head.weight]"
         yield f"""from steplab.ops.adamw import bf16_with_masters
 masters = bf16_with_masters(model{stay})"""
@@ -82,7 +82,6 @@ masters = bf16_with_masters(model{stay})"""
 
 
 def _blocks(spec: StepSpec) -> Iterator[str]:
-    """What is computed again, and what is compiled."""
     if spec.checkpointing != "none" and spec.checkpoints_apply:
         first, period = num_first(spec.checkpointing), period_of(spec.checkpointing)
         some = f"[:{first}]" if first else f"[::{period}]" if period > 1 else ""
@@ -113,7 +112,7 @@ model = DataParallel(model, "{spec.strategy}"{size})"""
         sizes = f"({layout.dp}, {layout.fsdp})" if layout.dp > 1 else f"({layout.fsdp},)"
         policy = ""
         if spec.precision == "bf16" and spec.model.kind == "transformer":
-            # Not of the rest of the model: autocast reads an embedding as it is kept.
+            # Only blocks: autocast reads an embedding in its stored format.
             policy = "mp_policy=half, "
             yield """from torch.distributed.fsdp import MixedPrecisionPolicy
 half = MixedPrecisionPolicy(torch.bfloat16, reduce_dtype=torch.float32, cast_forward_inputs=False)"""
@@ -150,7 +149,6 @@ update = UpdateInBackward(optimizer, model.blocks)"""
 
 
 def _step(spec: StepSpec) -> Iterator[str]:
-    """The function of one step."""
     count, waits = spec.micro_steps, ""
     if spec.updates_in_backward:
         waits = "update.paused()"
@@ -183,13 +181,12 @@ def _step(spec: StepSpec) -> Iterator[str]:
     else:
         yield f"""from steplab.model.workload import call, loss_of
 {called}
-# loss_of finds the loss in what that returns: the scalar, .loss, or the one scalar in a tuple"""
+# loss_of finds the loss in the result: the scalar, .loss, or the one scalar in a tuple"""
     yield "def step(batch):"
     yield from (f"    {line}" for line in (*lines, *_update(spec)))
 
 
 def _update(spec: StepSpec) -> Iterator[str]:
-    """What follows the backward pass."""
     if spec.pass_name == "forward":
         return
     trains = spec.pass_name == "train"

@@ -1,7 +1,7 @@
-"""Turns what a user wrote (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec, and
-that into what to type.
+"""Turns a user's fields (`{"model": "small", "model.num_layers": "4", "context": 256}`) into a StepSpec, and that into
+options.
 
-The command line, study files and the Python interface all use this module, so that a wrong name or type gets the same
+The command line, study files and the Python interface share this module, so that a wrong name or type gets the same
 message everywhere.
 """
 
@@ -24,11 +24,8 @@ Cell = TypeVar("Cell")
 
 
 def resolve_step(fields: Mapping[str, object]) -> StepSpec:
-    """Build the spec that `fields` describe; what they leave out takes its default.
-
-    Raises UserError that names the field, its value and the valid ones; also for a field that is given and has no
-    effect on this step.
-    """
+    """Build the spec that `fields` describe, with defaults for the others. Raises UserError with the field, its value
+    and the valid ones; also for a given field without an effect on this step."""
     spec = _built(fields)
     for name, why in _unused(fields, spec).items():
         raise UserError(f"{name} has no effect here: {why}")
@@ -36,7 +33,7 @@ def resolve_step(fields: Mapping[str, object]) -> StepSpec:
 
 
 def as_grid(fields: Mapping[str, object]) -> dict[str, list[object]]:
-    """Fields that were given in Python or in a file as a grid: each with the list of its values, which may be one."""
+    """Fields from Python or a file as a grid: each with the list of its values, which may be one."""
     return {name: list(value) if isinstance(value, (list, tuple)) else [value] for name, value in fields.items()}
 
 
@@ -51,11 +48,8 @@ def cells_of_grids(grids: Iterable[Grid], resolve: Callable[[Grid], Iterable[Cel
 
 
 def resolve_grid(grid: Grid) -> list[StepSpec]:
-    """The product of the lists, the first field varying slowest.
-
-    A field that has an effect in some cells only is left out of the others, so that some cells may be equal. Raises
-    UserError as resolve_step does.
-    """
+    """The product of the lists, the first field varying slowest. A field that has an effect in some cells only is left
+    out of the others, so that some cells may be equal. Raises UserError as resolve_step does."""
     every = products(grid)
     unused = [_unused(fields, _built(fields)) for fields in every]
     of_no_use = set(grid).intersection(*unused)
@@ -97,7 +91,6 @@ def options(spec: StepSpec, changes: Mapping[str, str] = MappingProxyType({})) -
 
 
 def _unused(fields: Mapping[str, object], spec: StepSpec) -> dict[str, str]:
-    """The fields that have no effect on the step they describe, each with the reason."""
     return {name: why for name in fields if (why := FIELDS[name].unused(spec))}
 
 

@@ -23,18 +23,17 @@ AUTOCAST: dict[str, Literal["bf16", "fp16"]] = {
     "fp16": "fp16",
     **dict.fromkeys(WITH_MASTERS, "bf16"),
 }
-"""Precisions of a forward pass under autocast -> the format in which autocast computes."""
+"""Precisions of a forward pass under autocast -> autocast's format."""
 STAGES_A_RANK = {"1f1b": 1, "gpipe": 1, "interleaved": 2}
 """Pipeline stages per rank of pp, by the name of the schedule."""
 _LARGEST_SHOWN = 1024
-"""Largest size that an error lists."""
 _OFF = "or --cuda-graph off"
 _AFTER = "or --update after"
 _PLAIN = "or --block-ops plain"
 
 
 def refuse_unserved_layout(spec: StepChoices) -> None:
-    """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp alone."""
+    """Raise Unsupported for a step that cannot run along fsdp, tp or pp; every step can run along dp."""
     layout, model = spec.layout, spec.model
     what, only_dp = f"layout {layout}", f"use dp={layout.world_size}"
     if layout.world_size == layout.dp:
@@ -72,8 +71,8 @@ def refuse_unserved_layout(spec: StepChoices) -> None:
 
 
 def refuse_uneven_split(spec: StepChoices) -> None:
-    """Raise UserError if tp does not divide every size that it splits; it lists the valid sizes of tp. Raise
-    Unsupported where it would split queries from keys."""
+    """Raise UserError with the valid sizes of tp if tp does not divide every size that it splits. Raise Unsupported if
+    it would split queries from keys."""
     layout, shape = spec.layout, spec.model.shape
     if layout.tp == 1 or shape is None:
         return
@@ -127,7 +126,7 @@ def refuse_uneven_pipeline(spec: StepChoices) -> None:
 
 
 def refuse_unrecorded_step(spec: StepChoices) -> None:
-    """Raise Unsupported for a step that is to be recorded as CUDA graphs and cannot be."""
+    """Raise Unsupported for a step that cannot be recorded as CUDA graphs, if it should be."""
     if spec.cuda_graph != "step":
         return
     refuse_unserved_graph(spec.device)
@@ -164,7 +163,7 @@ def refuse_unserved_update(spec: StepChoices) -> None:
 
 
 def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
-    """Raise Unsupported for parameters that the optimizer in one kernel does not take."""
+    """Raise Unsupported for parameters that the single-kernel optimizer does not take."""
     layout = spec.layout
     if spec.optimizer != "adamw_triton" or spec.pass_name != "train":
         return
@@ -178,8 +177,8 @@ def refuse_unserved_triton_optimizer(spec: StepChoices) -> None:
 
 
 def refuse_unserved_masters(spec: StepChoices) -> None:
-    """Raise Unsupported where bf16 weights with fp32 masters would train otherwise than autocast over fp32 weights, and
-    for an optimizer that keeps no masters."""
+    """Raise Unsupported if bf16 weights with fp32 masters would train differently from autocast over fp32 weights, and
+    for an optimizer without masters."""
     if spec.precision not in WITH_MASTERS:
         return
     layout, micro_steps = spec.layout, spec.micro_steps
@@ -195,8 +194,8 @@ def refuse_unserved_masters(spec: StepChoices) -> None:
 
 
 def refuse_unserved_fp8(spec: StepChoices) -> None:
-    """Raise Unsupported for a model without blocks of steplab's (fp8_torchao takes any), for sizes of which products
-    in fp8 cannot be made."""
+    """Raise Unsupported for a model without steplab's blocks (fp8_torchao takes any), and for sizes that products in
+    fp8 do not take."""
     if spec.precision not in FP8:
         return
     what, shape = f"precision {spec.precision} for {spec.model.label}", spec.model.shape
@@ -218,8 +217,8 @@ def refuse_unserved_fp8(spec: StepChoices) -> None:
 
 
 def refuse_unserved_block_ops(spec: StepChoices) -> None:
-    """Raise Unsupported for a model, a layout or a kind of device that the kernels do not serve. All three of them run,
-    or none, so that the name of the choice says what was measured."""
+    """Raise Unsupported for a model, a layout or a kind of device that the kernels do not support. Either all three
+    kernels run or none, so that the choice's name describes the measurement."""
     if spec.block_ops != "triton":
         return
     model, layout, shape, what = spec.model, spec.layout, spec.model.shape, "block_ops triton with"
@@ -239,8 +238,8 @@ def refuse_unserved_block_ops(spec: StepChoices) -> None:
 
 
 def refuse_unserved_graph(device: str) -> None:
-    """Raise Unsupported for a device without CUDA graphs, by its name or kind. `auto` passes: what it will be is not
-    known."""
+    """Raise Unsupported for a device without CUDA graphs, by its name or kind. `auto` passes, because it is not
+    resolved yet."""
     kind = device.partition(":")[0]
     if kind in ("cpu", "mps"):
         why = "CUDA graphs are recorded and replayed by a CUDA GPU"
@@ -257,7 +256,7 @@ _REFUSALS = (
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class StepSpec(StepChoices):
-    """Everything that decides what one training step computes and how it is measured."""
+    """Everything that determines the computation of one training step and its measurement."""
 
     def __post_init__(self) -> None:
         for field in STEP_FIELDS:
@@ -289,7 +288,7 @@ CHOICES: dict[str, tuple[str, ...]] = {field.attribute: field.choices for field 
 
 
 def describe(spec: StepSpec) -> str:
-    """The choices of a spec that decide what its step computes, without defaults that need no mention."""
+    """The choices of a spec that determine its step's computation, without defaults that need no mention."""
     fields = [field for field in STEP_FIELDS if field.about.role in ("size", "what")]
     chosen = [field for field in fields if not (field.about.quiet and field.read(spec) == field.default)]
     values = [(field, field.value(spec)) for field in chosen]

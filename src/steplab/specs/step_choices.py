@@ -1,7 +1,5 @@
-"""The fields of a training step, each declared once, and what follows from them.
-
-A field without an effect on a step is refused with a reason, and with what to type instead: its `unused`.
-"""
+"""The fields of a training step, each declared once, and their consequences. A field without an effect on a step is
+refused with a reason and a replacement: its `unused`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -31,11 +29,11 @@ OVERLAPPED: Final = "overlapped"
 IN_FLIGHT = ("overlap", "bucketed")
 """Strategies of data parallelism that send gradients while others are still being made."""
 FP8 = ("fp8", "fp8_torchao")
-"""Precisions whose linear layers within blocks take fp8."""
+"""Precisions with fp8 products in the blocks' linear layers."""
 WITH_MASTERS = ("bf16_master", *FP8)
-"""Precisions of bf16 weights of which the optimizer keeps fp32 masters."""
+"""Precisions with bf16 weights and the optimizer's fp32 masters."""
 KEEPS_MASTERS = "adamw_triton"
-"""The optimizer that does, and its default."""
+"""The optimizer that keeps masters, and the default with them."""
 RECORD_THEIR_OWN = ("reduce-overhead", "max-autotune")
 """Modes of torch.compile that record the model's launches as CUDA graphs and replay them."""
 DEFAULT_MODEL = "tiny"
@@ -43,7 +41,7 @@ _MODELS = ", ".join(MEASURED)
 
 
 def averages_gradients(layout: Layout) -> bool:
-    """Whether steplab's own data parallelism averages the gradients: alone on its axis; beside others FSDP2 does."""
+    """True if steplab's own data parallelism averages the gradients: only with no other axis; else FSDP2 does."""
     return layout.world_size == layout.dp > 1
 
 
@@ -76,7 +74,7 @@ def no_gradients(spec: "StepChoices") -> str | None:
 
 
 def _needs_built_in(own: str) -> "Callable[[StepChoices], str | None]":
-    """A function that says why steplab decides nothing of a model that has it as its `own`; None if it does."""
+    """A function that says why steplab's field has no effect on a model with its `own`; None if it has."""
 
     def why(spec: "StepChoices") -> str | None:
         if spec.model.kind == "transformer":
@@ -97,7 +95,7 @@ def no_pipeline(spec: "StepChoices") -> str | None:
 
 
 def no_microbatches(spec: "StepChoices") -> str | None:
-    """Why there are no microbatches, for which those of gradient accumulation are easily taken; None if there are."""
+    """Why there are no microbatches, which are easily confused with gradient accumulation's; None if there are."""
     why = no_pipeline(spec)
     return why and f"{why}; micro-steps whose gradients are averaged are --accumulation"
 
@@ -116,7 +114,7 @@ class StepChoices:
     model: Annotated[
         ModelSpec,
         Declared(
-            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, for `plan memory` and `plan accounting` alone; "
+            help=f"Model: {_MODELS}; {', '.join(PLANNING_ONLY)}, only for `plan memory` and `plan accounting`; "
             "hf:PATH/config.json; or package.module:function",
             default_words=DEFAULT_MODEL,
             shown=lambda spec: spec.model.label,
@@ -161,7 +159,7 @@ class StepChoices:
                 "tf32": "fp32 tensors, TF32 matmuls",
                 "bf16": "autocast over fp32 weights",
                 "fp16": "the same, with a gradient scaler",
-                "bf16_master": "autocast over bf16 linear layers, of which adamw_triton keeps fp32 masters",
+                "bf16_master": "autocast over bf16 linear layers with fp32 masters in adamw_triton",
                 "bf16_pure": "weights, gradients and optimizer state in bf16",
                 "fp8": "bf16_master, with the products of linear layers within blocks in fp8",
                 "fp8_torchao": "the same by torchao",
@@ -173,7 +171,7 @@ class StepChoices:
     compile: Annotated[
         CompileMode,
         Declared(
-            help="What is compiled: each block by itself, or the whole model in a mode of torch.compile",
+            help="Compile each block, or the whole model in a torch.compile mode",
             meanings={"off": "eager", "block": "each block, in the default mode"},
             said="compiled ({})",
             words={"off": "eager", "block": "compiled block by block", "default": "compiled"},
@@ -185,8 +183,8 @@ class StepChoices:
     cuda_graph: Annotated[
         CudaGraph,
         Declared(
-            help="Kernels that are recorded once as CUDA graphs and then replayed, each graph by one launch",
-            meanings={"off": "none but those of compile", "step": "those of each phase of the step"},
+            help="Replay kernels as CUDA graphs",
+            meanings={"off": "only those of compile", "step": "each phase of the step"},
             header="CUDA graph",
             axis_name="graph",
             said="CUDA graph: {}",
@@ -203,7 +201,7 @@ class StepChoices:
             help="Implementation of attention",
             choices=NAMES,
             meanings={row.name: row.summary for row in TABLE},
-            # The model of a factory brings its own.
+            # A factory's model has its own attention.
             applies=lambda spec: spec.model.kind != "factory",
             said="{} attention",
             panel=2,
@@ -213,13 +211,13 @@ class StepChoices:
     block_ops: Annotated[
         BlockOps,
         Declared(
-            help="What runs between the matrix products of a block",
+            help="Kernels between the matrix products of a block",
             meanings={
                 "plain": "torch's operators",
                 "triton": "steplab's kernels for RMSNorm with the sum before it, rotary embedding and SwiGLU; needs "
                 "model.projections merged",
             },
-            unused=_needs_built_in("has blocks of its own"),
+            unused=_needs_built_in("has its own blocks"),
             header="block operators",
             axis_name="block ops",
             said="{} block operators",
@@ -246,7 +244,7 @@ class StepChoices:
     checkpointing: Annotated[
         str,
         Declared(
-            help="Activations that the backward pass computes again",
+            help="Activations to recompute in backward",
             meanings=CHECKPOINTING,
             check=check_checkpointing,
             applies=lambda spec: spec.checkpoints_apply,
@@ -282,7 +280,7 @@ class StepChoices:
             help="When parameters are updated",
             meanings={
                 "after": "once all gradients are there",
-                "overlapped": "each block's as soon as its own are there, beside the rest of the backward pass; across "
+                "overlapped": "each block's as soon as its own are there, during the backward pass; across "
                 "ranks as soon as they have arrived",
             },
             applies=lambda spec: spec.pass_name == "train",
@@ -391,8 +389,7 @@ class StepChoices:
     reshard_after_forward: Annotated[
         Reshard,
         Declared(
-            help="Whether fsdp frees a block's parameters after its forward pass and gathers them again for the "
-            "backward pass",
+            help="Free a block's fsdp parameters after its forward pass and gather them again for the backward pass",
             meanings={"auto": "always, but never in a pipeline, where each microbatch would gather them again"},
             group="processes",
             unused=no_shards,
@@ -435,7 +432,7 @@ class StepChoices:
 
     @property
     def num_microbatches(self) -> int:
-        """Parts into which a pipeline cuts the batch: the number asked for, or one per sequence; else 1."""
+        """Parts into which a pipeline cuts the batch: the given number, or one per sequence; else 1."""
         return (self.microbatches or self.batch) if self.layout.pp > 1 else 1
 
     @property
@@ -445,7 +442,7 @@ class StepChoices:
 
     @property
     def as_predicted(self) -> Self:
-        """The step with defaults for how it is measured, which makes no difference to a prediction."""
+        """The step with default measurement settings, which do not affect a prediction."""
         return replace(self, device="auto", warmup=5, steps=10, seed=0)
 
     @property
@@ -460,12 +457,12 @@ class StepChoices:
 
     @property
     def replays_model(self) -> bool:
-        """Whether the kernels of the forward and backward passes are replayed from CUDA graphs."""
+        """True if the kernels of the forward and backward passes are replayed from CUDA graphs."""
         return self.cuda_graph == "step" or self.compile in RECORD_THEIR_OWN
 
     @property
     def updates_in_backward(self) -> bool:
-        """Whether parameters are updated within the backward pass; across ranks they are when it is over."""
+        """True if parameters are updated within the backward pass; across ranks they are updated after it."""
         return self.update == OVERLAPPED and self.pass_name == "train" and self.layout.world_size == 1
 
     @property
@@ -476,18 +473,18 @@ class StepChoices:
 
     @property
     def bucket_mb(self) -> float | None:
-        """Size of the buckets of gradients, in units of 1e6 bytes; None if there are no buckets."""
+        """Size of the buckets of gradients, in units of 1e6 bytes; None without buckets."""
         return self.bucket_size_mb if self.strategy == "bucketed" else None
 
     @property
     def reshards(self) -> bool:
-        """Whether fsdp frees a block's parameters after its forward pass."""
+        """True if fsdp frees a block's parameters after its forward pass."""
         if self.reshard_after_forward == "auto":
             return self.layout.pp == 1
         return self.reshard_after_forward == "always"
 
     @property
     def checkpoints_apply(self) -> bool:
-        """Whether `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
-        model, which steplab does not build."""
+        """True if `checkpointing` has an effect: not without gradients, when nothing is saved, and not on a factory's
+        model."""
         return self.pass_name != "forward" and self.model.kind != "factory"

@@ -1,12 +1,12 @@
-"""The declaration of a field of a step, or of a benchmark's cell, and everything that is derived from it.
+"""The declaration of a field of a step or of a benchmark's cell, and everything derived from it.
 
-A declaration stands in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`,
-`specs.comm` and, for the options of a benchmark, beside its cells:
+A declaration is in the annotation of the field, in `specs.step_choices`, `specs.model`, `specs.attention`, `specs.comm`
+and, for the options of a benchmark, next to its cells:
 
     batch: Annotated[int, Declared(help="Sequences per step", said="batch {}", least=1)] = 4
 
-Derived from it are the command line's option and its help, study files, the checks of a value, the column of a table,
-the entry in a row, the words of labels, captions and descriptions, and the key under which a study's cell is stored.
+It determines the command line's option and help, study files, the checks of a value, table columns and entries, the
+words of labels, captions and descriptions, and the key under which a study's cell is stored.
 """
 
 import dataclasses
@@ -37,31 +37,31 @@ class Declared:
     key: str | None = None
     """Name in study files and, with hyphens, of the option; None: the field's own name."""
     earlier: str | None = None
-    """An earlier name, which is taken too."""
+    """An earlier name, which is accepted too."""
     choices: tuple[str, ...] = ()
-    """The valid texts, for a field of type str whose choices come from a table."""
+    """The valid texts, for a field of type str with choices from a table."""
     meanings: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    """Meaning of each choice, shown in brackets behind it in the help; for a text with a `check`, of all its forms."""
+    """Meaning of each choice, shown in brackets after it in the help; for a text with a `check`, of all its forms."""
     default_words: str | None = None
     """The default in words, for the help; None: its value is shown, or nothing if there is none."""
     group: Literal["step", "processes", "sizes", "variants"] = "step"
-    """The heading under which the option is listed; step: none for an option beside the fields of a benchmark."""
+    """The heading of the option in help; step: no heading for an option outside of a benchmark's fields."""
     least: int | None = None
-    """Smallest whole number that is valid."""
+    """Smallest valid whole number."""
     above: float | None = None
     """Exclusive lower bound of a number."""
     check: Callable[[str], None] | None = None
-    """Function that raises UserError for a text that is not valid."""
+    """Function that raises UserError for an invalid text."""
     parse: Callable[[str], object] | None = None
     """Function that makes the value from text, for a type that is neither text nor a number; the text may contain
     commas."""
     applies: Callable[[Spec], bool] = lambda spec: True
-    """Function that says whether the field has an effect on a step; rows and labels leave it out if it has none."""
+    """Function that returns True if the field has an effect on a step; rows and labels leave it out otherwise."""
     unused: Callable[[Spec], str | None] | None = None
-    """For a field that is refused if it has no effect: function that says why it has none on a step and what to type
-    instead, or None if it has one. In a grid, such a field is left out of the cells that it does not affect."""
+    """For a field that is refused without an effect: function that returns the reason and a replacement, or None if it
+    has an effect. In a grid, such a field is left out of the cells that it does not affect."""
     shown: Callable[[Spec], Scalar] | None = None
-    """Function that gives the value as rows and labels show it; None: the field's own value."""
+    """Function that gives the value in rows and labels; None: the field's own value."""
     column: str | None = None
     """Name in a row; None: the field's own name."""
     header: str | None = None
@@ -71,17 +71,16 @@ class Declared:
     said: str = "{}"
     """Template of the words for a value in labels, captions and descriptions; {s} and {es} become the plural's."""
     words: Mapping[Scalar, str] = dataclasses.field(default_factory=dict)
-    """Values that are shown in words of their own."""
+    """Values that are shown in other words."""
     unit: str = ""
-    """Unit of a number, shown behind it in tables."""
+    """Unit of a number, shown after it in tables."""
     quiet: bool = False
-    """Whether the default is left out of descriptions, and of tables in which all rows share it."""
+    """True if descriptions leave out the default, and so do tables where all rows share it."""
     rank: int = 0
     """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
     role: Literal["size", "what", "how", "device"] = "what"
-    """size: becomes the x axis of a chart. what: what the step computes. how: how it was measured, shown only if
-    nothing else tells cells apart. device: as how, and ignored where cells are compared, because the hardware itself is
-    compared."""
+    """size: becomes the x axis of a chart. what: the step's computation. how: its measurement, shown only if nothing
+    else distinguishes cells. device: as how, and ignored in comparisons, which compare the hardware itself."""
     axis: int = 0
     """For a size: its place in the order of sizes that may become the x axis."""
     panel: int = 99
@@ -91,7 +90,7 @@ class Declared:
     baseline: Scalar = None
     """The value that a page's summary compares other values with; None: no comparison."""
 
-    def __repr__(self) -> str:  # short, because Python shows it in the signature of each class that has such fields
+    def __repr__(self) -> str:  # short, because Python shows it in the signature of each class with such fields
         return f"{type(self).__name__}({self.help!r})"
 
 
@@ -104,36 +103,33 @@ class StepField:
     attribute: str
     """Name in the dataclass."""
     type: type
-    """Type of the value: int, float, bool, str, a type of its own, or a sequence of values."""
+    """Type of the value: int, float, bool, str, another type, or a sequence of values."""
     annotation: Any
-    """The type with what else may stand for it, such as None."""
+    """The type with its alternatives, such as None."""
     choices: tuple[str, ...]
     """The valid texts; empty if the field is not a choice."""
     default: Any
-    """Value of a field that is left out; MISSING for a size, which the model decides."""
+    """Default value; MISSING for a size, which the model decides."""
     about: Declared
     """The declaration in the field's annotation."""
     read: Callable[[Spec], Any]
-    """Function that reads the value from a spec; it gives None for a size of a model that is not built in."""
+    """Function that reads the value from a spec; None for a size of a model that is not built in."""
 
     @property
     def is_list(self) -> bool:
-        """Whether the value is a sequence of values, whose text has commas."""
+        """True if the value is a sequence of values, whose text has commas."""
         return get_origin(self.type) is not None
 
     @property
     def column(self) -> str:
-        """Name in a row."""
         return self.about.column or self.key
 
     @property
     def header(self) -> str:
-        """Heading in a table."""
         return self.about.header or self.key.replace("_", " ")
 
     @property
     def axis_name(self) -> str:
-        """Name on a chart's axis."""
         return self.about.axis_name or self.header
 
     @property
@@ -153,11 +149,11 @@ class StepField:
         return self.about.help + (f": {listed}" if listed else "")
 
     def unused(self, spec: Spec) -> str | None:
-        """Why the field, if it is given, is refused for this step; None if it is not refused."""
+        """Why the field, if given, is refused for this step; None if it is not refused."""
         return self.about.unused(spec) if self.about.unused else None
 
     def value(self, spec: Spec) -> Scalar:
-        """The value as rows and labels show it; None if the field has no effect."""
+        """The value in rows and labels; None if the field has no effect."""
         if not self.about.applies(spec) or self.unused(spec):
             return None
         value: Scalar = self.about.shown(spec) if self.about.shown else self.read(spec)
@@ -191,7 +187,7 @@ class StepField:
         return self.about.parse(given) if self.about.parse else given
 
     def refuse_invalid(self, value: Any) -> None:
-        """Raise UserError for a value of the right type that is not valid; it names the valid ones."""
+        """Raise UserError with the valid values for an invalid one of the right type."""
         about = self.about
         if value is None:
             return
@@ -206,11 +202,9 @@ class StepField:
 
 
 def declared_fields(cls: type, prefix: str = "", read: Callable[[Spec], Any] = lambda spec: spec) -> "Fields":
-    """The declared fields of a dataclass.
-
-    `read` finds the object that has them in a spec. The attribute `pass_name` becomes the field `pass`, a name that
-    Python does not allow for an attribute. Raises TypeError for a field without a declaration.
-    """
+    """The declared fields of a dataclass. `read` finds the object with the fields in a spec. The attribute `pass_name`
+    becomes the field `pass`, because Python does not allow that name. Raises TypeError for a field without a
+    declaration."""
     found = []
     for field in dataclasses.fields(cls):
         if get_origin(field.type) is not Annotated:

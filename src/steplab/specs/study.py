@@ -1,8 +1,8 @@
 """A study: steps to time, as the union of cartesian products of field values, and further measurements.
 
-In TOML, each `[[grid]]` is one product of steps that are timed; a single value stands for a list of one. So are
-`[[profile]]`, `[[memory]]` and `[[precision]]`, whose steps are also profiled, watched or audited. `[[attention]]`,
-`[[comm]]`, `[[ddp]]` and `[[doctor]]` are one benchmark each, with the options of the command of that name:
+In TOML, each `[[grid]]` is one product of timed steps; a single value is a list of one. `[[profile]]`, `[[memory]]` and
+`[[precision]]` are grids of steps that are also profiled, watched or audited. `[[attention]]`, `[[comm]]`, `[[ddp]]`
+and `[[doctor]]` are one benchmark each, with the options of the command of that name:
 
     description = "how far does bf16 carry?"
     [[grid]]
@@ -12,8 +12,8 @@ In TOML, each `[[grid]]` is one product of steps that are timed; a single value 
     [[comm]]
     collective = "all_reduce"
 
-`gpus` is the number of GPUs that a study needs; `include` lists presets whose measurements it has too, of which those
-that need more GPUs than there are will be left out.
+`gpus` is the number of GPUs that a study needs; `include` lists presets whose measurements it contains as far as the
+machine has enough GPUs.
 """
 
 import tomllib
@@ -30,11 +30,11 @@ from steplab.units import counted
 from steplab.unpacking import small_file
 
 GRIDS, STUDIES = "attention_grids", "studies"
-"""The folders of presets: files of TOML that come with steplab, each by its name."""
+"""Folders of presets: TOML files that come with steplab."""
 STEP_PARTS = ("profile", "memory", "precision")
 """Commands that watch a step: the parts of a study that are grids of steps."""
 BENCHMARKS = ("doctor", "attention", "comm", "ddp")
-"""Commands that measure the machine, or many cells at once: the parts of a study with options of their own."""
+"""Commands that measure the machine, or many cells at once: the parts of a study with their own options."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class Part:
     step: StepSpec | None = None
     """The step that is watched; None for a benchmark."""
     options: Mapping[str, object] = field(default_factory=dict)
-    """The options of a benchmark, as they are given; a size of the model by its dotted name."""
+    """The options of a benchmark, as given; a size of the model by its dotted name."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -56,9 +56,9 @@ class StudySpec:
     name: str
     """Name of the preset, stem of the file, or 'sweep' for a study from the command line."""
     description: str
-    """What the study is for, in one line, for tables and pages."""
+    """Purpose of the study, in one line, for tables and pages."""
     cells: tuple[StepSpec, ...]
-    """The steps that are timed and nothing else; at least one, unless there are parts."""
+    """The steps that are only timed; at least one, unless there are parts."""
     parts: tuple[Part, ...] = ()
     """The further measurements."""
     gpus: int = 0
@@ -81,10 +81,8 @@ def study_from_grids(name: str, description: str, grids: Sequence[Grid]) -> Stud
 
 
 def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
-    """The study with the measurements of those that it includes, as far as there are GPUs for them.
-
-    The description says what was left out. Raises UserError if nothing is left.
-    """
+    """The study with the measurements that it includes, as far as there are GPUs for them. The description lists the
+    omissions. Raises UserError if nothing is left."""
     kept, missing = list[StudySpec](), list[StudySpec]()
 
     def choose(one: StudySpec) -> None:
@@ -106,7 +104,7 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
     parts = tuple(part for one in kept for part in one.parts)
     watched = [part.step for part in parts if part.kind in ("profile", "memory")]
     cells = list[StepSpec]()
-    for one in kept:  # a step that is watched is timed as well
+    for one in kept:  # a watched step is timed as well
         cells += [cell for cell in one.cells if cell not in cells and cell not in watched]
     description = "; ".join(filter(None, (study.description, *left_out)))
     return StudySpec(
@@ -119,15 +117,15 @@ def fitted(study: StudySpec, num_gpus: int) -> StudySpec:
 
 
 def _distinct(parts: Sequence[Part]) -> tuple[Part, ...]:
-    """The parts without duplicates, benchmarks of the machine first, because what they find is used by the others."""
+    """The parts without duplicates, `doctor` first, because the others use its results."""
     found = [part for number, part in enumerate(parts) if part not in parts[:number]]
     return tuple(sorted(found, key=lambda part: (*BENCHMARKS[:1], *STEP_PARTS, *BENCHMARKS[1:]).index(part.kind)))
 
 
 def labels(cells: Sequence[StepSpec]) -> list[str]:
-    """What tells each of several steps from the others, in words; of a single one, its model."""
+    """Words that distinguish each of several steps; for a single one, its model."""
     values = {field: [field.value(cell) for cell in cells] for field in STEP_FIELDS}
-    # A field that has an effect on some of them alone needs no word: another field decides that, and has one.
+    # A field with an effect on only some of them needs no word: another field decides that, and has one.
     telling = [field for field, found in values.items() if len(set(found) - {None}) > 1] or [FIELDS["model"]]
     return [
         " · ".join(field.say(value) for field in telling if (value := values[field][index]) is not None)
@@ -136,16 +134,14 @@ def labels(cells: Sequence[StepSpec]) -> list[str]:
 
 
 def in_common(cells: Sequence[StepSpec]) -> list[str]:
-    """What several steps have in common, in the words that describe each."""
+    """The common words of several steps' descriptions."""
     words = [describe(cell).split(" · ") for cell in cells]
     return [word for word in words[0] if all(word in others for others in words)]
 
 
 def load_study(source: str, overrides: Grid) -> StudySpec:
-    """The study `source` (a preset or a TOML file) with its fields replaced by `overrides`.
-
-    Raises UserError for an unknown preset, an unreadable file, or a file that is not a study.
-    """
+    """The study `source` (a preset or a TOML file) with its fields replaced by `overrides`. Raises UserError for an
+    unknown preset, an unreadable file, or a file that is not a study."""
     content = content_of("study", source, STUDIES, _hint)
     try:
         return _study(source, content, overrides)
@@ -158,7 +154,7 @@ def _hint(text: str) -> str:
 
 
 def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpec:
-    """The study in a file. Raises UserError for what is no study."""
+    """The study in a file. Raises UserError for an invalid one."""
     tables = ("grid", *STEP_PARTS, *BENCHMARKS)
     for key, value in content.items():
         if key not in ("description", "gpus", "include", "questions", *tables):
@@ -201,7 +197,7 @@ def _study(source: str, content: Mapping[str, Any], overrides: Grid) -> StudySpe
 
 
 def _flat(grid: Mapping[str, object]) -> dict[str, object]:
-    """The grid with dotted names again, for TOML reads `model.num_layers = 4` as a nested table."""
+    """The grid with dotted names restored: TOML reads `model.num_layers = 4` as a nested table."""
     flat: dict[str, object] = {}
     for name, value in grid.items():
         if isinstance(value, Mapping):
@@ -218,11 +214,8 @@ def preset_names(folder: str) -> tuple[str, ...]:
 
 
 def content_of(what: str, source: str, folder: str, hint: Callable[[str], str] = lambda text: "") -> dict[str, Any]:
-    """The content of `source`, a preset in the folder or a file; `what` it is of, such as a study.
-
-    Raises UserError for an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its
-    text.
-    """
+    """The content of `source`, a preset in the folder or a file; `what` names its kind, such as a study. Raises
+    UserError for an unknown preset, and for a file that cannot be read or is not TOML, with the `hint` on its text."""
     names = preset_names(folder)
     if source in names:
         text = (files("steplab.specs") / folder / f"{source}.toml").read_text(encoding="utf-8")

@@ -25,7 +25,7 @@ from steplab.records.step_time import PlannedStep, StepTimePrediction
 from steplab.report.kit.document import Bars, Block, Chart, Deferred, Document, Section, Table
 from steplab.report.kit.rendering import NOTEBOOK, render
 from steplab.report.report import Context, report_of
-from steplab.report.run.words import annotations
+from steplab.report.run.one_run import annotations
 from steplab.views.view import View
 
 Shown = (
@@ -90,7 +90,7 @@ def _document(shown: Any, store: Path | str | None) -> Document:
     """The document of anything but a record; its module loads on demand."""
     match shown:
         case Findings():
-            from steplab.report.profile.findings import findings_document
+            from steplab.report.profile.verdict import findings_document
 
             return findings_document(run_to_explain(shown.run_id, store=store), shown)
         case Comparison():

@@ -34,9 +34,9 @@ def explain(
     from steplab.cli.progress import ProgressLine
     from steplab.lab.explaining import explain as diagnose
     from steplab.lab.explaining import run_to_explain
-    from steplab.lab.trying import try_findings
+    from steplab.lab.turns import try_findings
     from steplab.records.codec import encode
-    from steplab.report.profile.findings import findings_document
+    from steplab.report.profile.verdict import findings_document
     from steplab.units import parse_duration
 
     timeout_s = parse_duration(timeout)

@@ -36,8 +36,7 @@ def list_(
     from steplab.errors import UserError
     from steplab.lab.listing import STUDY, checked_keys, list_records
     from steplab.printing import plain
-    from steplab.report.run.columns import rows_document
-    from steplab.report.run.listing import list_document
+    from steplab.report.run.columns import list_document, rows_document
     from steplab.units import counted
 
     if limit < 1:

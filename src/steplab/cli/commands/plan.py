@@ -250,7 +250,7 @@ def check(*, out: PageOptions = PageOptions()) -> None:
     For example: steplab plan check --output check.html
     """
     from steplab.cli.progress import ProgressLine
-    from steplab.lab.plan_checking import check_plan
+    from steplab.lab.planning import check_plan
     from steplab.report.plan.check import check_document
 
     chosen = _chosen(out)

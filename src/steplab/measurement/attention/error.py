@@ -52,8 +52,6 @@ class Inputs:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Head:
-    """One head of keys and values with its query heads: its place, and its float64 results."""
-
     batch: int
     group: int
     exact: tuple[Tensor, ...]
@@ -132,8 +130,6 @@ class Reference:
 
 
 class _Distance:
-    """Sums over heads from which the error of one tensor is computed."""
-
     def __init__(self) -> None:
         self._max_abs = self._square = self._whole_square = 0.0
 

@@ -1,23 +1,18 @@
 """Measures cells of a benchmark of attention in this process: groups of one shape, timed in turns.
 
-Importing torch and compiling take longer than most cells, so one process measures many. Nothing of one cell may affect
-another: after a failure its frames are released and its memory is freed; if that does not succeed, or the device no
-longer answers, the process ends and another continues (`processes.cells_launch`).
-
 The implementations of one shape take turns, repeat by repeat, and each round begins with another one, so that a
-disturbance of the machine affects all of them. How a repeat is made is described in `repeats`.
+disturbance of the machine affects all of them.
 """
 
 import dataclasses
-import gc
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TypeVar
 
 import torch
 
 from steplab.measurement.attention.error import Inputs, Reference
-from steplab.measurement.attention.repeats import Repeats
 from steplab.measurement.attention.variant import (
     AttentionVariant,
     MakeAttention,
@@ -27,25 +22,18 @@ from steplab.measurement.attention.variant import (
     try_both,
     try_forward,
 )
+from steplab.measurement.clock import ColdCaches, repeats_within
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import Device, allocated_bytes, open_device, refuse_unserved
-from steplab.measurement.machine.environment import read_clocks, read_environment
-from steplab.measurement.machine.failures import failure_of, refused_memory
+from steplab.measurement.machine.device import open_device, refuse_unserved
+from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
+from steplab.measurement.runner import Broken, Runner, attempt
 from steplab.ops.attention.api import choice_for
 from steplab.records.attention import AttentionCell
 from steplab.specs.attention import AttentionPass, AttentionStudy
-from steplab.units import MIB
 
 T = TypeVar("T")
-
-_TOLERATED_BYTES = 256 * MIB
-"""How much more memory may be held after a failure: libraries allocate some once and keep it."""
-
-
-class _Broken(Exception):
-    """The device no longer answers, or holds memory that nothing refers to."""
 
 
 def measure_attention(
@@ -62,24 +50,16 @@ def measure_attention(
     device = open_device(study.device)
     for dtype in dict.fromkeys(study.cells[number].dtype for number in task.numbers):
         refuse_unserved(dtype, device.torch_device)
-    environment = read_environment(device.torch_device)
-    observer.on_environment(environment)
-    session = _Session(study, device, observer, make)
-    try:
-        for group in task.groups:
-            session.measure(group)
-    except _Broken:
-        return
-    observer.on_environment(read_clocks(environment, device.torch_device))
+    runner = Runner(device, observer)
+    if runner.run(task.groups, _Session(study, runner, make).measure):
+        runner.read_clocks()
 
 
 class _Session:
-    """The device, the cache flush, and the present group."""
-
-    def __init__(self, study: AttentionStudy, device: Device, observer: Observer, make: MakeAttention) -> None:
-        self.study, self.device, self.observer, self.make = study, device, observer, make
-        self._repeats = Repeats(device)
-        self._idle_bytes: int | None = None
+    def __init__(self, study: AttentionStudy, runner: Runner, make: MakeAttention) -> None:
+        self.study, self.runner, self.make = study, runner, make
+        self.device, self.observer = runner.device, runner.observer
+        self._caches = ColdCaches(runner.device)
 
     def measure(self, group: Sequence[int]) -> None:
         """Measure the cells of one shape."""
@@ -88,26 +68,22 @@ class _Session:
         cells = [self.study.cells[index] for index in group]
         precise = "high" if cells[0].dtype == "tf32" else "highest"
         torch.set_float32_matmul_precision(precise)
-        self.observer.on_under_way(list(group))
-        try:
-            self._begin(f"{cells[0].label}: inputs", 0)
-            inputs = make_inputs(cells[0], self.device, self.study.seed)
-        except Exception as error:
+        self.runner.begin(f"{cells[0].label}: inputs")
+        inputs, failure = attempt("inputs", lambda: make_inputs(cells[0], self.device, self.study.seed), self.device)
+        if inputs is None:
             for index, cell in zip(group, cells, strict=True):
-                failure = refused_memory(error, "inputs", self.device) or failure_of(error, "inputs")
-                self.observer.on_cell(index, AttentionCell(spec=cell, failure=failure))
+                self.runner.tell(index, AttentionCell(spec=cell, failure=failure))
             return
-        self._idle_bytes = allocated_bytes(self.device)
+        self.runner.settle()
         variants = self._prepared(group, inputs)
         for name in self.study.passes:
             self._time(name, [variant for variant in variants if name in variant.ready])
         for variant in variants:
-            self.observer.on_cell(variant.index, variant.cell(self.device))
+            self.runner.tell(variant.index, variant.cell(self.device))
 
     def _prepared(self, group: Sequence[int], inputs: Inputs) -> list[AttentionVariant]:
-        """Run each cell by itself for the first time: whether it runs, its memory, and its errors."""
         reference, note = self._reference(group, inputs)
-        self._idle_bytes = allocated_bytes(self.device)
+        self.runner.settle()
         variants = []
         for index in group:
             cell = self.study.cells[index]
@@ -117,19 +93,18 @@ class _Session:
             if cell.implementation == "auto":
                 choice = choice_for(inputs.q, inputs.k, causal=cell.causal)
                 variant.notes.append(f"auto is {choice.implementation}: {choice.reason}")
-            self._begin(f"{cell.label} {cell.column}: first call", 0)
+            self.runner.begin(f"{cell.label} {cell.column}: first call")
             self._try(variant, reference)
             variants.append(variant)
         return variants
 
     def _reference(self, group: Sequence[int], inputs: Inputs) -> tuple[Reference | None, str]:
-        """The float64 results and the errors of plain attention, or a note why there are none."""
         cell, where = self.study.cells[group[0]], self.device.torch_device.type
         if not self.study.errors:
             return None, ""
         if where == "mps":
             return None, "errors against float64: this device has no float64"
-        self._begin(f"{cell.label}: float64", 0)
+        self.runner.begin(f"{cell.label}: float64")
         reference, note = None, ""
         try:
             reference = Reference(cell, inputs)
@@ -138,13 +113,12 @@ class _Session:
             what = "errors against float64" if reference is None else "error of plain attention"
             note = f"{what}: {failure_of(error, None).message}"
         if note:  # by now the failure's frames are gone
-            self._check_device(beyond=reference.num_bytes if reference else 0)
+            self.runner.check(beyond=reference.num_bytes if reference else 0)
         elif reference and not reference.checked_heads:
             note = "errors against float64: one head alone would take too long"
         return reference, note
 
     def _try(self, variant: AttentionVariant, reference: Reference | None) -> None:
-        """Run a cell's passes once; one that fails is left out of the timing."""
         stage = "forward"
         try:
             output = try_forward(variant, self.device)
@@ -169,42 +143,29 @@ class _Session:
         named, and the process dies.
         """
         try:
-            self._check_device()
-        except _Broken as broken:
+            self.runner.check()
+        except Broken as broken:
             died = broken.__cause__ is not None
             if died and others:
                 raise RuntimeError("the device no longer answers") from broken
             if died and variant.failure:
                 variant.failure = dataclasses.replace(variant.failure, kind="crashed")
-            self.observer.on_cell(variant.index, variant.cell(self.device))
+            self.runner.tell(variant.index, variant.cell(self.device))
             raise
 
-    def _check_device(self, beyond: int = 0) -> None:
-        """Free what nothing refers to. Raises _Broken if the device does not answer, or holds more than before
-        (`beyond` known bytes excepted)."""
-        gc.collect()
-        try:
-            if self.device.torch_device.type == "cuda":
-                torch.cuda.empty_cache()
-            self.device.synchronize()
-        except Exception as error:
-            raise _Broken from error
-        held = allocated_bytes(self.device)
-        if held is not None and self._idle_bytes is not None and held > self._idle_bytes + beyond + _TOLERATED_BYTES:
-            raise _Broken
-
     def _time(self, name: AttentionPass, variants: list[AttentionVariant]) -> None:
-        """Time one pass of these cells in turns."""
-        self._begin(f"{self._label(variants)}: {name}, warm-up", 0)
-        call_s = 0.0
+        self.runner.begin(f"{self._label(variants)}: {name}, warm-up")
+        study, call_s = self.study, 0.0
+        calls = {variant.index: variant.call(name) for variant in variants}
         for variant in list(variants):
             self.observer.on_under_way([variant.index])
-            call_s += self._attempt(name, variant, variants, self._warm_up) or 0.0
+            warm_up = partial(self._caches.warm_up, calls[variant.index], study.warmup_s)
+            call_s += self._attempt(name, variant, variants, warm_up) or 0.0
         if not variants:
             return
-        wanted = self.study.measured_s * len(variants) / call_s if call_s else self.study.most_repeats
-        repeats = int(min(max(wanted, self.study.least_repeats), self.study.most_repeats))
-        self._begin(f"{self._label(variants)}: {name}", repeats)
+        measured_s = study.measured_s * len(variants)
+        repeats = repeats_within(measured_s, call_s, least=study.least_repeats, most=study.most_repeats)
+        self.runner.begin(f"{self._label(variants)}: {name}", repeats)
         self.observer.on_under_way([variant.index for variant in variants])
         for variant in variants:
             variant.interleaved = tuple(other.spec.column for other in variants if other is not variant)
@@ -213,39 +174,35 @@ class _Session:
         for repeat in range(repeats):
             first = repeat % len(variants) if variants else 0
             for variant in variants[first:] + variants[:first]:
-                span = self._attempt(name, variant, variants, self._repeats.run_ahead)
-                if span:
+                run = partial(self._caches.run_ahead, calls[variant.index])
+                if span := self._attempt(name, variant, variants, run, in_turns=True):
                     marks[variant.index].append(span)
             self.observer.on_step(repeat)
         self.device.synchronize()
         for variant in variants:
             spans = marks[variant.index]
             variant.samples[name] = [self.device.seconds_between(start, end) for start, end in spans]
-            variant.note_waiting(name, len(spans))
+            variant.note_waiting(name, calls[variant.index].num_waits, len(spans))
 
     def _attempt(
         self,
         name: AttentionPass,
         variant: AttentionVariant,
         variants: list[AttentionVariant],
-        work: Callable[[AttentionPass, AttentionVariant], T],
+        work: Callable[[], T],
+        *,
+        in_turns: bool = False,
     ) -> T | None:
         """Run a pass; a failure takes its cell out of the timing and leaves the others in it."""
         try:
-            return work(name, variant)
+            return work()
         except Exception as error:
             variant.fail(error, name, self.device)
         # Not in the clause above, where the failure's frames would still be alive with what they hold.
         variants.remove(variant)
         variant.ready.clear()
-        self._after_failure(variant, variants if work == self._repeats.run_ahead else ())
+        self._after_failure(variant, variants if in_turns else ())
         return None
-
-    def _warm_up(self, name: AttentionPass, variant: AttentionVariant) -> float:
-        return self._repeats.warm_up(name, variant, self.study.warmup_s)
-
-    def _begin(self, stage: str, num_steps: int) -> None:
-        self.observer.on_stage(stage, num_steps)
 
     @staticmethod
     def _label(variants: Sequence[AttentionVariant]) -> str:

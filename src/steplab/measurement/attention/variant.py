@@ -1,6 +1,5 @@
 """One implementation on one set of inputs: its passes, their memory, and their errors."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor
 
 from steplab.measurement.attention.error import Inputs, Reference
+from steplab.measurement.clock import ColdCall, seconds_of
 from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.failures import failure_of, has_no_kernel, refused_memory
 from steplab.measurement.tensors import TORCH_DTYPES
@@ -62,10 +62,6 @@ class AttentionVariant:
     """The passes that have run and can be timed."""
     samples: dict[AttentionPass, list[float]] = field(default_factory=dict)
     """The seconds of each repeat, by pass."""
-    num_flushes: int = 1
-    """How often the cache is overwritten before a repeat."""
-    num_waits: int = 0
-    """The number of timed repeats in which the device may have waited for the host."""
     interleaved: tuple[str, ...] = ()
     failure: Failure | None = None
     first_call_s: float | None = None
@@ -98,11 +94,20 @@ class AttentionVariant:
             self.failure = Failure(kind="error", message=message, phase=stage)
         self.failure = self.failure or failure_of(error, stage)
 
-    def note_waiting(self, name: AttentionPass, repeats: int) -> None:
-        """Add a note on the repeats of a pass in which the device may have waited for the host."""
-        if self.num_waits:
+    def call(self, name: AttentionPass) -> ColdCall:
+        """A pass, to be timed. Backward needs a forward pass before each repeat: kept, its tensors would fill the
+        device's memory."""
+        if name == "forward":
+            return ColdCall(run=lambda _: self.forward())
+        if name == "backward":
+            return ColdCall(prepare=self.forward_for_backward, run=self.backward)
+        return ColdCall(run=lambda _: self.backward(self.forward_for_backward()))
+
+    def note_waiting(self, name: AttentionPass, num_waits: int, repeats: int) -> None:
+        """Add a note on the repeats of a pass in which the device may have waited for Python."""
+        if num_waits:
             self.notes.append(
-                f"{name}: in {self.num_waits} of {repeats} repeats the device may have waited for Python, which had "
+                f"{name}: in {num_waits} of {repeats} repeats the device may have waited for Python, which had "
                 "not started all kernels in time"
             )
 
@@ -135,10 +140,7 @@ class AttentionVariant:
 
 def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
     """Run forward for the first time and measure its memory; returns the output."""
-    started = _clock(device)
-    output = variant.forward()
-    variant.first_call_s = _clock(device) - started
-    del output
+    variant.first_call_s = seconds_of(variant.forward, device)
     gauge = Gauge(device)
     output = variant.forward()
     variant.forward_peak_bytes = gauge.peak()
@@ -148,11 +150,8 @@ def try_forward(variant: AttentionVariant, device: Device) -> Tensor:
 
 def try_both(variant: AttentionVariant, device: Device) -> tuple[Tensor, tuple[Tensor, ...]]:
     """Run forward and backward for the first time and measure their memory; returns output and gradients."""
-    started = _clock(device)
-    output = variant.forward_for_backward()
-    gradients = variant.backward(output)
-    variant.first_call_s = _clock(device) - started + (variant.first_call_s or 0.0)
-    del output, gradients
+    first_s = seconds_of(lambda: variant.backward(variant.forward_for_backward()), device)
+    variant.first_call_s = first_s + (variant.first_call_s or 0.0)
     gauge = Gauge(device)
     if allocated_bytes(device) is None:
         saved = SavedTensors(variant.inputs)
@@ -177,11 +176,6 @@ def look_at_errors(
     if reference.checked_heads:
         variant.errors = reference.errors(output, gradients)
         variant.checked_heads = reference.checked_heads
-
-
-def _clock(device: Device) -> float:
-    device.synchronize()
-    return time.perf_counter()
 
 
 class Gauge:

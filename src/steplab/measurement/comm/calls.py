@@ -54,7 +54,6 @@ def peer_copy_call(buffers: Buffers, memory: PeerMemory) -> Call:
 
 
 def _ring(buffers: Buffers, group: dist.ProcessGroup | None) -> Call:
-    """Send to the next rank and receive from the previous one, both at once."""
     rank, size = buffers.rank, buffers.spec.world_size
     operations = [
         dist.P2POp(dist.isend, buffers.send, group=group, group_peer=(rank + 1) % size),

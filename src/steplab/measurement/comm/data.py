@@ -75,14 +75,12 @@ class Buffers:
                 return self._drawn((self.rank - 1) % n, index)
 
     def _drawn(self, rank: int | Tensor, index: Tensor) -> Tensor:
-        """The numbers, as int64, that a rank sends at these places."""
         largest = 3 if 3 * self.spec.world_size <= _EXACT else 1
         mixed = (index * 2654435761 + rank * 40503) & 0xFFFFFFFF
         return (mixed ^ (mixed >> 15)) % (2 * largest + 1) - largest
 
 
 def _pieces(tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of a flat tensor, each with the places of its elements."""
     for start in range(0, tensor.numel(), _PIECE):
         piece = tensor[start : start + _PIECE]
         yield piece, torch.arange(start, start + piece.numel(), device=tensor.device)

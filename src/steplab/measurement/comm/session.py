@@ -8,7 +8,6 @@ Every rank assembles a cell's record from the findings of all, so that each can 
 """
 
 import dataclasses
-import gc
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -16,16 +15,14 @@ import torch
 import torch.distributed as dist
 
 from steplab.errors import Unsupported
-from steplab.measurement.comm.back_to_back import Together
 from steplab.measurement.comm.calls import MakeCall, make_call
 from steplab.measurement.comm.data import Buffers
-from steplab.measurement.comm.timing import time_calls
+from steplab.measurement.comm.timing import Together, time_calls
 from steplab.measurement.jobs import CellsTask
 from steplab.measurement.machine.device import Device, HostClockDevice
-from steplab.measurement.machine.environment import read_clocks, read_environment
-from steplab.measurement.machine.failures import failure_of, refused_memory
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
+from steplab.measurement.runner import Runner, attempt
 from steplab.parallel.collectives import GroupCollectives
 from steplab.records.comm import CommCell, CommCheck, CommFacts, CommRank, RankTimes
 from steplab.records.failure import Failure
@@ -34,8 +31,6 @@ from steplab.specs.comm import CommSpec, CommStudy
 
 @dataclass(kw_only=True, slots=True)
 class _Found:
-    """The findings of one rank on a cell."""
-
     times: RankTimes | None = None
     compared: tuple[int, int, str] = (0, 0, "")
     failure: Failure | None = None
@@ -54,15 +49,13 @@ def measure_comm(
     for index in task.numbers:
         _refuse(study.cells[index], world)
     observer.on_stage("build", 0)
-    environment = read_environment(world.device.torch_device)
-    mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {environment.device.name}")
+    runner = Runner(world.device, observer)
+    name = runner.environment.device.name
+    mine = CommRank(rank=world.rank, host=world.host, device=f"{world.device.torch_device} {name}")
     ranks = tuple(world.collectives.host_gather(mine))
-    observer.on_environment(environment)
     observer.on_facts(CommFacts(ranks=ranks, libraries=_libraries(study)))
-    session = _Session(study, world, observer, make)
-    for index in task.numbers:
-        session.measure(index)
-    observer.on_environment(read_clocks(environment, world.device.torch_device))
+    if runner.run([[index] for index in task.numbers], _Session(study, world, runner, make).measure):
+        runner.read_clocks()
 
 
 def _refuse(spec: CommSpec, world: World) -> None:
@@ -108,16 +101,14 @@ class _Groups:
 
 
 class _Session:
-    """The world, its groups, and the present cell."""
-
-    def __init__(self, study: CommStudy, world: World, observer: Observer, make: MakeCall) -> None:
-        self.study, self.world, self.observer, self.make = study, world, observer, make
+    def __init__(self, study: CommStudy, world: World, runner: Runner, make: MakeCall) -> None:
+        self.study, self.world, self.runner, self.make = study, world, runner, make
         self._groups = _Groups(world)
 
-    def measure(self, index: int) -> None:
+    def measure(self, numbers: Sequence[int]) -> None:
         """Measure one cell."""
+        (index,) = numbers
         spec = self.study.cells[index]
-        self.observer.on_under_way([index])
         self._begin(spec, "first call")
         group, collectives = self._groups.of(spec)
         found = None
@@ -126,18 +117,16 @@ class _Session:
             found = _Share(spec, self.world, group, together, self.make).measure(self.study, self._begin)
         everyone = self.world.collectives.host_gather(found)  # ranks outside of the cell wait here
         cell = _cell(spec, everyone)
-        if cell.failure and self.world.device.torch_device.type == "cuda":
-            gc.collect()
-            torch.cuda.empty_cache()
-        self.observer.on_cell(index, cell)
+        if cell.failure:
+            self.runner.free()
+        self.runner.tell(index, cell)
 
     def _device(self, spec: CommSpec) -> Device:
-        """The device of this cell's tensors: the rank's own, or the CPU beside its GPU."""
         device = self.world.device
         return device if device.torch_device.type == spec.device else HostClockDevice(torch.device("cpu"))
 
     def _begin(self, spec: CommSpec, stage: str) -> None:
-        self.observer.on_stage(f"{spec.label}: {stage}", 0)
+        self.runner.begin(f"{spec.label}: {stage}")
 
 
 class _Share:
@@ -158,11 +147,8 @@ class _Share:
         return self._found
 
     def _went_well(self, stage: str, work: Callable[[], None]) -> bool:
-        """Do the work, record a failure, and return whether it succeeded on all ranks."""
-        try:
-            work()
-        except Exception as error:
-            failure = refused_memory(error, stage, self._together.device) or failure_of(error, stage)
+        _, failure = attempt(stage, work, self._together.device)
+        if failure is not None:
             message = f"rank {self._world.rank} on {self._world.host}: {failure.message}"
             self._found.failure = dataclasses.replace(failure, rank=self._world.rank, message=message)
         return not any(self._together.collectives.host_gather(self._found.failure is not None))
@@ -184,7 +170,6 @@ class _Share:
 
 
 def _cell(spec: CommSpec, everyone: Sequence[_Found | None]) -> CommCell:
-    """The cell's record from the findings of its ranks; the first failure is that of the cell."""
     found = [one for one in everyone if one is not None]
     failure = next((one.failure for one in found if one.failure), None)
     compared = [one.compared for one in found]

@@ -1,23 +1,32 @@
 """Times one cell of the benchmark of collectives, in step with the other ranks.
 
-On a device with a timeline of its own, calls are made back to back (`back_to_back`). Then, on every device, each call
-is timed by itself: a barrier, then the host's clock around the call, with the device synchronised at both ends. That is
-the time of a call for which nothing was prepared.
+On a device with a timeline of its own, calls are made back to back, in rows. A row begins with a barrier, on the device
+as well, because in a broadcast the root waits for no other rank; then with a call that is not counted. An event on the
+device's timeline takes some microseconds itself: so there is one event after as many calls as take a millisecond
+together, and a sample is their mean.
+
+Then, on every device, each call is timed by itself: a barrier, then Python's clock around the call, with the device
+synchronised at both ends. That is the time of a call for which nothing was prepared.
 
 All ranks have to make the same number of calls, so they agree on it by the slowest rank's time.
 """
 
 import dataclasses
 import math
-import time
 from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
 
-from steplab.measurement.comm.back_to_back import Together, back_to_back
+import torch
+
+from steplab.measurement.clock import HeadStart, Phase, Samples, repeats_within, run_synchronised, seconds_of
 from steplab.measurement.comm.calls import Call
-from steplab.measurement.step.loop import Phase, run_synchronised
+from steplab.measurement.machine.device import Device
+from steplab.parallel.collectives import Collectives
 from steplab.records.comm import RankTimes
 from steplab.records.timing import find_phase
 from steplab.specs.comm import CommStudy
+from steplab.units import NS_PER_S
 
 _LEAST_WARMUP_CALLS = 5
 _LONGEST_WARMUP = 10
@@ -25,6 +34,33 @@ _LONGEST_WARMUP = 10
 are."""
 _SETTLED = 1.5
 """The largest ratio of two batches of calls that are taken to agree."""
+_SAMPLE_S = 1e-3
+_MOST_A_SAMPLE = 100
+_IN_A_ROW = 200
+"""Calls in a row; each puts a few items into the device's launch queue, which has to hold them all."""
+_TRIED = 5
+"""The number of calls from which the time of one is estimated."""
+_LONGEST_HOLD_S = 0.25
+"""The longest hold; Python launches a row of calls in less."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Together:
+    """This rank's device, and the ranks that time a call together."""
+
+    device: Device
+    """This rank's device."""
+    collectives: Collectives
+    """The group's collectives, used for host values only."""
+
+    def barrier(self) -> None:
+        """Wait for all ranks, through the CPU."""
+        self.collectives.host_maximum(torch.zeros(1, dtype=torch.int64))
+
+    def slowest_s(self, seconds: float) -> float:
+        """The longest time of any rank; equal on all ranks."""
+        longest = self.collectives.host_maximum(torch.tensor([int(seconds * NS_PER_S)]))
+        return max(int(longest), 1) / NS_PER_S
 
 
 def time_calls(
@@ -36,7 +72,8 @@ def time_calls(
     call_s = _warmed_up(call, together, study.warmup_s)
 
     def samples_of(calls: int) -> int:
-        return int(min(max(study.measured_s / (calls * call_s), study.least_repeats), study.most_repeats))
+        """The number of samples of so many calls each, equal on all ranks."""
+        return repeats_within(study.measured_s, calls * call_s, least=study.least_repeats, most=study.most_repeats)
 
     rows = None
     if device.asynchronous:
@@ -44,16 +81,55 @@ def time_calls(
         rows = back_to_back(call, together, samples_of)
     on_begin("one by one")
     phases = [Phase(name="barrier", run=together.barrier), Phase(name="call", run=call)]
-    samples, _ = run_synchronised(phases, device, samples_of(1), _unheard)
+    samples, _ = run_synchronised(phases, device, samples_of(1), lambda repeat: None)
     alone = find_phase(samples, "call")
     assert alone is not None
-    assert alone.host_s is not None  # run_synchronised times each phase by the host's clock
+    assert alone.host_s is not None  # run_synchronised times each phase by Python's clock
     rank = together.collectives.rank
     return dataclasses.replace(rows or RankTimes(rank=rank), alone_s=alone.host_s)
 
 
-def _unheard(repeat: int) -> None:
-    """Repeats are too short to be reported."""
+def back_to_back(call: Call, together: Together, samples_of: Callable[[int], int]) -> RankTimes:
+    """This rank's times; `samples_of` gives the number of samples for a number of calls per sample, equal on all
+    ranks."""
+    head_start = HeadStart(together.device, together.collectives, _LONGEST_HOLD_S)
+
+    def row(num_samples: int, calls: int) -> tuple[list[float], int]:
+        """Seconds per call of samples of `calls` calls each, and the number of samples that may contain Python's
+        time: even with the longest hold, as where the call itself waits for the device."""
+
+        def sample() -> None:
+            for _ in range(calls):
+                call()
+
+        phases = [Phase(name="step", run=sample)]
+        samples = head_start.run(
+            phases, num_samples, lambda found: _waits(found) > 0, meet=together.barrier, before=call
+        )
+        return [seconds / calls for seconds in samples[0].best_s], _waits(samples)
+
+    single_s = together.slowest_s(median(row(_TRIED, 1)[0]))
+    calls = min(math.ceil(_SAMPLE_S / single_s), _MOST_A_SAMPLE)
+    wanted = samples_of(calls)
+    samples: list[float] = []
+    num_waits = 0
+    while len(samples) < wanted:
+        found_s, waits = row(min(_IN_A_ROW // calls, wanted - len(samples)), calls)
+        samples += found_s
+        num_waits += waits
+    return RankTimes(
+        rank=together.collectives.rank,
+        device_s=tuple(samples),
+        calls_per_sample=calls,
+        num_waits=num_waits,
+        held_s=head_start.seconds,
+    )
+
+
+def _waits(samples: Samples) -> int:
+    """The number of samples whose calls were not all launched when the device finished the sample before."""
+    (found,) = samples
+    return sum(lead < seconds for lead, seconds in zip(found.lead_s or (), found.best_s, strict=True))
 
 
 def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
@@ -73,11 +149,9 @@ def _warmed_up(call: Call, together: Together, warmup_s: float) -> float:
 
 
 def _batch_s(call: Call, together: Together, count: int) -> float:
-    """Seconds per call of `count` calls in a row, on the slowest rank."""
+    def batch() -> None:
+        for _ in range(count):
+            call()
+
     together.barrier()
-    together.device.synchronize()
-    started = time.perf_counter()
-    for _ in range(count):
-        call()
-    together.device.synchronize()
-    return together.slowest_s((time.perf_counter() - started) / count)
+    return together.slowest_s(seconds_of(batch, together.device) / count)

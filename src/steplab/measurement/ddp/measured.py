@@ -1,19 +1,21 @@
 """One variant of a data-parallel study on one rank: its time, its memory and its messages."""
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
+import torch
+from torch import Tensor, nn
 from torch.profiler import profile, record_function
 
-from steplab.measurement.ddp.memory import state_memory
+from steplab.measurement.clock import HeadStart, Samples, run_turns, seconds_of
 from steplab.measurement.ddp.messages import MessagesAlone
-from steplab.measurement.ddp.turns import LONGEST_HOLD_S, Samples, run_turns
 from steplab.measurement.ddp.variant import VariantStep
-from steplab.measurement.machine.head_start import HeadStart
+from steplab.measurement.machine.device import Device, allocated_bytes
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.step.spans import activities_on
+from steplab.measurement.tensors import local_part
 from steplab.printing import MARK
 from steplab.records.ddp import DdpCell, DdpRank, Messages, StateMemory
 from steplab.records.memory import PeakMemory
@@ -59,7 +61,12 @@ class MeasuredVariant:
         self._begin("measure", self._study.step.steps)
         together = [baseline.cycle, self.step.cycle] if baseline else [self.step.cycle]
         *others, (samples, held_s) = run_turns(
-            together, self._world, self._study.step.steps, self._study.turn, self._observer.on_step
+            together,
+            self._device,
+            self._world.collectives,
+            self._study.step.steps,
+            self._study.turn,
+            self._observer.on_step,
         )
         alone_s, notes = self._alone(messages)
         if trace is not None:
@@ -87,22 +94,19 @@ class MeasuredVariant:
     def timed_by_itself(self, steps: int) -> Samples:
         """The samples of `steps` steps, after the warm-up."""
         self._warm_up()
-        ((samples, _),) = run_turns([self.step.cycle], self._world, steps, self._study.turn, self._observer.on_step)
+        ((samples, _),) = run_turns(
+            [self.step.cycle], self._device, self._world.collectives, steps, self._study.turn, self._observer.on_step
+        )
         return samples
 
     def _first_step(self) -> float:
-        """Run the first step by itself: it compiles, and makes the optimizer's state."""
         self._begin("compile" if self._study.step.compile != "off" else "first step", 0)
         optimizer = self.step.optimizer
         assert optimizer is not None
         looks = [optimizer.register_step_post_hook(lambda *_: self._look("after_step"))]
         if self._variant.update != OVERLAPPED:  # else there is no moment with all gradients before any update
             looks.append(optimizer.register_step_pre_hook(lambda *_: self._look("before_step")))
-        self._device.synchronize()
-        started = time.perf_counter()
-        self.step.run()
-        self._device.synchronize()
-        first_step_s = time.perf_counter() - started
+        first_step_s = seconds_of(self.step.run, self._device)
         for look in looks:
             look.remove()
         return first_step_s
@@ -139,7 +143,7 @@ class MeasuredVariant:
 
     def _repeat(self, send: Callable[[], None], before: Callable[[], None]) -> tuple[float, ...]:
         device, found = self._device, []
-        head_start = HeadStart(device, self._world.collectives, LONGEST_HOLD_S)
+        head_start = HeadStart(device, self._world.collectives)
         for repeat in range(-_REPEATS_BEFORE, self._study.repeats):
             before()
             device.synchronize()
@@ -186,7 +190,7 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
     All ranks do so at once, so that no rank waits for one that is slowed alone. A profiler slows Python most of all, so
     Python gets its head start here as well.
     """
-    head_start = HeadStart(world.device, world.collectives, LONGEST_HOLD_S)
+    head_start = HeadStart(world.device, world.collectives)
     world.device.synchronize()
     with profile(activities=activities_on(world.device.torch_device)) as profiler:
         profiler.add_metadata("comment", MARK)
@@ -201,3 +205,39 @@ def trace_steps(step: VariantStep, world: World, num_steps: int, target: Path | 
             world.device.synchronize()
     if target is not None:
         profiler.export_chrome_trace(str(target))
+
+
+def state_memory(
+    moment: str,
+    module: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    device: Device,
+    *,
+    before_bytes: int | None,
+    uncounted_bytes: int,
+) -> StateMemory:
+    """The memory held now; `before_bytes` were allocated before the variant was built.
+
+    `uncounted_bytes` are held outside of torch's allocator, and gradients may be in them.
+    """
+    now_bytes = allocated_bytes(device)
+    parameters = list(module.parameters())
+    state = [value for kept in optimizer.state.values() for value in kept.values() if isinstance(value, Tensor)]
+    return StateMemory(
+        moment=moment,
+        parameters_bytes=storage_bytes(parameters),
+        gradients_bytes=storage_bytes(p.grad for p in parameters if p.grad is not None),
+        optimizer_bytes=storage_bytes(tensor for tensor in state if tensor.device.type == device.torch_device.type),
+        allocated_bytes=None
+        if now_bytes is None or before_bytes is None
+        else max(now_bytes - before_bytes, 0) + uncounted_bytes,
+    )
+
+
+def storage_bytes(tensors: Iterable[Tensor]) -> int:
+    """Bytes of the storages of these tensors on this rank, each counted once and in full, also for views."""
+    sizes: dict[int, int] = {}
+    for tensor in tensors:
+        storage = local_part(tensor).untyped_storage()
+        sizes[storage.data_ptr()] = storage.nbytes()
+    return sum(sizes.values())

@@ -7,22 +7,21 @@ next one is built.
 """
 
 import dataclasses
-import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
 from steplab.errors import ERRORS, SteplabError
+from steplab.measurement.clock import Samples
 from steplab.measurement.ddp.measured import MeasuredVariant
-from steplab.measurement.ddp.memory import TOLERATED_BYTES, free
-from steplab.measurement.ddp.turns import Samples
 from steplab.measurement.ddp.variant import VariantStep
 from steplab.measurement.jobs import CellsTask
-from steplab.measurement.machine.device import allocated_bytes, refuse_unserved
-from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.device import refuse_unserved
 from steplab.measurement.machine.failures import failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
+from steplab.measurement.runner import Runner
 from steplab.records.ddp import DdpCell, DdpFacts, RankPlace
 from steplab.records.timing import joined
 from steplab.specs.attention_kernels import refuse_unserved_kernels
@@ -46,57 +45,49 @@ def measure_ddp(task: CellsTask[DdpStudy], observer: Observer, world: World | No
     study, device = task.study, world.device.torch_device
     refuse_unserved(study.step.precision, device)
     refuse_unserved_kernels(study.step, device.type)
-    observer.on_environment(read_environment(device))
     traces = Path(task.traces) if task.traces and study.profiled_steps else None
-    session = _Session(study, world, observer, traces)
+    session = _Session(study, world, Runner(world.device, observer), traces)
     session.measure_baseline(reported=0 in task.numbers)
-    for number in task.numbers:
-        if number != 0:
-            session.measure(number)
+    session.runner.run([[number] for number in task.numbers if number != 0], session.measure)
 
 
 class _Session:
-    """The baseline, and what the variants share."""
-
-    def __init__(self, study: DdpStudy, world: World, observer: Observer, traces: Path | None) -> None:
-        self._study, self._world, self._observer, self._traces = study, world, observer, traces
+    def __init__(self, study: DdpStudy, world: World, runner: Runner, traces: Path | None) -> None:
+        self._study, self._world, self.runner, self._traces = study, world, runner, traces
         self._baseline: VariantStep | None = None
         """The baseline; None: the device's memory is too small for it and a variant."""
         self._before: Samples = ()
         """Samples of the baseline since the last variant, if it does not stay in memory."""
-        free(world.device)
-        self._baseline_bytes = allocated_bytes(world.device)
-        """Bytes allocated while no variant is in memory."""
+        runner.idle_bytes = runner.free()
 
     def measure_baseline(self, *, reported: bool) -> None:
         """Measure the first variant, whose model stays if there is room; its cell is `reported` if it was requested."""
-        self._observer.on_under_way([0])
+        self.runner.observer.on_under_way([0])
         measured = self._built(self._study.contenders[0])
-        self._observer.on_facts(_facts(measured.step, self._world))
+        self.runner.observer.on_facts(_facts(measured.step, self._world))
         if reported:
-            self._observer.on_cell(0, measured.cell(None, self._trace_of(0)))
+            self.runner.tell(0, measured.cell(None, self._trace_of(0)))
         else:
             measured.timed_by_itself(1)
         self._tell_clocks(measured.step)
         if self._has_room_beside(measured):
             self._baseline = measured.step
         del measured
-        self._baseline_bytes = free(self._world.device)
+        self.runner.idle_bytes = self.runner.free()
         if self._baseline is None:
             self._before = self._baseline_by_itself()
 
-    def measure(self, number: int) -> None:
+    def measure(self, numbers: Sequence[int]) -> None:
         """Measure any other variant and free it."""
+        (number,) = numbers
         variant = self._study.contenders[number]
-        self._observer.on_under_way([number])
         cell = self._cell_of(number, variant)
         cell = dataclasses.replace(cell, notes=(*cell.notes, *self._left_behind()))
         if self._baseline is None and cell.failure is None:
             cell = self._beside_the_baseline(cell)
-        self._observer.on_cell(number, cell)
+        self.runner.tell(number, cell)
 
     def _cell_of(self, number: int, variant: Variant) -> DdpCell:
-        """The cell of a variant, or of the refusal on which all ranks agree."""
         measured, refusal = None, None
         try:
             measured = self._built(variant)
@@ -113,29 +104,19 @@ class _Session:
     def _left_behind(self) -> tuple[str, ...]:
         """Free a variant's memory; a note if some is not freed, which later variants then lack.
 
-        It waits for a while, because on GPUs buckets of torch's DDP are freed some time after the variant.
+        On GPUs buckets of torch's DDP are freed some time after the variant.
         """
-        kept, expected = free(self._world.device), self._baseline_bytes
-        given_up_s = time.monotonic() + _LET_GO_S
-        while kept is not None and expected is not None and kept > expected + TOLERATED_BYTES:
-            if time.monotonic() > given_up_s:
-                break
-            time.sleep(0.1)
-            kept = free(self._world.device)
-        self._baseline_bytes = kept
-        if kept is None or expected is None or kept <= expected + TOLERATED_BYTES:
-            return ()
-        return (f"memory: {format_bytes(kept - expected)} were not freed after the variant was measured",)
+        stays = self.runner.stays(patience_s=_LET_GO_S)
+        self.runner.settle()
+        return (f"memory: {format_bytes(stays)} were not freed after the variant was measured",) if stays else ()
 
     def _tell_clocks(self, step: VariantStep) -> None:
         """Report the clocks, read while the device is at work."""
         step.run()
         step.run()
-        device = self._world.device.torch_device
-        self._observer.on_environment(read_clocks(read_environment(device), device))
+        self.runner.read_clocks()
 
     def _beside_the_baseline(self, cell: DdpCell) -> DdpCell:
-        """The cell with the baseline's samples from before and after."""
         after = self._baseline_by_itself()
         around = self._world.collectives.host_gather(joined([self._before, after]))
         self._before = after
@@ -146,11 +127,11 @@ class _Session:
         measured = self._built(self._study.contenders[0])
         samples = measured.timed_by_itself(max(self._study.step.steps // 2, 1))
         del measured
-        free(self._world.device)
+        self.runner.free()
         return samples
 
     def _built(self, variant: Variant) -> MeasuredVariant:
-        return MeasuredVariant(self._study, variant, self._world, self._baseline_bytes, self._observer)
+        return MeasuredVariant(self._study, variant, self._world, self.runner.idle_bytes, self.runner.observer)
 
     def _has_room_beside(self, baseline: MeasuredVariant) -> bool:
         """Whether every rank's device holds the baseline beside a variant's step; always true on a CPU."""

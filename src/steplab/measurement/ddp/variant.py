@@ -9,10 +9,10 @@ from dataclasses import replace
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
+from steplab.measurement.clock import Phase
 from steplab.measurement.ddp.messages import RecordingCollectives, fsdp_messages
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.laying_out import sharding_of, units_of
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import ModelStep
 from steplab.model.build import build_workload
 from steplab.parallel import DataParallel, ShardedOptimizer

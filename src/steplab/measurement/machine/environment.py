@@ -105,14 +105,12 @@ def _device_info(device: torch.device, gaps: list[str]) -> tuple[DeviceInfo, str
 
 
 def _flash_triton(device: torch.device) -> str | None:
-    """Kernels of flash_triton; None: it has none, or has not tried those for Hopper with this Triton yet."""
     if device.type != "cuda" or _version_of("triton") is None:
         return None
     return kernels_known(device)
 
 
 def _cpu_name() -> str:
-    """The CPU's model: on Linux from /proc/cpuinfo, elsewhere from the platform module."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
             if line.startswith("model name"):

@@ -51,7 +51,6 @@ def place_of_call() -> str:
 
 
 def _is_underneath(filename: str) -> bool:
-    """Whether a file is of what models are built on, or generated."""
     folder = Path(torch.__file__).parent
     own = (folder, folder.with_name("triton"), Path(__file__).parents[2])
     pythons = filename.startswith(os.path.dirname(os.__file__) + os.sep) and "-packages" + os.sep not in filename

@@ -4,8 +4,10 @@ steplab sets the variables of the place for the processes that it starts itself.
 """
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import asdict, dataclass
+
+import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import UserError
 
@@ -98,3 +100,25 @@ def _number(name: str, environment: Mapping[str, str], default: int | None = Non
     if not (text.isascii() and text.isdecimal()):
         raise UserError(f"the variable {name} must be a number, not '{text}'; start the processes by torchrun")
     return int(text)
+
+
+def environment_of(place: ProcessPlace) -> dict[str, str]:
+    """The environment variables of a rank's process on this machine: its place, one share of the cores, since torch
+    would give each rank all, and loopback."""
+    environment = dict(os.environ)
+    environment.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // place.size)))
+    keep_to_loopback(environment)
+    return environment | place.variables()
+
+
+def keep_to_loopback(environment: MutableMapping[str, str]) -> None:
+    """Have gloo and NCCL listen on loopback, unless their variables name another interface.
+
+    They would otherwise listen on one that other machines reach, and neither authenticates who connects.
+    """
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(address.address == LOOPBACK for address in addresses):
+            environment.setdefault("GLOO_SOCKET_IFNAME", name)
+            environment.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # "=": not a prefix
+            break
+    environment.setdefault("NCCL_RAS_ENABLE", "0")

@@ -5,6 +5,7 @@ import socket
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ JOIN_TIMEOUT_S = 300.0
 """How long a process waits for the others to join."""
 COLLECTIVE_TIMEOUT_S = 1800.0
 """After this time a collective that waits for another process raises. It is the last resort: the process that
-started the ranks hears sooner that one has died or makes no progress (measurement.processes.hearing)."""
+started the ranks hears sooner that one has died or makes no progress (measurement.processes.conversation)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,13 +53,21 @@ def meeting_place(around: Torchrun) -> Store:
 
     Raises UserError if this process has to serve the store and cannot.
     """
+    store = _store_of(around)
+    arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
+    return PrefixStore(f"steplab/{arrivals}/", store)
+
+
+@cache
+def _store_of(around: Torchrun) -> Store:
+    """The store of all measurements of this program; the first process serves it, unless the launcher does."""
     serves = around.is_first and not around.agent_store
     address, listening = around.address, None
     if around.is_on_one_machine and not around.agent_store:
         # torch would listen on all interfaces and trust whoever connects
         address = LOOPBACK
         listening = _listening_at(around.port) if serves else None
-    store = TCPStore(
+    return TCPStore(
         address,
         around.port,
         around.size,
@@ -68,9 +77,6 @@ def meeting_place(around: Torchrun) -> Store:
         multi_tenant=True,
         master_listen_fd=listening,
     )
-    # several measurements in one program use one store, each with its own prefix
-    arrivals = PrefixStore("steplab/", store).add(f"arrivals/{around.rank}", 1)
-    return PrefixStore(f"steplab/{arrivals}/", store)
 
 
 def private_meeting_place(folder: str, size: int) -> Store:
@@ -101,8 +107,12 @@ def join_world(
     """Join the group of processes, on this rank's share of `device` (auto, cuda or cpu).
 
     `meet` returns the store that all of them reach. Host values travel by gloo, tensors on a GPU by nccl. Raises
-    Unsupported if the machine has no GPU for this rank.
+    Unsupported if the machine has no GPU for this rank, and UserError if this program is in a process group already.
     """
+    if dist.is_initialized():
+        raise UserError(
+            "this program is in a process group; call torch.distributed.destroy_process_group before steplab measures"
+        )
     opened = _open_share(place, device)
     backend = "nccl" if opened.torch_device.type == "cuda" else "gloo"
     dist.init_process_group(

@@ -170,7 +170,6 @@ class StepMarks:
         return Stretch(name=name, start=start, end=end, in_backward=in_backward)
 
     def _placed(self, seen: _Seen) -> _Seen:
-        """What was seen at a moment, with the position of that moment."""
         return replace(seen, position=self._position(self._moments_ns[seen.position]))
 
     def _position(self, time_ns: int) -> int:
@@ -178,7 +177,6 @@ class StepMarks:
 
 
 def _release_times(memory: Sequence[MemoryEvent]) -> list[float]:
-    """The time at which each allocation was released; _NEVER if it was not."""
     released: list[float] = []
     at: dict[int, int] = {}
     for event in memory:

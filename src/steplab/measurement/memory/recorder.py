@@ -23,14 +23,13 @@ from torch.profiler import ProfilerActivity, profile
 
 from steplab.errors import Unsupported
 from steplab.measurement import compat
+from steplab.measurement.clock import OnStep
 from steplab.measurement.machine.device import Device
 from steplab.measurement.memory.allocation_events import AllocationEvents
-from steplab.measurement.memory.cpu_history import cpu_snapshot, left_behind, storages_in_sight
+from steplab.measurement.memory.cpu_history import PythonLines, cpu_snapshot, left_behind, storages_in_sight
 from steplab.measurement.memory.marks import LINE, MOMENT, PHASE, STEP, StepMarks
-from steplab.measurement.memory.python_lines import PythonLines
 from steplab.measurement.memory.sightings import StepSightings
 from steplab.measurement.step.graphed import GraphedStep, Step
-from steplab.measurement.step.loop import OnStep
 from steplab.measurement.step.spans import Spans
 from steplab.measurement.step.step import ModelStep
 from steplab.ops.attention.plain import Span, no_span
@@ -43,8 +42,6 @@ from steplab.specs.step_choices import RECORD_THEIR_OWN
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Testimony:
-    """What is known when the step is over, apart from the profiler's record."""
-
     snapshot: dict[str, Any] | None
     """The allocator's history; None if it keeps none."""
     before: dict[int, int]
@@ -150,7 +147,6 @@ class MemoryRecorder:
         return dataclasses.replace(seen.marks(counted), notes=tuple(notes))
 
     def _lines_are_wanted(self, step: Step) -> bool:
-        """Whether Python lines can be found by a mode over torch's functions without changing what runs."""
         modules = step.module.modules() if step.module is not None else ()
         return not self._on_cuda and not self._compiled and not any(map(compat.minds_function_modes, modules))
 
@@ -198,7 +194,6 @@ class MemoryRecorder:
 
 
 def _run(step: Step, sightings: StepSightings | None, lines: PythonLines | None) -> None:
-    """Run the phases, and look at the step's objects before, between and after them."""
     if sightings:
         sightings.see_what_is_there()
     for phase in step.phases:

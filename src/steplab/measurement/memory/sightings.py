@@ -157,7 +157,6 @@ class StepSightings:
             self.owners.append(Owned(position=moment, address=address, category=category, name=name))
 
     def _storages(self, tensors: Iterable[tuple[str | None, Tensor]]) -> dict[int, str | None]:
-        """The address of each storage on the device, with the first name that it has."""
         names: dict[int, str | None] = {}
         for name, tensor in tensors:
             if self._has_storage(tensor):
@@ -165,7 +164,6 @@ class StepSightings:
         return names
 
     def _has_storage(self, tensor: Tensor) -> bool:
-        """Whether a tensor is on the device, in memory of its own."""
         there = tensor.device.type == self._device.type and (tensor.device.index or 0) == (self._device.index or 0)
         return there and tensor.layout is torch.strided and tensor.untyped_storage().data_ptr() != 0
 
@@ -176,7 +174,6 @@ class StepSightings:
 
 
 def _nodes(root: Any) -> Iterator[tuple[int, Any]]:
-    """The nodes of a graph, each once, with their numbers."""
     seen, waiting = {root}, [root]
     while waiting:
         node = waiting.pop()

@@ -18,7 +18,7 @@ from steplab.measurement.machine.failures import failure_from, failure_of
 from steplab.measurement.machine.world import World
 from steplab.measurement.observer import Observer
 from steplab.measurement.precision.accumulation import accumulate
-from steplab.measurement.precision.rules import rule_of
+from steplab.measurement.precision.modes import rule_of
 from steplab.measurement.precision.watch import NumericsWatch
 from steplab.measurement.step.step import ModelStep
 from steplab.measurement.tensors import dtype_name
@@ -79,16 +79,12 @@ def _record(spec: StepSpec | None, environment: Environment, device: Device) -> 
 
 @dataclass(frozen=True, slots=True)
 class _Pass:
-    """One recorded pass of the step."""
-
     watch: NumericsWatch
     loss: float | None
     loss_dtype: str | None
 
 
 class _AuditedStep:
-    """The passes of an audit, and its progress."""
-
     def __init__(self, spec: StepSpec, device: Device, observer: Observer) -> None:
         self.spec, self.device, self.observer = spec, device, observer
         self.stage = "build"

@@ -11,9 +11,9 @@ import msgspec
 
 from steplab.measurement.jobs import JOBS, CellsTask
 from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.processes.conversation import Listener
 from steplab.measurement.processes.launch import converse
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import BadMessage, Request
+from steplab.measurement.processes.wire import BadMessage, Request
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import encode
 from steplab.records.environment import Environment
@@ -36,7 +36,7 @@ class Cells(Generic[Cell]):
     failed: Callable[[int, Failure], Cell]
     """Makes the result of a failed cell from its number and the failure."""
     groups: Sequence[Sequence[int]] | None = None
-    """The numbers of cells that are timed in turns, group by group; None if each is timed by itself."""
+    """The numbers of cells that are timed in turns, group by group; None if each is timed alone."""
     essential: frozenset[int] = frozenset()
     """Cells that all others need: if one of them ends its processes, no new processes are started."""
     device: str = "auto"
@@ -73,8 +73,6 @@ def measure_cells(
     Raises UserError (or the SteplabError that a process reported) for a request that cannot be served.
     """
     around = torchrun_around()
-    if around is not None and not around.is_first:
-        timeout_s = None  # only torchrun's first process hears of each cell as it ends
     left = [list(group) for group in cells.groups or [[number] for number in range(len(cells.labels))]]
     results: set[int] = set()
 

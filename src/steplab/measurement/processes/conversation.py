@@ -1,33 +1,63 @@
-"""The measuring processes of one request: started with it, heard until they have answered, ended with all that they
-started.
+"""Starts the processes that measure for one request, receives their messages, and ends them.
 
-On this machine alone each process inherits its connection, and several meet in a private folder: nothing listens on a
-port. If torchrun has started a command line for each rank, the first one listens to the ranks of all.
+Each process inherits its end of a wire, and several meet in a private folder: nothing listens on a port.
+
+A failure of one rank ends the measurement of all: at once if the rank raises, runs out of memory or dies; after STALL_S
+without progress on any rank, or at the user's time limit, if it hangs. A single process that hangs is ended at the time
+limit alone.
 """
 
-import signal
-import threading
+import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
-from steplab.measurement.machine.torchrun import ProcessPlace, Torchrun
-from steplab.measurement.processes.hearing import EXIT_S, Hearing
-from steplab.measurement.processes.hub import Hub
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import JointOutcome, Order, Request
-from steplab.measurement.processes.ranks import environment_of
+import msgspec
+
+from steplab.errors import SteplabError, UserError
+from steplab.measurement.jobs import Job
+from steplab.measurement.machine.torchrun import ProcessPlace, environment_of
 from steplab.measurement.processes.scratch import scratch_folder
-from steplab.measurement.processes.started import Started
+from steplab.measurement.processes.started import Started, crash, named, unreadable
+from steplab.measurement.processes.wire import (
+    STAGE,
+    BadMessage,
+    Kind,
+    Message,
+    Request,
+    Whereabouts,
+    Wire,
+    decoded,
+    read,
+    wire_to_a_child,
+)
+from steplab.measurement.progress import OnProgress, Progress
 from steplab.python import python_running
+from steplab.records.environment import Environment
 from steplab.records.failure import Failure
+from steplab.records.run import Run
 from steplab.records.turns import Turn
+from steplab.units import format_time
 
+CHILD = "steplab.measurement.processes.child"
+"""The program of a measuring process."""
+STALL_S = 600.0
+"""How long all ranks may go without progress: compiling a large model reports nothing for minutes."""
+_POLL_S = 0.2
+_CAUSE_S = 5.0
+"""How long after the first sign of trouble another rank may take to name the cause."""
+_ANSWER_S = 3.0
+"""How long a rank may take to say where it stands."""
+EXIT_S = 10.0
+"""How long processes may take to end once they have said all."""
 _WRAPPER_EXIT_S = 600.0
 """How long the profiler around a process may take to write what it recorded."""
+_LOST_CONNECTION = ("gloo", "NCCL", "DistBackendError", "DistNetworkError", "DistStoreError", "Connection closed")
+"""Words in the error of a rank that fails because another rank is gone."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -42,8 +72,87 @@ class Surroundings:
 
 HERE = Surroundings()
 """The surroundings of this process."""
-CHILD = "steplab.measurement.entry.child"
-"""The program of a measuring process."""
+
+
+class Listener:
+    """Receives the calls of a job's observer, and keeps the latest of each kind."""
+
+    def __init__(
+        self,
+        job: Job,
+        on_progress: OnProgress = lambda progress: None,
+        *,
+        on_environment: Callable[[Environment], None] = lambda environment: None,
+        on_facts: Callable[[Any], None] = lambda facts: None,
+        on_cell: Callable[[int, Any], None] = lambda number, cell: None,
+    ) -> None:
+        self.on_progress = on_progress
+        self.progress = Progress(stage="starting", done=0, total=0)
+        self.environment: Environment | None = None
+        self.measured: Run | None = None
+        """The record as it was when all timing was done; None before."""
+        self.is_ready = False
+        """Whether the process waits for its next turn."""
+        self.under_way: Sequence[int] = ()
+        """The cells that may be the cause if the process dies now."""
+        self.result: Any = None
+        """The job's result; None until it arrives, or if the cells are the result."""
+        self.refusal: SteplabError | None = None
+        self.answered = False
+        """Whether the last message has arrived."""
+        self.renew: Callable[[], None] = lambda: None
+        """Restarts the time limit."""
+        self._job, self._on_environment, self._on_facts, self._on_cell = job, on_environment, on_facts, on_cell
+
+    def receive(self, message: Message) -> None:
+        """Receive one message. Raises BadMessage if its value is not what such a message has."""
+
+        def of(type: Any) -> Any:
+            return read(message.value, type)
+
+        match message.kind:
+            case "stage":
+                stage, total = of(STAGE)
+                self._show(Progress(stage=stage, done=0, total=total))
+            case "step":
+                self._show(Progress(stage=self.progress.stage, done=of(int), total=self.progress.total))
+            case "environment":
+                self.environment = of(Environment)
+                self._on_environment(self.environment)
+            case "measured":
+                self.measured = of(Run)
+            case "ready":
+                self.is_ready = True
+            case "facts":
+                self._on_facts(of(self._job.facts))
+            case "at":
+                self.under_way = of(tuple[int, ...])
+                self.renew()
+            case "cell":
+                number, cell = of(tuple[int, msgspec.Raw])
+                self._on_cell(number, read(cell, self._job.cell))
+            case "result":
+                self.result, self.answered = of(self._job.result), True
+            case "refused":
+                exit_code, text = decoded(message.value, tuple[int, str])
+                self.refusal = UserError(text) if exit_code == UserError.exit_code else SteplabError(text)
+                self.answered = True
+
+    def _show(self, progress: Progress) -> None:
+        self.progress = progress
+        self.on_progress(progress)
+
+
+@dataclass(kw_only=True, slots=True)
+class _Rank:
+    number: int
+    process: Started
+    wire: Wire
+    stage: str = "starting"
+    failure: Failure | None = None
+    where: Whereabouts | None = None
+    has_ended: bool = False
+    """Its work is done, as it has said."""
 
 
 class Conversation:
@@ -55,44 +164,49 @@ class Conversation:
         listener: Listener,
         timeout_s: float | None,
         *,
-        around: Torchrun | None = None,
         wrapper: Sequence[str] = (),
         surroundings: Surroundings = HERE,
         ahead_of: str | None = None,
     ) -> None:
         """Start the processes. `timeout_s` limits each time that this process waits for them.
 
-        Under torchrun (`around`) only the process of this command line's rank is started. `wrapper` and `surroundings`
-        are of a single process. Without a request it loads what the job `ahead_of` needs, and is then ready for
-        `begin`.
+        `wrapper` and `surroundings` are of a single process. Without a request it loads what the job `ahead_of` needs,
+        and is then ready for `begin`.
 
         Raises SteplabError if the system does not let one start.
         """
-        hears_all = around is None or around.is_first
-        size = request.processes if request is not None and hears_all else 1
-        self._listener, self._around = listener, around if hears_all else None
+        size = request.processes if request is not None else 1
+        self._listener, self._is_alone = listener, size == 1
         self._exit_s = _WRAPPER_EXIT_S if wrapper else EXIT_S
-        self._processes: dict[int, Started] = {}
+        self._ranks: list[_Rank] = []
+        self._gone: list[_Rank] = []
+        """The ranks that ended before they sent `ended`, in order."""
+        self._open: dict[Any, _Rank] = {}
+        """The ranks that can still be heard, by their connections."""
         with ExitStack() as opened:
-            scratch = opened.enter_context(scratch_folder()) if size > 1 and around is None else None
+            scratch = opened.enter_context(scratch_folder()) if size > 1 else None
             opened.callback(self._end_processes)
-            self._hub = opened.enter_context(closing(Hub(size)))
-            for number, environment in enumerate(_environments(size, around, surroundings)):
-                with self._hub.adopt(number) as connection:
-                    descriptor = connection.fileno()
-                    self._processes[number] = Started(
-                        [*wrapper, *python_running(CHILD, str(descriptor), *([ahead_of] if ahead_of else []))],
+            for number in range(size):
+                place = ProcessPlace(rank=number, size=size, local_rank=number, local_size=size)
+                wire, theirs = wire_to_a_child()
+                opened.callback(wire.connection.close)
+                with theirs:
+                    process = Started(
+                        [*wrapper, *python_running(CHILD, str(theirs.fileno()), *([ahead_of] if ahead_of else []))],
                         folder=surroundings.folder,
-                        environment=environment,
-                        pass_fds=[descriptor, *([scratch.lock] if scratch else [])],
+                        environment=surroundings.environment if size == 1 else environment_of(place),
+                        pass_fds=[theirs.fileno(), *([scratch.lock] if scratch else [])],
                     )
+                self._ranks.append(_Rank(number=number, process=process, wire=wire))
+                self._open[wire.connection] = self._ranks[-1]
             if request is not None:
-                order = Order(request=request, folder=str(scratch.path) if scratch else None)
-                if self._around is not None:
-                    order.hub = (self._hub.listen(everywhere=not self._around.is_on_one_machine), self._hub.token)
-                self._hub.broadcast("order", order)
+                if scratch is not None:
+                    request = msgspec.structs.replace(request, folder=str(scratch.path))
+                self._send_all("request", request)
             self._opened = opened.pop_all()
-        self._hearing = Hearing(self._hub, size, listener, timeout_s, self._processes, self._exit_s)
+        listener.renew = self._renew
+        self._timeout_s = timeout_s
+        self._renew()
 
     def __enter__(self) -> Self:
         return self
@@ -101,35 +215,32 @@ class Conversation:
         self.end()
 
     def listen(self) -> Failure | None:
-        """Hear the processes until the last message, or until a single one waits for a turn; gives their failure.
+        """Receive messages until the last one, or until a single process waits for a turn; returns the failure.
 
         Raises the SteplabError that a process reported.
         """
-        with nullcontext() if self._around is None else _told_to_end(self._hearing.end_soon):
-            failure = self._hearing.hear()
         listener = self._listener
-        if failure is None and listener.is_ready:
-            return None
-        refusal = listener.refusal
-        refused = (refusal.exit_code, str(refusal)) if refusal is not None else None
-        self._hub.broadcast("verdict", JointOutcome(failure=failure, refused=refused))
-        if refusal is not None:
-            raise refusal
-        if failure is None and listener.failed is None:
+        listener.is_ready = False
+        listener.on_progress(listener.progress)
+        failure = self._receive()
+        if listener.refusal is not None:
+            raise listener.refusal
+        if failure is None and not listener.is_ready:
             deadline_s = time.monotonic() + self._exit_s
-            for process in self._processes.values():
-                process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
+            for rank in self._ranks:
+                rank.process.exit_code(wait_s=max(0.0, deadline_s - time.monotonic()))
         return failure
 
     def begin(self, request: Request, timeout_s: float | None) -> None:
         """Give a process that was started without one its request, and its time limit."""
-        self._hearing.limit(timeout_s)
-        self._hub.send(0, "order", Order(request=request))
+        self._timeout_s = timeout_s
+        self._renew()
+        self._send_all("request", request)
 
     def give(self, turn: Turn) -> Failure | None:
         """Give the process its next turn, and listen as `listen` does until the turn is over."""
-        self._listener.renew()
-        self._hub.send(0, "turn", turn)
+        self._renew()
+        self._send_all("turn", turn)
         return self.listen()
 
     def end(self) -> None:
@@ -137,29 +248,132 @@ class Conversation:
         self._opened.close()
 
     def _end_processes(self) -> None:
-        for process in self._processes.values():
-            process.end()
+        for rank in self._ranks:
+            rank.process.end()
+
+    def _renew(self) -> None:
+        self._started_s = self._moved_s = time.monotonic()
+
+    def _send_all(self, kind: Kind, value: object = None) -> None:
+        for rank in self._ranks:
+            rank.wire.send(kind, value)
+
+    def _receive(self) -> Failure | None:
+        listener, trouble_s = self._listener, None
+        while not listener.answered:
+            self._receive_some()
+            if listener.is_ready:
+                return None
+            for rank in self._ranks:
+                if rank.failure is not None and (self._is_alone or not is_suffered(rank.failure)):
+                    return self._named(rank, rank.failure)
+            now_s = time.monotonic()
+            if not self._is_troubled():
+                trouble_s = None  # a process ended before its last message was read
+            elif trouble_s is None:
+                trouble_s = now_s
+            if self._gone or (trouble_s is not None and now_s - trouble_s > _CAUSE_S):
+                return self._died()
+            if self._timeout_s is not None and now_s - self._started_s > self._timeout_s:
+                return self._hung(f"did not end within {format_time(self._timeout_s)}")
+            if not self._is_alone and now_s - self._moved_s > STALL_S:
+                return self._hung(f"made no progress for {format_time(STALL_S)}")
+        return None
+
+    def _receive_some(self) -> None:
+        if not self._open:
+            time.sleep(_POLL_S)
+            return
+        for connection in wait(list(self._open), _POLL_S):
+            rank = self._open[connection]
+            try:
+                message = rank.wire.receive()
+                if message is not None:
+                    self._note(rank, message)
+                elif not rank.has_ended:
+                    self._gone.append(rank)
+            except BadMessage as error:
+                message = None  # where the next one begins is not known
+                rank.failure = unreadable(error, rank.stage, rank.process.last_lines())
+            if message is None:
+                del self._open[connection]
+
+    def _note(self, rank: _Rank, message: Message) -> None:
+        match message.kind:
+            case "failed":
+                rank.failure = read(message.value, Failure)
+            case "where":
+                rank.where = read(message.value, Whereabouts)
+            case "ended":
+                rank.has_ended = True
+            case kind:
+                self._moved_s = time.monotonic()
+                if kind == "stage":
+                    rank.stage = read(message.value, STAGE)[0]
+                if rank.number == 0 or kind == "refused":
+                    self._listener.receive(message)
+
+    def _ended_early(self) -> list[_Rank]:
+        return [
+            rank
+            for rank in self._ranks
+            if rank.process.exit_code() is not None and (rank.number == 0 or not rank.has_ended)
+        ]
+
+    def _is_troubled(self) -> bool:
+        return bool(self._gone or self._ended_early()) or any(rank.failure for rank in self._ranks)
+
+    def _died(self) -> Failure:
+        for rank in self._ranks:
+            if rank.failure is not None and not self._gone:
+                return self._named(rank, rank.failure)
+        rank = (self._gone or self._ended_early())[0]
+        code = rank.process.exit_code(self._exit_s)
+        if code is None and not self._is_alone:
+            message = f"the process ended, or was cut off, during {rank.stage}"
+            return self._named(rank, Failure(kind="crashed", message=message, phase=rank.stage))
+        return self._named(rank, crash(code, rank.stage, rank.process.last_lines()))
+
+    def _hung(self, what: str) -> Failure:
+        """Several ranks are asked where they stand: a rank that waits for others is not the cause."""
+        if self._is_alone:
+            (rank,) = self._ranks
+            return Failure(kind="timeout", message=what, phase=rank.stage, last_lines=rank.process.last_lines())
+        self._send_all("where")
+        deadline_s = time.monotonic() + _ANSWER_S
+        while time.monotonic() < deadline_s and not all(rank.where for rank in self._open.values()):
+            self._receive_some()
+        guilty = self._to_blame()
+        lines = tuple(f"rank {rank.number} {_standing(rank)}" for rank in self._ranks)
+        if len(guilty) != 1:
+            where = "; ".join(lines[:2]) + ("; …" if len(lines) > 2 else "")
+            stage = (guilty or self._ranks)[0].stage
+            return Failure(kind="timeout", message=f"the ranks {what}: {where}", phase=stage, last_lines=lines)
+        (rank,) = guilty
+        message = f"{what}: it {_standing(rank)} in {rank.stage}, and the others wait for it"
+        return self._named(rank, Failure(kind="timeout", message=message, phase=rank.stage, last_lines=lines))
+
+    def _to_blame(self) -> list[_Rank]:
+        silent = [rank for rank in self._ranks if rank.where is None and not rank.has_ended]
+        code, device = (
+            [rank for rank in self._ranks if rank.where and rank.where.state == state] for state in ("code", "device")
+        )
+        return silent or code or device
+
+    def _named(self, rank: _Rank, failure: Failure) -> Failure:
+        return failure if self._is_alone else named(failure, rank.number, socket.gethostname())
 
 
-def _environments(size: int, around: Torchrun | None, surroundings: Surroundings) -> Sequence[Mapping[str, str] | None]:
-    """The environment variables of each process to start."""
-    if around is not None:
-        return [environment_of(around)]
-    if size == 1:
-        return [surroundings.environment]
-    places = (ProcessPlace(rank=rank, size=size, local_rank=rank, local_size=size) for rank in range(size))
-    return [environment_of(place) for place in places]
+def _standing(rank: _Rank) -> str:
+    return "does not answer" if rank.where is None else standing(rank.where)
 
 
-@contextmanager
-def _told_to_end(end_soon: Callable[[], None]) -> Iterator[None]:
-    """A context in which torchrun's signal to end calls `end_soon`: torchrun ends all command lines once one fails,
-    and the first still has to name the rank."""
-    if threading.current_thread() is not threading.main_thread():  # only the main thread receives signals
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, lambda *_: end_soon())
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+def standing(where: Whereabouts) -> str:
+    """The whereabouts in words, after the name of a rank."""
+    doing = {"collective": "waits for other ranks", "device": "waits for its device"}.get(where.state, "is")
+    return f"{doing} at {where.line}"
+
+
+def is_suffered(failure: Failure) -> bool:
+    """Whether the failure only says that another rank is gone."""
+    return failure.kind in ("error", "timeout") and any(word in failure.message for word in _LOST_CONNECTION)

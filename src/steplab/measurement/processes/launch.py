@@ -1,28 +1,23 @@
 """Measures a cell in a child process, or in several, and turns whatever happens to them into a record.
 
-A child (`entry.child`) gets its order and answers over one connection. It leads a session of its own, so that Ctrl-C
-reaches the parent alone, which then ends the child and everything that the child started.
+A child (`processes.child`) leads a session of its own, so that Ctrl-C reaches the parent alone, which then ends the
+child and everything that the child started.
 """
 
-import contextlib
 import dataclasses
-import socket
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+import psutil  # type: ignore[import-untyped]
 
 from steplab.errors import SteplabError, UserError
 from steplab.measurement.jobs import JOBS, AuditTask, StepTask
-from steplab.measurement.machine.torchrun import Torchrun, torchrun_around
-from steplab.measurement.processes.channel import connect
-from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
-from steplab.measurement.processes.hub import command_line_of
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
-from steplab.measurement.processes.ranks import refuse_too_many
-from steplab.measurement.processes.started import named
+from steplab.measurement.machine.torchrun import torchrun_around
+from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
+from steplab.measurement.processes.rank import Rank
+from steplab.measurement.processes.wire import Request
 from steplab.measurement.progress import OnProgress
 from steplab.records.ceilings import Ceilings
 from steplab.records.codec import encode, new_head
@@ -32,9 +27,10 @@ from steplab.records.numerics import Numerics
 from steplab.records.run import Run
 from steplab.specs.model import refuse_planning_only
 from steplab.specs.step import StepSpec
+from steplab.units import MIB, format_bytes
 
-_FIRST_RANK_S = 30.0
-"""How much longer the other command lines of torchrun wait than the first, which knows of all ranks."""
+_PROCESS_BYTES = 128 * MIB
+"""The memory of a process that has only loaded torch."""
 
 
 def measure_in_child(
@@ -135,7 +131,7 @@ def ask(
     listener = Listener(JOBS[job], on_progress)
     request = Request(job=job, task=msgspec.Raw(encode(task)), device=device, processes=processes)
     failure = converse(request, listener, timeout_s, wrapper, surroundings)
-    result = failure or listener.failed or listener.result
+    result = failure or listener.result
     if result is None:  # it waits for a turn, which this job does not have
         result = Failure(kind="error", message="the process gave no result", phase=listener.progress.stage)
     return Answer(result=result, environment=listener.environment, measured=listener.measured)
@@ -148,42 +144,36 @@ def converse(
     wrapper: Sequence[str] = (),
     surroundings: Surroundings = HERE,
 ) -> Failure | None:
-    """Have the processes of a request serve it, pass the first one's messages to `listener`, and return their failure;
-    None if the first sent its last message.
+    """Have a request served, pass the messages to `listener`, and return the failure; None if the last one came.
 
-    Several are started here or by torchrun; `wrapper` and `surroundings` are of a single one.
+    Several processes are started here; under torchrun this one is one of them. `wrapper` and `surroundings` are of a
+    single one.
 
     Raises the SteplabError that a process reported, and UserError if the processes do not fit into memory, or if
     torchrun started another number of them. KeyboardInterrupt ends the processes and passes on.
     """
     around = torchrun_around() if request.processes > 1 else None
-    if around is not None and not around.is_first:
-        return _follow_the_first(request, listener, timeout_s, around)
-    if around is None and request.processes > 1:
+    if around is not None:
+        if around.size != request.processes:
+            raise UserError(
+                f"torchrun started {around.size} processes, but the layout takes "
+                f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
+            )
+        return Rank(request, listener, timeout_s, around).serve()
+    if request.processes > 1:
         refuse_too_many(request.processes)
-    if around is not None and around.size != request.processes:
-        raise UserError(
-            f"torchrun started {around.size} processes, but the layout takes "
-            f"{request.processes}: give it --nproc-per-node and --nnodes for {request.processes} in all"
-        )
-    with Conversation(
-        request, listener, timeout_s, around=around, wrapper=wrapper, surroundings=surroundings
-    ) as conversation:
+    with Conversation(request, listener, timeout_s, wrapper=wrapper, surroundings=surroundings) as conversation:
         return conversation.listen()
 
 
-def _follow_the_first(
-    request: Request, listener: Listener, timeout_s: float | None, around: Torchrun
-) -> Failure | None:
-    """The part of every command line of torchrun but the first: its child learns the outcome of all ranks from the
-    first."""
-    patience_s = None if timeout_s is None else timeout_s + _FIRST_RANK_S
-    with Conversation(request, listener, patience_s, around=around) as conversation:
-        failure = conversation.listen()
-    if failure is None:
-        return listener.failed
-    if listener.hub is not None:
-        address, own = listener.hub, command_line_of(around.rank)
-        with contextlib.suppress(OSError), contextlib.closing(connect(*address, own)) as first:
-            first.send("failed", failure)  # if the first one has ended, torchrun reports it
-    return named(failure, around.rank, socket.gethostname())
+def refuse_too_many(processes: int) -> None:
+    """Raise UserError if the processes would not fit into the free memory with torch alone loaded.
+
+    A machine that swaps needs minutes to fail, and cannot be used meanwhile.
+    """
+    available = psutil.virtual_memory().available
+    if processes * _PROCESS_BYTES > available:
+        raise UserError(
+            f"{processes} processes do not fit: each takes at least {format_bytes(_PROCESS_BYTES)}, and "
+            f"{format_bytes(available)} of memory are free; start at most {available // _PROCESS_BYTES}"
+        )

@@ -86,7 +86,6 @@ def _is_own_folder(entry: os.DirEntry[str]) -> bool:
 
 
 def _lock(descriptor: int, *, wait: bool) -> bool:
-    """Lock an open folder for this process; returns whether it is locked."""
     try:
         import fcntl
 

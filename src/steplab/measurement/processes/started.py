@@ -1,5 +1,4 @@
-"""Processes that are started to measure: how they are ended, with all that they started, and how their failures are
-reported."""
+"""Starts measuring processes, ends their whole sessions, and reports how they ended."""
 
 import contextlib
 import dataclasses
@@ -40,7 +39,7 @@ def crash(returncode: int | None, stage: str, last_lines: tuple[str, ...]) -> Fa
 
 
 def unreadable(why: object, stage: str, last_lines: tuple[str, ...] = ()) -> Failure:
-    """The Failure of a process that sent what is no message; something else in the process may have written it."""
+    """The Failure of a process whose message cannot be read; a user's code may have written it."""
     message = f"the process sent an unreadable message during {stage}: {why}"
     return Failure(kind="error", message=cleaned(message), phase=stage, last_lines=last_lines)
 
@@ -98,7 +97,7 @@ class Started:
         return tuple(cleaned(line.rstrip()) for line in text.splitlines() if line.strip())[-_LAST_LINES:]
 
     def end(self) -> None:
-        """End it, with all that it started."""
+        """End its whole session."""
         if self.exit_code() is None:
             self._kill_group()
             self._process.wait()

@@ -1,11 +1,11 @@
-"""Measures several steps in turns on one device, so that a drift of the machine reaches all of them alike.
+"""Measures several steps in turns on one device, so that a drift of the machine affects all of them.
 
 Each step has a process that stays alive. It builds the step, warms up and waits; then the processes get turns of a few
-steps, A B B A A B and so on, and only the one whose turn it is uses the device. The others keep their weights and
-optimizer state in the device's memory, and nothing else.
+steps, A B B A A B and so on. Between turns a process holds its weights and optimizer state in the device's memory, and
+nothing else.
 
-Where the device's memory does not hold all of them, and for steps of several processes, each turn is a process of its
-own, and turns are longer: a record says so in `turns.alternating`.
+If the device's memory does not hold all of them, and for steps of several processes, each turn is a separate process,
+and turns are longer: a record says so in `turns.alternating`.
 """
 
 import dataclasses
@@ -18,10 +18,9 @@ import msgspec
 
 from steplab.errors import UserError
 from steplab.measurement.jobs import JOBS, StepTask, TurnsTask
-from steplab.measurement.processes.conversation import HERE, Conversation, Surroundings
+from steplab.measurement.processes.conversation import HERE, Conversation, Listener, Surroundings
 from steplab.measurement.processes.launch import measure_in_child
-from steplab.measurement.processes.listener import Listener
-from steplab.measurement.processes.messages import Request
+from steplab.measurement.processes.wire import Request
 from steplab.measurement.progress import OnProgress
 from steplab.records.codec import encode, new_head, new_id, now_utc
 from steplab.records.environment import Environment
@@ -35,7 +34,7 @@ from steplab.specs.step import StepSpec
 
 _JOB = "turns"
 _FEWEST_TURNS = 10
-"""Turns of each side, if it has as many steps; with fewer than eight, no difference could be told from chance."""
+"""Turns of each side, if it has as many steps; fewer than eight cannot distinguish a difference from chance."""
 _ALTERNATING_ROUNDS = 2
 """Turns of each side where every turn has a process of its own: A B B A."""
 
@@ -95,7 +94,7 @@ class Session:
         self._spare: Conversation | None = None
         """A process that has loaded, or is loading, what the next side needs."""
         self._loading: Listener | None = None
-        """What it says; None once it is a side's."""
+        """Its messages; None once it is a side's."""
         self._sides: list[Side] = []
         self._turns = 0
         self._last: Side | None = None
@@ -137,7 +136,7 @@ class Session:
 
         `is_enough` is asked after each round, with the number of rounds until then, and ends the measurement; where
         each turn has a process of its own, it is not asked. Without `alternates`, sides that do not fit together are
-        measured no further. Of several sides, the last one is not measured by itself.
+        measured no further. The last of several sides is not measured alone.
         Raises as `enter` does.
         """
         self._await_spare()  # it would disturb the measurement
@@ -192,7 +191,6 @@ class Session:
         self._heard(side, side.conversation.listen())
 
     def _await_spare(self) -> None:
-        """Wait until the spare process has loaded; one that failed is not used."""
         if self._spare and self._loading and not self._loading.is_ready and self._spare.listen() is not None:
             self._end_spare()
 
@@ -202,10 +200,10 @@ class Session:
         self._spare = self._loading = None
 
     def _heard(self, side: Side, failure: Failure | None) -> None:
-        """Note how a side is after it was heard; where it ran out of memory beside others, sides alternate."""
+        """Note a side's failure; if it ran out of memory next to others, sides alternate."""
         assert side.listener is not None
         if failure is None and not side.listener.is_ready:
-            ended = side.listener.result.failure if side.listener.result else side.listener.failed
+            ended = side.listener.result.failure if side.listener.result else None
             failure = ended or Failure(kind="crashed", message="it ended before its turn")
         if failure is None:
             return
@@ -222,7 +220,6 @@ class Session:
             _end(side)
 
     def _all_turns(self, sides: Sequence[Side], steps: int, is_enough: Callable[[int], bool]) -> bool:
-        """Whether the turns were taken; if not, the sides alternate from now on."""
         for number, turn_steps in enumerate(_in_turns(steps)):
             for side in sides if number % 2 == 0 else reversed(sides):
                 if _is_over(sides):
@@ -280,13 +277,11 @@ class Session:
 
 
 def _in_turns(steps: int) -> list[int]:
-    """The steps of each turn."""
     turns = min(steps, max(_FEWEST_TURNS, -(-steps // MOST_IN_A_BLOCK)))
     return [steps // turns + (number < steps % turns) for number in range(turns)]
 
 
 def _is_over(sides: Sequence[Side]) -> bool:
-    """Whether too few sides are left to be compared."""
     return sum(side.failure is None for side in sides) < min(2, len(sides))
 
 

@@ -13,10 +13,10 @@ import torch
 from torch.profiler import profile
 
 from steplab.errors import Unsupported
+from steplab.measurement.clock import OnStep, Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.profile.nsys import is_watched_by_nsys
 from steplab.measurement.step.graphed import Step
-from steplab.measurement.step.loop import OnStep, Phase
 from steplab.measurement.step.spans import Spans, activities_on, note_on_left_out
 from steplab.ops.attention.plain import Span, no_span
 from steplab.printing import MARK

@@ -14,11 +14,12 @@ from torch import nn
 
 from steplab.measurement import compat
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.distributed import Distributed, make_whole
 from steplab.measurement.step.laying_out import (
     Autocast,
+    Distributed,
     forget_the_whole,
     lay_out_transformer,
+    make_whole,
     prepare_blocks,
     sharding_of,
     units_of,
@@ -64,7 +65,6 @@ def _variant_of(spec: StepSpec) -> Variant:
 
 
 def _compiled(module: nn.Module, spec: StepSpec, *, by_block: bool) -> Any:
-    """The callable that runs the module; without `by_block` the module is compiled as a whole."""
     if by_block and isinstance(module, Transformer):
         prepare_blocks(module, spec)
     elif spec.compile == "block":
@@ -142,7 +142,6 @@ def parts_of(module: nn.Module) -> list[nn.Module]:
 
 
 def _laid_out(module: nn.Module, spec: StepSpec, layout: Layout, world: World, autocast: Autocast) -> Distributed:
-    """Lay the module out by torch's engine; a foreign model along dp and fsdp, by its repeated blocks."""
     if isinstance(module, Transformer):
         return lay_out_transformer(module, replace(spec, layout=layout), world, autocast)
     device, sharding = world.device.torch_device, sharding_of(module, spec)

@@ -9,7 +9,7 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from steplab.measurement.step.loop import Phase
+from steplab.measurement.clock import Phase
 
 _ALL_BACKENDS = [
     SDPBackend.CUDNN_ATTENTION,

@@ -20,9 +20,9 @@ import torch
 from torch import Tensor
 
 from steplab.errors import ERRORS, Unsupported
+from steplab.measurement.clock import Phase
 from steplab.measurement.machine.device import Device
 from steplab.measurement.machine.failures import place_of
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.step.step import FIRST, BuiltStep, ModelStep
 from steplab.measurement.tensors import with_tensors
 from steplab.records.memory import PeakMemory
@@ -166,7 +166,6 @@ class GraphedStep:
         return Phase(name=phase.name, run=run)
 
     def _take(self, inputs: Any) -> None:
-        """Copy the next batch to where the graphs read it."""
         _copy(self.batches[self._replayed % len(self.batches)], inputs, self._what)
         self._replayed += 1
 

@@ -1,17 +1,17 @@
 """Lays the plain Transformer out over ranks, by a spec's layout and torch's engine."""
 
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from steplab.measurement.machine.world import World
-from steplab.measurement.step.distributed import Distributed
 from steplab.model.checkpointing import wrap_block
 from steplab.model.compiling import repeated_blocks
 from steplab.model.layout import (
@@ -36,6 +36,44 @@ from steplab.parallel.layout import (
 )
 from steplab.specs.layout import Layout
 from steplab.specs.step import STAGES_A_RANK, StepSpec
+
+MakeOptimizer = Callable[..., torch.optim.Optimizer]
+"""(parameters, class of the optimizer, **its options) -> the optimizer"""
+
+
+def make_whole(
+    parameters: Sequence[nn.Parameter], optimizer: type[torch.optim.Optimizer], **options: Any
+) -> torch.optim.Optimizer:
+    """Make an optimizer whose state is whole on each rank, or divided as its parameters are."""
+    return optimizer(parameters, **options)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Distributed:
+    """A module ready to be stepped on this rank."""
+
+    module: nn.Module
+    """The module with the parameters that this rank's optimizer updates."""
+    call: Callable[..., Any] | None
+    """The callable that runs a rank's batch; None if there is a pipeline."""
+    data_index: int = 0
+    """The number of the step's batch that this rank works on; ranks with equal numbers share a batch."""
+    finish_gradients: Callable[[], None] | None = None
+    """Called after the backward pass; then every rank has the gradients that its optimizer needs. None if they are
+    complete when the backward pass ends."""
+    finish_in_parts: Callable[[], Iterator[Sequence[Tensor]]] | None = None
+    """The same, but gives some parameters at a time as soon as they have their gradients, to be updated; None if all
+    are updated afterwards."""
+    no_sync: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context for the forward and backward passes of every micro-step but the last, in which gradients accumulate
+    on each rank and are not sent."""
+    around: Callable[[], AbstractContextManager[object]] = nullcontext
+    """A context for the forward pass and for the backward pass."""
+    pipeline: Pipeline | None = None
+    """Runs both passes of a batch in turn; None if they run one after the other."""
+    make_optimizer: MakeOptimizer = make_whole
+    """Makes the optimizer of the parameters."""
+
 
 Autocast = Callable[[], AbstractContextManager[object]]
 
@@ -120,7 +158,6 @@ def sharding_of(module: nn.Module, spec: StepSpec) -> Sharding:
 def _in_stages(
     model: Transformer, spec: StepSpec, mesh: DeviceMesh, device: torch.device, autocast: Autocast, loss: LossFn
 ) -> tuple[Pipeline, nn.Module]:
-    """The pipeline, and this rank's stages as one module."""
     shape, layout = spec.model.shape, spec.layout
     assert shape is not None
     stages_a_rank = STAGES_A_RANK[spec.pipeline_schedule]

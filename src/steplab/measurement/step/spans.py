@@ -98,8 +98,6 @@ def note_on_left_out(names: Sequence[str]) -> list[str]:
 
 
 class _Range:
-    """A stretch of host time under a name."""
-
     def __init__(self, name: str, nvtx: bool) -> None:
         self._name, self._nvtx = name, nvtx
         self._record = record_function(name)

@@ -26,9 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from steplab.errors import Unsupported, UserError
+from steplab.measurement.clock import Phase
 from steplab.measurement.machine.world import World
 from steplab.measurement.step.distribute import make_ready, parts_of
-from steplab.measurement.step.loop import Phase
 from steplab.measurement.tensors import TORCH_DTYPES, with_tensors
 from steplab.model.transformer import Transformer
 from steplab.model.workload import Workload, call, loss_of
@@ -212,11 +212,9 @@ class ModelStep:
 
     @property
     def _is_last(self) -> bool:
-        """Whether the micro-step under way is the last of its step."""
         return self._micro_steps_begun % self._num_micro_steps == 0
 
     def _synchronising(self) -> AbstractContextManager[object]:
-        """A context in which gradients are sent only in the last micro-step."""
         return nullcontext() if self._is_last else self.distributed.no_sync()
 
     def _updating(self) -> AbstractContextManager[object]:
@@ -237,7 +235,6 @@ class ModelStep:
         current.wait_stream(self._stream)
 
     def _batch(self) -> Any:
-        """The batch of the current micro-step."""
         return self.batches[(self._micro_steps_begun - 1) % len(self.batches)]
 
     def _end_backward(self) -> None:
@@ -280,7 +277,6 @@ BuiltStep = ModelStep | WholeStep
 
 
 def _optimizer(name: str) -> tuple[type[torch.optim.Optimizer], dict[str, Any]]:
-    """The class behind StepSpec's name for an optimizer, and its options."""
     if name == "sgd":
         return torch.optim.SGD, {"lr": LEARNING_RATE}
     if name == "adamw_triton":
@@ -319,7 +315,6 @@ def set_fp32_matmuls(precision: str) -> None:
 
 
 def _to_bf16(tensor: Tensor) -> Tensor:
-    """A floating-point tensor in bf16; token ids are unchanged."""
     return tensor.to(torch.bfloat16) if tensor.is_floating_point() else tensor
 
 

@@ -1,4 +1,4 @@
-"""Scaled dot-product attention, several ways, behind one function."""
+"""Scaled dot-product attention by several implementations behind one function."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,7 @@ _HOMES = {
 
 
 def __getattr__(name: str) -> Any:
-    """The public names, imported when first asked for: parts of this folder are used without the whole."""
+    """Import public names at their first use: parts of this folder are used without the others."""
     if name not in _HOMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module

@@ -1,7 +1,5 @@
-"""attention(): one signature over every implementation, chosen by name and never swapped silently.
-
-Shape suffixes: B batch (any leading dimensions), H heads, S query positions, K key positions, D head dimension.
-"""
+"""attention(): one signature over every implementation, chosen by name and never swapped silently. Shape suffixes: B
+batch (any leading dimensions), H heads, S query positions, K key positions, D head dimension."""
 
 from collections.abc import Callable
 from functools import cache, partial
@@ -19,7 +17,6 @@ from .triton_tuning import hopper_kernels_on
 
 
 def choice_for(q: Tensor, k: Tensor, *, causal: bool) -> Choice:
-    """The choice for tensors in hand."""
     return _choice(*_described(q, k), causal)
 
 
@@ -32,7 +29,7 @@ _Described = tuple[torch.device, torch.dtype, int, int, int, bool]
 
 
 def _described(q: Tensor, k: Tensor) -> _Described:
-    """The device, dtype and sizes that a choice depends on, besides the mask."""
+    """Device, dtype and sizes that a choice depends on, except the mask."""
     dtype = autocast_dtype(q.device.type) or q.dtype
     grouped = q.dim() > 3 and num_key_heads(k) != q.shape[-3]
     return q.device, dtype, fixed(q.shape[-1]), fixed(q.shape[-2]), fixed(k.shape[-2]), grouped
@@ -74,7 +71,6 @@ def _choice(
 
 
 def device_name(device: torch.device) -> str:
-    """What the rule knows a device by."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
@@ -99,7 +95,8 @@ def flash_triton_attention(
 
 
 def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The same, as three tensors to torch.compile too: it breaks its graph where a Function gets one tensor twice."""
+    """The same as three distinct tensors, because torch.compile breaks its graph where a Function gets one tensor
+    twice."""
     if not torch.compiler.is_compiling():
         return q, k, v
     return q, k.view_as(k) if k is q else k, v.view_as(v) if v is k or v is q else v
@@ -108,7 +105,7 @@ def _apart(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def auto_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """Whichever implementation was measured to be fastest for such inputs (see choice_rule.py)."""
+    """The implementation that was fastest for such inputs (choice_rule.py)."""
     return IMPLEMENTATIONS[name_for(q_BHSD, k_BHKD, causal=causal)](q_BHSD, k_BHKD, v_BHKD, causal=causal, scale=scale)
 
 
@@ -125,10 +122,8 @@ IMPLEMENTATIONS: dict[str, AttentionFn] = {
 
 
 def attention_named(implementation: str, *, span: Span = no_span) -> AttentionFn:
-    """The function behind a name, for [B, H, S, D] alone; raises Unsupported, listing the names there are.
-
-    `span` marks the parts of plain attention for a profiler; the fused ones have no parts to be seen from here.
-    """
+    """The function of a name, for [B, H, S, D] only; raises Unsupported with a list of the names. `span` marks the
+    parts of plain attention for a profiler; fused implementations have no visible parts."""
     if implementation == "plain" and span is not no_span:
         return partial(plain_attention, span=span)
     try:
@@ -154,12 +149,12 @@ def attention(
 
     q is [..., H, S, D] with k and v [..., N, K, D]: any leading dimensions, and N key heads where N divides H (query
     head h reads key head h * N // H). Three dimensions are [batch, S, D], one head; two are [S, D]. Nothing is
-    broadcast. causal hides keys after the query's own position, both counted from the first (as torch's is_causal
-    does). scale defaults to 1 / sqrt(D). Gives a tensor of q's shape and dtype; under autocast in its dtype, but for
-    plain, which gives q's.
+    broadcast. causal hides keys after the query's own position, both counted from the first, as torch's is_causal does.
+    scale defaults to 1 / sqrt(D). Returns a tensor of q's shape and dtype; under autocast in autocast's dtype, except
+    plain, which keeps q's.
 
-    Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for a name that is not
-    known and for inputs that the named implementation does not serve.
+    Raises UserError for tensors of other shapes or mixed types or devices, and Unsupported for an unknown name and for
+    inputs that the named implementation does not support.
     """
     attend = attention_named(implementation)
     check_inputs(q, k, v)

@@ -1,6 +1,6 @@
-"""`auto`: which implementation is fastest, for a GPU, a type and a head dimension. It needs no torch.
+"""`auto`: the fastest implementation for a GPU, a dtype and a head dimension, chosen without torch.
 
-The rule is of H100 and H200. There it takes at most 3 % longer than the fastest of each measured shape
+On H100 and H200 it takes at most 3 % longer than the fastest at each measured shape
 (tests/unit/test_attention_golden.py). On any other GPU, and for wider heads, it is sdpa, torch's own choice.
 """
 
@@ -10,17 +10,15 @@ from .hopper_kernels import planned_on
 from .implementations import DTYPES, why_not
 
 FALLBACK = "sdpa"
-"""Where nothing was measured."""
+"""The choice for unmeasured inputs."""
 MEASURED = ("NVIDIA H100", "NVIDIA H200")
-"""How the names of the GPUs begin that the rule is of."""
+"""Prefixes of the names of measured GPUs."""
 WIDEST = 128
-"""Largest head dimension that the rule is of."""
+"""Largest measured head dimension."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Choice:
-    """An implementation, and why that one."""
-
     implementation: str
     """A name that attention() takes, never auto."""
     reason: str
@@ -38,12 +36,11 @@ def choose(
     grouped: bool = False,
     hopper: bool | None = None,
 ) -> Choice:
-    """The fastest implementation that takes such inputs; sdpa where nothing was measured.
+    """The fastest implementation that takes such inputs; sdpa for unmeasured ones.
 
-    `device` is a GPU's name as torch gives it, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`:
-    several query heads read one key head. `hopper`: whether flash_triton's Hopper kernels run there; None: as a plan
-    assumes. Its portable kernels are slower than cuDNN. Raises ValueError for another dtype, and for a head dimension
-    below 1.
+    `device` is torch's name of a GPU, or cpu, mps, ...; `dtype` is spelled as torch's: bfloat16. `grouped`: several
+    query heads read one key head. `hopper`: True if flash_triton's Hopper kernels run there; None: as a plan assumes.
+    Its portable kernels are slower than cuDNN. Raises ValueError for another dtype, and for a head dimension below 1.
     """
     if dtype not in DTYPES or head_dim < 1:
         taken = f"one of {', '.join(DTYPES)} and a head dimension of 1 or more"

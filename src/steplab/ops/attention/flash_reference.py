@@ -1,11 +1,9 @@
-"""FlashAttention-2 in tiled PyTorch, to be read beside the paper: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
+"""FlashAttention-2 in tiled PyTorch, to be read with the paper: Dao 2023, "FlashAttention-2", algorithms 1 and 2.
 
-It rounds where a kernel on tensor cores does: products are of tiles in the inputs' type, summed in float32 (float64 for
-float64); the weights P and the scores' gradient dS are rounded to the inputs' type before they enter a product; all
-else stays wide. So its error is what a kernel's may be, and it is a twin in low precision to test one against.
-
-A row whose every score is -inf, or that has no key at all, gives zeros and a log-sum-exp of -inf, as
-scaled_dot_product_attention does; +inf and NaN among the scores give NaN.
+It rounds where a kernel on tensor cores does, so its error is a kernel's permitted error: products of tiles, the
+weights P and the scores' gradient dS are in the inputs' type, sums in float32 (float64 for float64). A row without
+keys, or with only -inf scores, gives zeros and a log-sum-exp of -inf, as scaled_dot_product_attention does; +inf and
+NaN give NaN.
 
 Shape suffixes: B batch, N key heads, R query heads that share one key head, S query positions, K key positions, D head
 dimension; s and t a tile of queries and of keys. H = N R query heads.
@@ -25,10 +23,8 @@ def reference_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     """Output, laid out as q is, and log-sum-exp of each row of scores, [B, H, S] in float32 (float64 for float64).
-
-    Algorithm 1. The softmax of a row is a quotient of two sums over the keys, and both can be taken tile by tile if
-    what was summed before is scaled down each time a higher score turns up ("online softmax").
-    """
+    Algorithm 1. A row's softmax is a quotient of two sums over the keys. Both are taken tile by tile, and scaled down
+    each time a higher score turns up ("online softmax")."""
     wide = _wide(q_BHSD.dtype)
     o_BHSD = torch.empty_like(q_BHSD)
     lse_BHS = torch.empty(q_BHSD.shape[:-1], dtype=wide, device=q_BHSD.device)
@@ -45,7 +41,7 @@ def reference_forward(
                 highest_BNRs1,
                 torch.maximum(highest_BNRs1, scores_BNRst.amax(-1, keepdim=True)),
             )
-            # Where no score is above -inf yet, -inf - (-inf) would be NaN: any finite number serves.
+            # With no score above -inf yet, -inf - (-inf) would be NaN: any finite number will do.
             base_BNRs1 = highest_BNRs1.masked_fill(highest_BNRs1 == -_INFINITY, 0)
             weights_BNRst = (scores_BNRst - base_BNRs1).exp()
             shrink_BNRs1 = (before_BNRs1 - base_BNRs1).exp()
@@ -68,14 +64,12 @@ def reference_backward(
     causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of q, k and v, each laid out as its own tensor is.
-
-    Algorithm 2. The weights are not kept but made again from the scores: P = exp(S - log-sum-exp). With dP = dO V^T the
-    scores' gradient is dS = P * (dP - D), where D = rowsum(P * dP) = rowsum(dO * O) is one number a row.
-    """
+    """Gradients of q, k and v, each laid out as its own tensor is. Algorithm 2. The weights are recomputed from the
+    scores: P = exp(S - log-sum-exp). With dP = dO V^T the scores' gradient is dS = P * (dP - D), where D = rowsum(P *
+    dP) = rowsum(dO * O) is one number a row."""
     wide, dtype = _wide(q_BHSD.dtype), q_BHSD.dtype
     d_BNRS1 = _grouped((do_BHSD.to(wide) * o_BHSD.to(wide)).sum(-1, keepdim=True), k_BNKD)
-    # A row of nothing but -inf: its weights are exp(-inf - 0) = 0.
+    # A row of -inf only: its weights are exp(-inf - 0) = 0.
     lse_BNRS1 = _grouped(lse_BHS.masked_fill(lse_BHS == -_INFINITY, 0).unsqueeze(-1), k_BNKD)
     q_BNRSD, do_BNRSD = (_grouped(x, k_BNKD).to(wide) for x in (q_BHSD, do_BHSD))
     dq_BNRSD = torch.zeros_like(q_BNRSD)
@@ -100,12 +94,12 @@ def reference_backward(
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What sums are taken in."""
+    """Accumulator dtype."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def _rounded(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """What a product sees of x on tensor cores of a type."""
+    """x as a product on tensor cores of this dtype reads it."""
     return x.to(dtype).to(x.dtype)
 
 
@@ -121,17 +115,15 @@ def _tiles(num_positions: int) -> Iterator[slice]:
 
 
 def _seen(rows: slice, num_keys: int, *, causal: bool) -> Iterator[slice]:
-    """Tiles of keys that some query of a tile sees."""
     return (columns for columns in _tiles(num_keys) if not causal or columns.start < rows.stop)
 
 
 def _seeing(columns: slice, num_queries: int, *, causal: bool) -> Iterator[slice]:
-    """Tiles of queries of which one sees some key of a tile."""
     return (rows for rows in _tiles(num_queries) if not causal or columns.start < rows.stop)
 
 
 def _scores(q_BNRsD: Tensor, k_BN1tD: Tensor, rows: slice, columns: slice, *, causal: bool, scale: float) -> Tensor:
-    """scale * q k^T of a tile; -inf for keys after the query's own position, where the tile has any."""
+    """scale * q k^T of a tile; -inf for keys after the query's own position."""
     scores_BNRst = q_BNRsD @ k_BN1tD.mT * scale
     if not causal or columns.stop - 1 <= rows.start:
         return scores_BNRst

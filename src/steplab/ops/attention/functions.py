@@ -1,8 +1,5 @@
-"""FlashAttentionReference and FlashAttentionTriton: attention that keeps no scores, and its gradient.
-
-Kept for backward are exactly q, k, v, the output and the log-sum-exp of each row of scores, whose shape is that of q
-without its last dimension.
-"""
+"""FlashAttentionReference and FlashAttentionTriton: attention that keeps no scores, and its gradient. They save exactly
+q, k, v, the output and the log-sum-exp of each row of scores, of q's shape without its last dimension."""
 
 from typing import Any
 
@@ -18,27 +15,24 @@ Gradients = tuple[Tensor, Tensor, Tensor, None, None]
 
 
 class _FlashAttention(torch.autograd.Function):
-    """What both have in common: how they are called."""
-
     operators: Operators
 
     @classmethod
     def apply(cls, q: Tensor, k: Tensor, v: Tensor, is_causal: bool = False, scale: float | None = None) -> Tensor:
         """softmax(scale q k^T) v for q [..., H, S, D], k and v [..., N, K, D] (N divides H), or all [..., S, D].
 
-        is_causal hides keys after the query's own position, both counted from the first; scale defaults to
-        1 / sqrt(D). Gives a tensor of q's shape. Raises UserError for other shapes, Unsupported for a type or a device
-        that the implementation does not serve. Under autocast the inputs are cast as scaled_dot_product_attention's
-        are. torch.compile goes to `forward` without passing here.
+        is_causal hides keys after the query's own position, both counted from the first; scale defaults to 1 / sqrt(D).
+        Returns a tensor of q's shape. Raises UserError for other shapes, Unsupported for an unsupported type or device.
+        Under autocast the inputs are cast as for scaled_dot_product_attention. torch.compile calls `forward` directly.
         """
         # torch.func's transforms need a Function in another form, and forward-mode differentiation an error. Torch has
-        # no public way to ask for either.
+        # no public way to detect either.
         if torch._C._are_functorch_transforms_active():
             output: Tensor = _Transformable.apply(q, k, v, is_causal, scale, cls.operators)[0]  # type: ignore[no-untyped-call]
             return output
-        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # nobody is going to ask for a gradient
+        if not torch.is_grad_enabled() and forward_ad._current_level < 0:  # no gradient will be requested
             return _computed(cls.operators, q, k, v, is_causal, scale)[0]
-        # What Function.apply itself does in Python takes longer than some kernels, and is for those transforms.
+        # Function.apply's own Python takes longer than some kernels, and serves only those transforms.
         attended: Tensor = super(torch.autograd.Function, cls).apply(q, k, v, is_causal, scale)  # type: ignore[misc]
         return attended
 
@@ -76,14 +70,14 @@ class FlashAttentionTriton(_FlashAttention):
 
 
 class _Transformable(torch.autograd.Function):
-    """The same for torch.func, which wants what is kept to be an output, and a rule for vmap."""
+    """The same for torch.func, which needs saved tensors as outputs, and a rule for vmap."""
 
     @staticmethod
     def forward(
         q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None, operators: Operators
     ) -> tuple[Tensor, ...]:
         o, lse, *cast = _computed(operators, q, k, v, is_causal, scale)
-        # An input that is an output too may be kept as a view alone.
+        # An input that is also an output may only be saved as a view.
         return o, lse, *(t.view_as(t) for t in cast)
 
     @staticmethod
@@ -110,7 +104,7 @@ class _Transformable(torch.autograd.Function):
 
 
 class _Underivable(torch.autograd.Function):
-    """Gradients whose derivative is refused, where it would otherwise be left out in silence."""
+    """Gradients that refuse a second derivative, which torch would otherwise omit silently."""
 
     generate_vmap_rule = True
 
@@ -120,7 +114,7 @@ class _Underivable(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]) -> None:
-        """Nothing is kept."""
+        """Nothing is saved."""
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
@@ -141,7 +135,7 @@ def _forward(
 def _computed(
     operators: Operators, q: Tensor, k: Tensor, v: Tensor, is_causal: bool, scale: float | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Output and log-sum-exp, then the inputs as they were computed with."""
+    """Output and log-sum-exp, then the inputs as computed with."""
     q, k, v = as_autocast_would(q, k, v)
     check_inputs(q, k, v)
     scale = default_scale(q, scale)
@@ -167,6 +161,6 @@ def _backward(ctx: Any, operators: Operators, grad: Tensor) -> Gradients:
     of_q, of_k, of_v = ctx.dtypes
     if not q.dtype == of_q == of_k == of_v:  # autocast changed them
         dq, dk, dv = dq.to(of_q), dk.to(of_k), dv.to(of_v)
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients may be differentiated in turn
+    if torch.is_grad_enabled() and not torch.compiler.is_compiling():  # the gradients may be differentiated again
         dq, dk, dv = _Underivable.apply(dq, dk, dv, q, k, v, grad)  # type: ignore[no-untyped-call]
     return dq, dk, dv, None, None

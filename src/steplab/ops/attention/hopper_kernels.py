@@ -1,7 +1,7 @@
-"""Which kernels flash_triton has in bf16 and fp16: those for Hopper, in Gluon, or the portable ones.
+"""The choice of flash_triton's kernels in bf16 and fp16: for Hopper, in Gluon, or portable ones.
 
-Gluon's interface changes with Triton's versions. With a version nobody tried, triton_trial tries the kernels when they
-are first called. This file imports neither torch nor Triton, so that plans can read it.
+Gluon's interface changes with Triton's versions. With an untested version, triton_trial tests the kernels at their
+first call. This file imports neither torch nor Triton, so that plans can read it.
 """
 
 import importlib.metadata
@@ -9,7 +9,7 @@ import importlib.metadata
 OLDEST = (3, 6)
 """Earlier versions of Triton lack parts of Gluon that the kernels use."""
 OLDEST_TORCH = "2.10"
-"""The first torch that asks for Triton 3.6."""
+"""The first torch that requires Triton 3.6."""
 TRIED = ((3, 6), (3, 7), (3, 8), (3, 9))
 """Versions with which every kernel compiles (tests/golden/hopper_kernels.json)."""
 
@@ -21,17 +21,15 @@ def release(version: str) -> tuple[int, int]:
 
 
 def too_old(version: str) -> bool:
-    """Whether this Triton cannot compile them."""
     return release(version) < OLDEST
 
 
 def is_tried(version: str) -> bool:
-    """Whether they were compiled with this Triton."""
     return release(version) in TRIED
 
 
 def remedy(version: str) -> str:
-    """What to install where they do not run with this Triton."""
+    """The version to install if they do not run with this Triton."""
     first, last = (".".join(map(str, tried)) for tried in (TRIED[0], TRIED[-1]))
     if too_old(version):
         return f"install torch {OLDEST_TORCH} or newer, which brings Triton {first} or newer"
@@ -39,7 +37,7 @@ def remedy(version: str) -> str:
 
 
 def installed_triton() -> str | None:
-    """The installed version of Triton, read without an import; None: there is none."""
+    """The installed version of Triton, read without an import; None if absent."""
     try:
         return importlib.metadata.version("triton")
     except importlib.metadata.PackageNotFoundError:
@@ -47,8 +45,8 @@ def installed_triton() -> str | None:
 
 
 def planned_on(gpu: str) -> bool:
-    """Whether a plan for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) counts on them: on Hopper GPUs, unless
-    the Triton installed here is too old."""
+    """True if a plan for a GPU of this name (H200 SXM, NVIDIA H100 80GB HBM3) assumes them: on Hopper GPUs, unless the
+    Triton installed here is too old."""
     words = gpu.removeprefix("NVIDIA ").split()
     installed = installed_triton()
     return bool(words) and words[0].startswith(("H1", "H2", "H8", "GH")) and not (installed and too_old(installed))

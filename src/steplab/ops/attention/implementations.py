@@ -1,12 +1,10 @@
-"""The implementations of attention and what is known of each: the one table that everything about them is read from.
+"""The table of attention implementations, from which choices, help, refusals, `auto`, plans, FLOPs, memory and
+documentation follow.
 
-Choices, help, refusals, `auto`, plans, FLOPs, memory and documentation all come from here. Whoever adds an
-implementation adds a row, its code, and the name of its function in api.py. It imports nothing, torch least of all, so
-that a plan can be made where there is no torch.
-
-Limits are those of the kernels on CUDA, and taken to be those on ROCm too. torch's are as its
-aten/src/ATen/native/transformers/cuda/sdp_utils.cpp has them, for NVIDIA GPUs from Ampere on;
-tests/gpu/test_attention_table_on_gpu.py tries them all.
+A new implementation is a row, its code, and the name of its function in api.py. This file imports nothing, so that
+plans work without torch. Limits are the CUDA kernels', and assumed for ROCm. torch's are from its
+aten/src/ATen/native/transformers/cuda/sdp_utils.cpp, for NVIDIA GPUs from Ampere on;
+tests/gpu/test_attention_table_on_gpu.py tests them all.
 """
 
 from dataclasses import dataclass
@@ -15,9 +13,8 @@ FP32, BF16, FP16, FP64 = "fp32", "bf16", "fp16", "fp64"
 _HALVES = (BF16, FP16)
 _ALL = (FP32, BF16, FP16, FP64)
 ITEM_BYTES = {FP32: 4, BF16: 2, FP16: 2, FP64: 8}
-"""Bytes of an element."""
 DTYPES = {"float32": FP32, "bfloat16": BF16, "float16": FP16, "float64": FP64}
-"""Number formats as torch spells them -> as this table does."""
+"""Number formats in torch's spelling -> in this table's."""
 
 
 def _rounded_up(number: int, multiple: int) -> int:
@@ -27,31 +24,30 @@ def _rounded_up(number: int, multiple: int) -> int:
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Workspace:
     """float32 memory that a backward pass holds while it runs: one number a row of scores, or one an element of the
-    queries. [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension rounded up], `times`
-    of these."""
+    queries. `times` tensors [batch, heads, tokens rounded up] or [batch, heads, tokens rounded up, head dimension
+    rounded up]."""
 
     what: str
-    """What it holds."""
+    """Content, in words."""
     tokens: int = 1
     """Tokens are rounded up to a multiple of this."""
     width: int | None = None
     """The head dimension is rounded up to a multiple of this; None: one number a row, unless there are `widths`."""
     widths: tuple[int, ...] = ()
-    """The head dimension is rounded up to the next of these. It is taken for bf16 and fp16 alone, up to the last."""
+    """The head dimension is rounded up to the next of these; only for bf16 and fp16, up to the last."""
     times: int = 1
-    """How many of these."""
     of_shared_keys: bool = False
-    """It is of the heads of keys, and taken where several heads of queries share them."""
+    """It belongs to the heads of keys, and exists only if several heads of queries share them."""
 
     def shape(self, batch: int, heads: int, tokens: int, head_dim: int) -> tuple[int, ...]:
-        """Shape of one of them in numbers, for queries of this shape, or for keys where `of_shared_keys`."""
+        """Shape of one of them, for queries of this shape, or for keys where `of_shared_keys`."""
         rows = batch, heads, _rounded_up(tokens, self.tokens)
         if self.widths:
             return *rows, next(width for width in self.widths if width >= head_dim)
         return rows if self.width is None else (*rows, _rounded_up(head_dim, self.width))
 
     def taken(self, number_bytes: int, head_dim: int, *, shared: bool) -> bool:
-        """Whether it is, for tensors of such numbers; shared: whether several heads of queries share keys."""
+        """True if tensors of such numbers need it; shared: several heads of queries share keys."""
         if self.of_shared_keys and not shared:
             return False
         return not self.widths or (number_bytes == 2 and head_dim <= self.widths[-1])
@@ -59,16 +55,17 @@ class Workspace:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FusedOperator:
-    """An operator of torch that computes fused attention, and where its call has what decides its cost."""
+    """An operator of torch that computes fused attention, and the positions of arguments that determine its cost."""
 
     name: str
-    """aten::_flash_attention_forward."""
+    """For example aten::_flash_attention_forward."""
     causal: int
     """Position of the causal flag, or of the kind of mask, among all arguments."""
     heads_last: bool = False
-    """Whether tensors are [B, S, H, D] and not [B, H, S, D]."""
+    """True if tensors are [B, S, H, D] and not [B, H, S, D]."""
     backward: bool = False
-    """Whether the output's gradient comes first, and gradients of queries, keys and values go out."""
+    """True if the output's gradient is the first argument, and gradients of queries, keys and values are the results.
+    """
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -80,57 +77,57 @@ class Implementation:
     summary: str
     """Short description, for the help text."""
     devices: tuple[str, ...] = ("cuda", "rocm", "cpu", "mps")
-    """Kinds of devices that it runs on; rocm: AMD GPUs, which torch calls cuda."""
+    """Kinds of supported devices; rocm: AMD GPUs, which torch calls cuda."""
     trains_on_cpu: bool = True
-    """Whether it has a backward pass on a CPU."""
+    """True if it has a backward pass on a CPU."""
     package: str | None = None
-    """Package that must be installed besides torch."""
+    """Package that it needs in addition to torch."""
     dtypes: tuple[str, ...] = _ALL
     """Number formats of its inputs."""
     widest: int | None = None
     """Largest head dimension; None: no limit."""
     widest_on_all: int | None = None
-    """Largest head dimension that it takes on every GPU and in every version; None: the same."""
+    """Largest head dimension on every GPU and in every version; None: the same."""
     row_bytes: int = 1
     """The bytes of one head of one token must be a multiple of this."""
     empty: bool = True
-    """Whether it takes no queries, or no keys."""
+    """True if it takes no queries, or no keys."""
     single_token: bool = True
-    """Whether it takes one query with one key."""
+    """True if it takes one query with one key."""
     causal_offset: bool = True
-    """Whether it takes a causal mask over queries and keys of different number, positions counted from the first."""
+    """True if it takes a causal mask over queries and keys of different number, positions counted from the first."""
     grouped: bool = True
-    """Whether it takes fewer heads of keys and values than of queries."""
+    """True if it takes fewer heads of keys and values than of queries."""
     materialises_scores: bool = False
-    """Whether the scores, [B, H, S, K], are a tensor in memory, whose softmax is saved for backward. If not, backward
-    computes them again, and saved are queries, keys, values, output and the log-sum-exp of each row of scores."""
+    """True if the scores, [B, H, S, K], are a tensor in memory, with its softmax saved for backward. Otherwise backward
+    recomputes them from saved queries, keys, values, output and the log-sum-exp of each row."""
     deterministic: bool | None = None
-    """Whether gradients have the same bits every time on CUDA; those of kernels that sum dQ by atomic additions do not.
-    None: not known, or as the one chosen. Measured on an H100 with torch 2.11 in bf16."""
+    """True if gradients have the same bits every time on CUDA; kernels that sum dQ by atomic additions do not. None:
+    not known, or up to the chosen implementation. Measured on an H100 with torch 2.11 in bf16."""
     saved_rows: int = 1
     """The saved log-sum-exp has the tokens rounded up to a multiple of this."""
     output_heads_together: bool = False
-    """Whether the output lies in memory as [B, S, H, D], which the output projection takes without a copy."""
+    """True if the output is [B, S, H, D] in memory, which the output projection takes without a copy."""
     copies_below: int = 1
-    """Inputs and gradients are copied, padded, where the bytes of one head of one token are no multiple of this."""
+    """Inputs and gradients are copied, padded, unless the bytes of one head of one token are a multiple of this."""
     workspaces: tuple[Workspace, ...] = ()
-    """What its backward pass takes for itself."""
+    """Temporary memory of its backward pass."""
     expands_groups: bool = False
-    """Whether its backward pass makes gradients of keys and values for every head of queries, and then sums them over
-    the heads that share keys and values."""
+    """True if its backward makes gradients of keys and values for every head of queries, and then sums them over shared
+    heads."""
     memory_estimate: str = ""
-    """Why a prediction of its memory is an estimate; empty: it is not."""
+    """Why a prediction of its memory is an estimate; empty: it is exact."""
     chosen_by_sdpa: str = ""
-    """Not empty: torch's own choice, `sdpa`, falls on the first of these in the table that takes the inputs. What a
-    prediction says of that."""
+    """If not empty, torch's own choice, `sdpa`, is the first such row that takes the inputs; a prediction's remark on
+    that."""
     benchmarked_on: tuple[str, ...] = ()
-    """Kinds of devices on which `steplab attention` measures it where no implementation is named."""
+    """Kinds of devices on which `steplab attention` measures it by default."""
     operators: tuple[FusedOperator, ...] = ()
-    """The operators of torch that it runs, as a trace shows them; none where matmuls and a softmax are seen."""
+    """Its operators in a trace; empty if the trace has matmuls and a softmax."""
 
     @property
     def saved(self) -> str:
-        """What is saved for backward, in words."""
+        """Tensors saved for backward, in words."""
         return "the weights, S × K a head" if self.materialises_scores else "q, k, v, o, log-sum-exp"
 
 
@@ -139,7 +136,7 @@ _FLASH_BACKWARD = (
     Workspace(what="row sums within the kernel", tokens=128),
     Workspace(what="gradient of the rotated query, gathered within the kernel", tokens=128, width=32),
 )
-"""aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
+"""Source: aten/src/ATen/native/transformers/cuda/flash_attn/flash_api.cpp."""
 _OWN_OPERATORS = ("forward", 3, False), ("backward", 6, True)
 
 
@@ -174,7 +171,7 @@ TABLE = (
         causal_offset=False,
         workspaces=_FLASH_BACKWARD,
         expands_groups=True,
-        chosen_by_sdpa="taken to be the flash kernel; where torch prefers cuDNN's, its workspace is not known",
+        chosen_by_sdpa="assumed to be the flash kernel; if torch prefers cuDNN's, its workspace is not known",
         benchmarked_on=("cuda",),
         operators=(
             FusedOperator(name="aten::_flash_attention_forward", causal=8, heads_last=True),
@@ -195,7 +192,7 @@ TABLE = (
         empty=False,
         single_token=False,
         workspaces=_FLASH_BACKWARD,
-        memory_estimate="cuDNN's workspace is not known, and taken to be that of the flash kernel",
+        memory_estimate="cuDNN's workspace is not known; the flash kernel's is assumed",
         benchmarked_on=("cuda",),
         operators=(
             FusedOperator(name="aten::_cudnn_attention_forward", causal=10),
@@ -215,7 +212,7 @@ TABLE = (
         output_heads_together=True,
         # aten/src/ATen/native/transformers/cuda/attention_backward.cu
         workspaces=(Workspace(what="gradient times output, within the kernel", width=1), _ROW_SUMS),
-        chosen_by_sdpa="taken to be the memory-efficient kernel, the first of torch's that takes this step",
+        chosen_by_sdpa="assumed to be the memory-efficient kernel, torch's first for this step",
         operators=(
             FusedOperator(name="aten::_efficient_attention_forward", causal=9, heads_last=True),
             FusedOperator(name="aten::_efficient_attention_backward", causal=14, heads_last=True, backward=True),
@@ -226,7 +223,7 @@ TABLE = (
         summary="torch's composition of operators",
         deterministic=True,
         materialises_scores=True,
-        chosen_by_sdpa="taken to be torch's own composition, for no fused kernel takes such heads",
+        chosen_by_sdpa="assumed to be torch's own composition, because no fused kernel takes such heads",
     ),
     Implementation(
         name="flex",
@@ -236,7 +233,7 @@ TABLE = (
         trains_on_cpu=False,
         empty=False,
         workspaces=(_ROW_SUMS,),
-        memory_estimate="its workspace is taken to be one number a row of scores",
+        memory_estimate="its workspace is assumed to be one number a row of scores",
         benchmarked_on=("cuda",),
     ),
     Implementation(
@@ -249,7 +246,7 @@ TABLE = (
             Workspace(what="gradient of the rotated query, gathered, within the function", width=1),
             _ROW_SUMS,
         ),
-        memory_estimate="its tiles, which are freed at once, are not followed",
+        memory_estimate="its tiles, which are freed at once, are not counted",
         benchmarked_on=("cpu", "mps"),
         operators=_own("flash_reference"),
     ),
@@ -261,8 +258,8 @@ TABLE = (
         package="triton",
         dtypes=(FP32, BF16, FP16),
         widest=256,
-        copies_below=16,  # what the stride from token to token must be a multiple of for the GPU's copy engine
-        # ops/attention/triton_backward.py, but for two counters for every 128 rows
+        copies_below=16,  # the GPU's copy engine needs token strides of a multiple of this
+        # ops/attention/triton_backward.py, without its two counters for every 128 rows
         workspaces=(
             Workspace(what="log-sum-exp in powers of two, within the kernels", tokens=128),
             Workspace(what="row sums, within the kernels", tokens=128),
@@ -279,7 +276,7 @@ TABLE = (
                 of_shared_keys=True,
             ),
         ),
-        memory_estimate="its workspace is as its source says, on a Hopper GPU; elsewhere it takes no sums",
+        memory_estimate="its workspace is from its source, for a Hopper GPU; elsewhere it has no sums",
         benchmarked_on=("cuda",),
         operators=_own("flash_triton"),
     ),
@@ -294,17 +291,17 @@ TABLE = (
         empty=False,
         causal_offset=False,
         workspaces=_FLASH_BACKWARD,
-        memory_estimate="its workspace is not known, and taken to be that of torch's flash kernel",
+        memory_estimate="its workspace is not known; torch's flash kernel's is assumed",
     ),
     Implementation(
         name="auto",
         summary="the fastest as measured",
         workspaces=_FLASH_BACKWARD,
         expands_groups=True,
-        memory_estimate="taken to save what every fused kernel does, with the workspace of torch's flash kernel",
+        memory_estimate="assumed to save as every fused kernel does, with the workspace of torch's flash kernel",
     ),
 )
-"""All of them, in the order in which choices are listed."""
+"""All of them, in the order of the choices."""
 
 NAMES = tuple(row.name for row in TABLE)
 """The choices of --attention."""
@@ -312,7 +309,7 @@ _BY_NAME = {row.name: row for row in TABLE}
 
 
 def implementation(name: str) -> Implementation:
-    """The row of a name; KeyError for a name that is not in the table."""
+    """The row of a name; KeyError for an unknown name."""
     return _BY_NAME[name]
 
 
@@ -331,8 +328,8 @@ def why_not(
     """Why an implementation does not take such inputs, as half a sentence; None: it does, as far as is known.
 
     `device` is a kind (cuda, rocm, cpu, mps), `dtype` a name of this table. head_dim None: not known. On other devices
-    than GPUs of these two the kernels are others, and only what the table says of devices counts. on_every_gpu: refuse
-    what some GPU, or some version of a library, does not take.
+    than these GPUs the kernels differ, and only the table's devices count. on_every_gpu: refuse inputs that some GPU,
+    or some version of a library, does not take.
     """
     row = _BY_NAME[name]
     if device not in row.devices:

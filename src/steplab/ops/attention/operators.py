@@ -1,15 +1,12 @@
 """FlashAttention-2 forward and backward as operators of torch: steplab::flash_reference_* and steplab::flash_triton_*.
 
 All take [B, H, S, D] of any strides. The output is laid out as the queries are, a gradient as its tensor is;
-log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). They have no derivative of their own: that is
-functions.py.
+log-sum-exp is contiguous [B, H, S], float32 (float64 for float64). Their derivative is in functions.py.
 
-FLOPs, as torch's FLOP counter is told of them: a multiply-add counts as two. Forward has two products over the pairs of
-a query and a key that it sees, S = Q K^T and O = P V: 4 D a pair. Backward has five, S again, dP = dO V^T, dV = P^T dO,
-dQ = dS K and dK = dS^T Q: 10 D a pair (Dao 2023, "FlashAttention-2", section 4.1). The pairs that a causal mask hides
-are not counted, to the pair and not by halving the square: torch's own fused operators count the whole square. A kernel
-that makes S and dP twice, once for dQ and once for dK and dV, executes seven products backward and needs five: five are
-counted.
+FLOPs: a multiply-add counts as two. Forward has two products over the pairs of a query and a key that it sees, S = Q
+K^T and O = P V: 4 D a pair. Backward has five, S again, dP = dO V^T, dV = P^T dO, dQ = dS K and dK = dS^T Q: 10 D a
+pair (Dao 2023, "FlashAttention-2", section 4.1), even in kernels that make S and dP twice. Masked pairs are not
+counted, exactly, unlike in torch's own fused operators.
 """
 
 from collections.abc import Callable, Sequence
@@ -41,7 +38,7 @@ def num_pairs(num_queries: int, num_keys: int, *, causal: bool) -> int:
 
 
 def attention_flops(q_shape: Sequence[int], num_keys: int, *, causal: bool, num_products: int) -> int:
-    """FLOPs of so many products for queries [B, H, S, D]."""
+    """FLOPs of `num_products` products for queries [B, H, S, D]."""
     batch, num_heads, num_queries, width = q_shape
     return 2 * num_products * batch * num_heads * width * num_pairs(num_queries, num_keys, causal=causal)
 
@@ -67,7 +64,7 @@ def _backward(
 
 
 def register_formulas(forward: Callable[..., Any], backward: Callable[..., Any]) -> None:
-    """Tell torch's FlopCounterMode what a pair of operators needs."""
+    """Register a pair of operators with torch's FlopCounterMode."""
     register_flop_formula(forward)(_forward)
     register_flop_formula(backward)(_backward)
 
@@ -82,29 +79,25 @@ _BACKWARD = (
 
 @dataclass(frozen=True, slots=True)
 class Operators:
-    """A forward and its backward."""
-
     forward: Callable[[Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor]]
     """(q, k, v, causal, scale) -> (o, lse)"""
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, bool, float], tuple[Tensor, Tensor, Tensor]]
     """(do, q, k, v, o, lse, causal, scale) -> (dq, dk, dv)"""
     forward_overload: OpOverload
-    """What a mode of torch sees of `forward`."""
+    """`forward` as torch's modes see it."""
 
 
 def _define(name: str, forward: Callable[..., object], backward: Callable[..., object]) -> Operators:
     first = define(f"{name}_forward", _FORWARD, forward, _fake_forward)
     second = define(f"{name}_backward", _BACKWARD, backward, _fake_backward)
     register_formulas(first, second)
-    # Of what backward is given the gradient alone is new; forward has looked at what it kept.
+    # Only backward's gradient is new; forward has checked the saved tensors.
     return Operators(_called(first.default, forward, 3), _called(second.default, backward, 1), first.default)
 
 
 def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) -> Callable[..., Any]:
-    """The operator; or at once what it does, where nothing would see the operator, by so many of the first tensors.
-
-    Torch's dispatcher takes longer to call a function of Python than some of the kernels take.
-    """
+    """The operator, or its function directly if nothing would see the operator, judged by the first num_looked_at
+    tensors. Torch's dispatcher takes longer to call a Python function than some of the kernels take."""
 
     def call(*given: Any) -> Any:
         if torch.compiler.is_compiling() or _is_seen(given[:num_looked_at]):
@@ -115,11 +108,9 @@ def _called(operator: OpOverload, real: Callable[..., Any], num_looked_at: int) 
 
 
 def _is_seen(tensors: tuple[Tensor, ...]) -> bool:
-    """Whether the dispatcher would do more with an operator of these tensors than to call its function on a GPU.
-
-    It does for autograd, a mode (FLOP counters, selective checkpointing), a transform of torch.func and a profiler; for
-    tensors of a class of their own, and for the two kinds whose memory does not hold their values.
-    """
+    """True if the dispatcher would do more for these tensors than call the operator's function on a GPU. It does for
+    autograd, modes (FLOP counters, selective checkpointing), transforms of torch.func, profilers, tensor subclasses,
+    and the two kinds of tensors whose memory does not hold their values."""
     if (
         torch.is_grad_enabled()
         or _num_modes() > 0
@@ -178,7 +169,7 @@ def _triton_backward(
 
 
 def _interpreter_lacks(q: Tensor) -> bool:
-    """Triton's interpreter, which is what runs on a CPU, multiplies the bits of bfloat16 as integers."""
+    """Triton's interpreter, which runs on a CPU, multiplies the bits of bfloat16 as integers."""
     return q.is_cpu and q.dtype == torch.bfloat16
 
 

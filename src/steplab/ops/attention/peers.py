@@ -1,4 +1,4 @@
-"""Attention by others' kernels: torch's scaled_dot_product_attention, its FlexAttention, and flash-attn-4."""
+"""Attention by third-party kernels: torch's scaled_dot_product_attention, its FlexAttention, and flash-attn-4."""
 
 from functools import cache
 from importlib import import_module
@@ -20,7 +20,7 @@ SDPA_BACKENDS: dict[str, SDPBackend] = {
     "math": SDPBackend.MATH,
 }
 _NO_KERNEL = ("No available kernel", "No viable backend")
-"""What torch says when the kernels that it may use do not take the inputs."""
+"""torch's errors if the permitted kernels do not take the inputs."""
 
 
 def sdpa_attention(
@@ -32,14 +32,12 @@ def sdpa_attention(
     scale: float | None = None,
     backend: str | None = None,
 ) -> Tensor:
-    """torch's fused attention; backend None lets torch choose, a name admits that kernel alone.
-
-    Raises Unsupported where the named kernel does not take these inputs.
-    """
+    """torch's fused attention; backend None lets torch choose, a name admits only that kernel. Raises Unsupported if
+    the named kernel does not take these inputs."""
     grouped = q_BHSD.dim() > 2 and q_BHSD.shape[-3] != k_BHKD.shape[-3]
     if backend is None:
         return scaled_dot_product_attention(q_BHSD, k_BHKD, v_BHKD, is_causal=causal, scale=scale, enable_gqa=grouped)
-    refuse_unserved(f"sdpa_{backend}", q_BHSD, k_BHKD, causal=causal)  # torch would first warn of each kernel not tried
+    refuse_unserved(f"sdpa_{backend}", q_BHSD, k_BHKD, causal=causal)  # torch would first warn about each other kernel
     try:
         with sdpa_kernel(SDPA_BACKENDS[backend]):
             return scaled_dot_product_attention(
@@ -59,16 +57,14 @@ def sdpa_attention(
 def flash_attn_4_attention(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v by flash_attn.cute.flash_attn_func, which has the heads after the positions.
-
-    Raises Unsupported without the package, or for inputs that it does not take.
-    """
+    """softmax(scale * q k^T) v by flash_attn.cute.flash_attn_func, which has the heads after the positions. Raises
+    Unsupported without the package, or for inputs that it does not take."""
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     refuse_unserved("flash_attn_4", q_BHSD, k_BHKD, causal=causal)
     attend = _flash_attn_func()
     heads_last = (x.transpose(1, 2) for x in (q_BHSD, k_BHKD, v_BHKD))
     result = attend(*heads_last, softmax_scale=scale, causal=causal)
-    # Some versions give the log-sum-exp too.
+    # Some versions also return the log-sum-exp.
     o_BSHD: Tensor = result[0] if isinstance(result, tuple) else result
     return o_BSHD.transpose(1, 2)
 
@@ -85,7 +81,7 @@ def _flash_attn_func() -> Any:
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
-# torch.nn.attention.flex_attention is imported where it is used: it takes the compiler with it, which takes seconds.
+# torch.nn.attention.flex_attention is imported at its use: it imports the compiler, which takes seconds.
 
 BLOCK = 128
 """Queries, and keys, of a block of the mask: flex_attention's own default."""
@@ -94,15 +90,13 @@ BLOCK = 128
 def flex_attention_compiled(
     q_BHSD: Tensor, k_BHKD: Tensor, v_BHKD: Tensor, *, causal: bool = False, scale: float | None = None
 ) -> Tensor:
-    """softmax(scale * q k^T) v by flex_attention, compiled at a shape's first use; within torch.compile, a part of it.
-
-    On a CPU it has no backward pass, and divides by the number of positions: raises Unsupported where a gradient is
-    needed, and without queries or keys.
-    """
+    """softmax(scale * q k^T) v by flex_attention, compiled at a shape's first use; within torch.compile, inlined. On a
+    CPU it has no backward pass, and divides by the number of positions: raises Unsupported for gradients, and without
+    queries or keys."""
     q_BHSD, k_BHKD, v_BHKD = as_autocast_would(q_BHSD, k_BHKD, v_BHKD)
     if q_BHSD.device.type == "cpu":
         _refuse_on_cpu(q_BHSD, k_BHKD, v_BHKD)
-        # torch refuses tensors that want gradients there even where none are taken.
+        # torch refuses tensors that require gradients there even if no gradient is taken.
         q_BHSD, k_BHKD, v_BHKD = q_BHSD.detach(), k_BHKD.detach(), v_BHKD.detach()
     if torch.compiler.is_compiling():
         return _attend(q_BHSD, k_BHKD, v_BHKD, causal, scale)
@@ -137,11 +131,8 @@ def _refuse_on_cpu(*tensors: Tensor) -> None:
 
 @cache
 def _compiled(q_shape: torch.Size, k_shape: torch.Size, dtype: torch.dtype) -> Any:
-    """The function compiled for a shape alone.
-
-    torch keeps what it compiled beside a function's code, goes through it at every call, and gives up at the ninth
-    shape. So each shape gets code of its own, a copy.
-    """
+    """The function compiled for one shape. torch keeps compiled code with a function's code object, searches it at
+    every call, and stops compiling at the ninth shape. So each shape gets a copy of the code object."""
     code = _attend.__code__.replace(co_name=f"_attend_{'x'.join(map(str, (*q_shape, *k_shape[1:3])))}")
     return torch.compile(FunctionType(code, globals()), dynamic=False, fullgraph=True)
 
@@ -170,7 +161,7 @@ def _sees(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
 
 
-# To torch.compile a constant: made within the graph, every layer would make its own.
+# A constant to torch.compile: made within the graph, every layer would make its own.
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
     return _lists_of_blocks(num_queries, num_keys, device, whole)
@@ -178,14 +169,11 @@ def _constant_lists(num_queries: int, num_keys: int, device: torch.device, whole
 
 @cache
 def _lists_of_blocks(num_queries: int, num_keys: int, device: torch.device, whole: bool) -> tuple[Tensor, ...]:
-    """For each block of queries, how many blocks of keys it sees whole (or in part), and which; then the same for keys.
-
-    A block row sees whole those blocks of keys that lie before it, and part of the one beside it. A last row or column
-    that the queries or keys do not fill counts as seen in part, as in torch's create_block_mask, which would take a
-    byte for every pair of a query and a key to find that out.
-    """
+    """For each block of queries, the number and the list of key blocks that it sees wholly (or in part); then the same
+    for keys. A block row sees earlier key blocks wholly, and the diagonal one in part. A last row or column that is not
+    full counts as partial, as in torch's create_block_mask, which needs a byte for every pair of a query and a key."""
     num_rows, num_columns = -(-num_queries // BLOCK), -(-num_keys // BLOCK)
-    with torch.inference_mode(False):  # kept for steps that train, whichever comes first
+    with torch.inference_mode(False):  # kept for training steps, even if first made in inference
         row_R1, column_C = torch.arange(num_rows, device=device)[:, None], torch.arange(num_columns, device=device)
         seen_RC = column_C <= row_R1
         whole_RC = (column_C < row_R1) & (column_C < num_keys // BLOCK) & (row_R1 < num_queries // BLOCK)

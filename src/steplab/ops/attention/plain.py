@@ -1,4 +1,4 @@
-"""Attention as the formula reads: the scores are a tensor in memory. The reference, and what fusing saves."""
+"""Attention as the formula reads, with the scores in memory: the reference, and the baseline of fusing."""
 
 import math
 from collections.abc import Callable
@@ -8,11 +8,10 @@ import torch
 from torch import Tensor
 
 Span = Callable[[str], AbstractContextManager[object]]
-"""span(name) marks what runs inside `with` by a name, for a profiler."""
+"""span(name) marks the code inside `with` by a name, for a profiler."""
 
 
 def no_span(name: str) -> AbstractContextManager[object]:
-    """Marks nothing."""
     return nullcontext()
 
 
@@ -28,8 +27,8 @@ def plain_attention(
     """softmax(scale * q k^T) v with every intermediate materialised (Vaswani et al. 2017, equation 1).
 
     Its three parts run inside span("scores") (product, scale and mask), span("softmax") and span("values"). Keys and
-    values of grouped-query heads are repeated first. A row whose every score is -inf gives NaN, as a softmax does; the
-    fused implementations give zeros, for which a second look at the scores would be needed here.
+    values of grouped-query heads are repeated first. A row with only -inf scores gives NaN, as a softmax does; the
+    fused implementations give zeros, which would need a second pass over the scores here.
     """
     if k_BHKD.dim() > 2 and k_BHKD.shape[-3] != q_BHSD.shape[-3]:
         num_sharing = q_BHSD.shape[-3] // k_BHKD.shape[-3]

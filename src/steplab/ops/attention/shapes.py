@@ -1,7 +1,5 @@
-"""Which tensors attention takes, and how every kernel gets them: in the type of autocast and in four dimensions.
-
-Shape suffixes: B batch, H query heads, N key heads, S query positions, K key positions, D head dimension.
-"""
+"""Checks of attention's tensors, and their conversion to autocast's type and to four dimensions. Shape suffixes: B
+batch, H query heads, N key heads, S query positions, K key positions, D head dimension."""
 
 import torch
 from torch import Tensor
@@ -12,14 +10,14 @@ from .implementations import why_not
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The type that autocast is on with; None where it is off. Tensors without content, on meta, have no autocast."""
+    """Autocast's dtype; None if it is off, as for meta tensors."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors in autocast's type where it is on, as scaled_dot_product_attention gets them; float64 stays."""
+    """The tensors in autocast's type if it is on, as scaled_dot_product_attention gets them; float64 stays."""
     dtype = autocast_dtype(q.device.type)
     if dtype is None:
         return q, k, v
@@ -28,20 +26,17 @@ def as_autocast_would(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, 
 
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
-"""What attention is computed in."""
 
 
 def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Raise UserError, saying what to change, for tensors that are not an attention's.
-
-    Taken are q [..., H, S, D] with k and v [..., N, K, D], where N divides H (grouped-query heads: query head h reads
-    key head h * N // H); [batch, S, D] with [batch, K, D]: one head; and [S, D] with [K, D]. Nothing is broadcast.
-    """
+    """Raise UserError, with the fix, for tensors that are not an attention's. Valid are q [..., H, S, D] with k and v
+    [..., N, K, D], where N divides H (grouped-query heads: query head h reads key head h * N // H); [batch, S, D] with
+    [batch, K, D]: one head; and [S, D] with [K, D]. Nothing is broadcast."""
     if not (isinstance(q, Tensor) and isinstance(k, Tensor) and isinstance(v, Tensor)):
         kinds = ", ".join(type(given).__name__ for given in (q, k, v))
         raise UserError(f"attention takes tensors of torch, not {kinds}")
     q_shape, k_shape = q.shape, k.shape
-    # One comparison for what nearly always comes: every head has its own keys, as many as there are queries.
+    # One comparison for the common case: every head has its own keys, as many as there are queries.
     if q_shape == k_shape == v.shape and len(q_shape) >= 2 and q_shape[-1] > 0:
         alike = True
     else:
@@ -51,7 +46,7 @@ def check_inputs(q: Tensor, k: Tensor, v: Tensor) -> None:
 
 
 def _one_type(q: Tensor, k: Tensor, v: Tensor) -> bool:
-    """Whether types are served, and alike or soon made so by autocast, which leaves float64 as it is."""
+    """True if types are supported, and equal or made equal by autocast, which leaves float64 unchanged."""
     if q.dtype == k.dtype == v.dtype:
         return q.dtype in DTYPES
     types = {q.dtype, k.dtype, v.dtype}
@@ -68,7 +63,6 @@ def _agree(q: torch.Size, k: torch.Size, v: torch.Size) -> bool:
 
 
 def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
-    """The first reason found why the tensors were refused."""
     shown = f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}"
     if q.dim() < 2 or q.dim() != k.dim():
         return (
@@ -95,12 +89,10 @@ def _reason(q: Tensor, k: Tensor, v: Tensor) -> str:
 
 
 def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: str | None = None) -> None:
-    """Raise Unsupported where the table of implementations says that `name` does not take these tensors.
-
-    device: the kind of device whose kernels compute it, where that is not the tensors' own.
-    """
+    """Raise Unsupported if the table of implementations excludes these tensors for `name`. device: the kind of device
+    that computes it, if not the tensors' own."""
     kind = device or q.device.type
-    if kind == "meta":  # shapes alone are computed there
+    if kind == "meta":  # meta computes shapes only
         return
     dtype = q.dtype if q.dtype == torch.float64 else autocast_dtype(q.device.type) or q.dtype
     shown = str(dtype).removeprefix("torch.")
@@ -120,7 +112,7 @@ def refuse_unserved(name: str, q: Tensor, k: Tensor, *, causal: bool, device: st
 
 
 def as_four_dims(x: Tensor) -> Tensor:
-    """[B, H, S, D] of what `check_inputs` takes: a view wherever strides admit one, always of up to 4 dimensions."""
+    """[B, H, S, D] of a valid tensor: a view if strides admit one, always for up to 4 dimensions."""
     dims = x.dim()
     if dims == 4:
         return x
@@ -130,15 +122,15 @@ def as_four_dims(x: Tensor) -> Tensor:
 
 
 def num_key_heads(k: Tensor) -> int:
-    """Heads of the keys; without a dimension for them, one."""
+    """Heads of the keys; one if they have no such dimension."""
     return k.shape[-3] if k.dim() > 3 else 1
 
 
 def default_scale(q: Tensor, scale: float | None) -> float:
-    """1 / sqrt(D) where no scale is given."""
+    """1 / sqrt(D) if no scale is given."""
     return q.shape[-1] ** -0.5 if scale is None else scale
 
 
 def fixed(size: int) -> int:
-    """The size as a number that torch.compile takes for a constant, of which it makes a symbol when shapes change."""
+    """The size as a constant to torch.compile, which otherwise makes it a symbol when shapes change."""
     return len(range(size))

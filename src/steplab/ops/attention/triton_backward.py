@@ -1,4 +1,5 @@
-"""flash_triton's backward pass: three gradients from what forward kept. triton_portable.py says how."""
+"""flash_triton's backward pass: three gradients from forward's saved tensors; triton_portable.py explains the
+algorithm."""
 
 from dataclasses import dataclass
 from functools import lru_cache
@@ -43,34 +44,34 @@ PREPARED = 64
 """Queries that a program of the first kernel prepares, and one of the last finishes."""
 
 MOST_TOGETHER = 16
-"""Heads of a group: the more in the last, whose programs wait the longest for each other, the later it ends."""
+"""Most heads of a group: programs of the last group wait longest for each other, so larger groups end later."""
 
 
 @dataclass(frozen=True, slots=True)
 class Operands:
-    """What the kernels between the first and the last read; see `prepared`."""
+    """Inputs of the kernels between the first and the last; see `prepared`."""
 
     one_sweep: Tiles | None
-    """Those of the kernel that makes all three gradients; None where there is none for such tensors."""
+    """Tiles of the kernel that makes all three gradients; None if there is no such kernel for these tensors."""
     q: Tensor
     k: Tensor
     v: Tensor
     do: Tensor
     minus_lse: Tensor
-    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE; as `attention_prepare` says."""
+    """-lse / log(2), of B, H and the queries padded to a multiple of WIDEST_TILE, as in `attention_prepare`."""
     minus_d: Tensor
     """-rowsum(dO o O)."""
     sums: Tensor
-    """Room for the sums of dQ, where it is made in one sweep; else nothing."""
+    """Memory for the sums of dQ, if made in one sweep; else empty."""
     shared: Tensor
-    """Room for dK and dV on their way from program to program, where heads share keys and there is one sweep."""
+    """Memory for dK and dV in transit between programs, if heads share keys and there is one sweep."""
     turns: Tensor
-    """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise of keys that are shared."""
+    """Zeros, int32: one for each of two consumers and WIDEST_TILE queries, then likewise for shared keys."""
     call: Call
     stream: int | None
-    """The raw stream, where the launches are to be made again."""
+    """The raw stream, if the launches are to be kept."""
     launches: list[Launch | None]
-    """Those made so far."""
+    """Launches so far."""
 
 
 def triton_backward(
@@ -112,19 +113,18 @@ def triton_backward(
 
 
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *others: Tensor) -> tuple[Made, ...]:
-    """The gradients, and room for what the kernels write for themselves."""
     gradients = laid_out_as(q_BHSD), laid_out_as(k_BNKD), laid_out_as(v_BNKD)
     parts = _layout_for(q_BHSD, k_BNKD).parts
     return *gradients, in_a_row([sum(parts)], torch.float32)
 
 
 class _Layout(NamedTuple):
-    """Which kernels are for some tensors, and the memory that these write for themselves, in one piece."""
+    """The kernel for some tensors, and its working memory in one piece."""
 
     one_sweep: Tiles | None
     """As in `Operands`."""
     parts: list[int]
-    """Numbers of 32 bits: -lse, -D, sums, shared, turns. All but the last are multiples of 128, as the copy engine
+    """Numbers of 32 bits: -lse, -D, sums, shared, turns. All except the last are multiples of 128, as the copy engine
     needs."""
 
 
@@ -161,14 +161,12 @@ def prepared(
     room: Tensor | None = None,
     stream: int | None = None,
 ) -> Operands:
-    """What the sweeps take, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated.
-
-    room is memory as `_layout` divides it, otherwise made here; with a raw stream the launches are kept.
-    """
+    """Inputs of the sweeps, for the arguments of `triton_backward`; with a scale below zero, dQ comes out negated.
+    room: memory divided as by `_layout`; None: allocated here. stream: a raw stream; launches on it are kept."""
     positive_q, positive = positive_scale(q_BHSD, scale)
     products = precision(q_BHSD.dtype)
     q, k, v, do = (readable(x, products) for x in (positive_q, k_BNKD, v_BNKD, do_BHSD))
-    # D, which is to be the mean of dP, is made of dO as dP is: rounded where that is.
+    # D, which must be the mean of dP, is made of dO rounded as dP's is.
     o, lse = readable(o_BHSD), aligned(lse_BHS)
     given = q_BHSD, k_BNKD, v_BNKD, do_BHSD, o_BHSD, lse_BHS
     if any(x is not y for x, y in zip((q, k, v, do, o, lse), given, strict=True)):
@@ -210,20 +208,17 @@ def _start_of_prepare(
 
 
 def _columns_of(tiles: Tiles, of_head: Columns) -> Columns:
-    """The columns as the kernel has them, whose tiles may be wider."""
     return columns(tiles.box) if of_head.box < tiles.box else of_head
 
 
 def _num_parts(parts: Columns) -> int:
-    """Parts of SUMS_WIDTH columns in which the sums of dQ lie."""
+    """Parts of SUMS_WIDTH columns that hold the sums of dQ."""
     return (parts.main + (max(parts.rest, SUMS_WIDTH) if parts.rest else 0)) // SUMS_WIDTH
 
 
 def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Tensor) -> None:
-    """Write all three, which the copy engine must take as they are.
-
-    Takes B H S D * 4 bytes of memory for sums in float32, S and D filled up to multiples of WIDEST_TILE and 32.
-    """
+    """Write all three; their layouts must suit the copy engine. Needs B H S D * 4 bytes of memory for sums in float32,
+    S and D rounded up to multiples of WIDEST_TILE and 32."""
     x = operands
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride(), dq.stride()
     start, finish = _starts_of_one_sweep(tiles, x.call, x.q.shape, x.k.shape, strides)
@@ -237,8 +232,8 @@ def _one_sweep(operands: Operands, tiles: Tiles, dq: Tensor, dk: Tensor, dv: Ten
 def _starts_of_one_sweep(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, ...]
 ) -> tuple[Start, Start]:
-    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared), where a head has a rest of columns with q
-    and do once more, for tiles of the rest, and for (sums, dq)."""
+    """The kernels for (q, k, v, do, sums, dk, dv, -lse, -D, turns, shared) and for (sums, dq). If a head has a rest of
+    columns, q and do are passed again, for tiles of the rest."""
     from .triton_hopper_backward import attention_backward
     from .triton_portable import attention_finish
 
@@ -247,7 +242,7 @@ def _starts_of_one_sweep(
     parts = _columns_of(tiles, call.parts)
     num_parts = _num_parts(parts)
     num_rows = batch * num_heads * numbers.num_padded
-    # Of a head's queries, q, dO and the sums are read by every program.
+    # Every program reads q, dO and the sums of a head's queries.
     bytes_a_head = num_queries * head_dim * 2 * call.dtype.itemsize
     num_programs = -(-num_keys // tiles.keys) * batch * num_heads
     num_in_a_row = heads_in_a_row(bytes_a_head, numbers.sharing, num_programs, num_multiprocessors(call.device))
@@ -284,7 +279,7 @@ def _starts_of_one_sweep(
 
 
 def sweep_for_keys(operands: Operands, dk: Tensor, dv: Tensor, tiles: Tiles | None = None) -> None:
-    """Write dK and dV, which the copy engine must take as they are. Without `tiles`, those of the table."""
+    """Write dK and dV; their layouts must suit the copy engine. tiles: None: from the table."""
     x = operands
     tiles = tiles or tiles_for("backward_kv", x.q, x.q.shape[2])
     strides = x.q.stride(), x.k.stride(), x.v.stride(), x.do.stride(), dk.stride(), dv.stride()
@@ -330,8 +325,6 @@ def _start_for_queries(tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape,
 
 
 class _Numbers(NamedTuple):
-    """Arguments that all sweeps take in this order."""
-
     num_heads: int
     sharing: int
     num_queries: int

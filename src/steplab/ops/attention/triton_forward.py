@@ -1,4 +1,4 @@
-"""flash_triton's forward pass: output and log-sum-exp, the scores never in memory."""
+"""flash_triton's forward pass: output and log-sum-exp, without scores in memory."""
 
 from functools import lru_cache
 
@@ -28,12 +28,9 @@ from .triton_tuning import Tiles, tiles_for
 def triton_forward(
     q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor, *, causal: bool, scale: float, tiles: Tiles | None = None
 ) -> tuple[Tensor, Tensor]:
-    """softmax(scale q k^T) v and the natural logarithm of the sums of exponentials.
-
-    Takes float32, bfloat16 or float16 of any strides, a head dimension up to 256, and key heads N that divide H. The
-    output is laid out as q is; log-sum-exp is float32 [B, H, S]. A query that sees no key gets zeros and -inf. Without
-    `tiles`, those of the table.
-    """
+    """softmax(scale q k^T) v and the natural logarithm of the sums of exponentials. Takes float32, bfloat16 or float16
+    of any strides, a head dimension up to 256, and key heads N that divide H. The output is laid out as q is;
+    log-sum-exp is float32 [B, H, S]. A query that sees no key gets zeros and -inf. tiles: None: from the table."""
     products = precision(q_BHSD.dtype)
     inputs = q_BHSD, k_BNKD, v_BNKD
     kind = kind_of(_results, inputs, causal, scale, products, tiles)
@@ -62,7 +59,6 @@ def triton_forward(
 
 
 def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]:
-    """Output and log-sum-exp."""
     return laid_out_as(q_BHSD), in_a_row(q_BHSD.shape[:3], torch.float32)
 
 
@@ -70,8 +66,8 @@ def _results(q_BHSD: Tensor, k_BNKD: Tensor, v_BNKD: Tensor) -> tuple[Made, ...]
 def _start(
     tiles: Tiles, call: Call, q_shape: Shape, k_shape: Shape, strides: tuple[Shape, Shape, Shape, Shape]
 ) -> tuple[Start, tuple[Tensor, ...]]:
-    """The kernel for (q, k, v, o, lse), strides being those of the first four, and what it takes after these. Where a
-    head has a rest of columns, the kernel for Hopper takes k and v once more behind that, for tiles of the rest."""
+    """The kernel for (q, k, v, o, lse), with strides of the first four, and its further tensors. If a head has a rest
+    of columns, the kernel for Hopper takes k and v again after them, for tiles of the rest."""
     batch, num_heads, num_queries, head_dim = q_shape
     _, num_kv_heads, num_keys, _ = k_shape
     num_tasks = -(-num_queries // tiles.queries) * batch * num_heads

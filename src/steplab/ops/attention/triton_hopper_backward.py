@@ -1,20 +1,18 @@
 """The backward kernel for Hopper GPUs in bf16 and fp16: all three gradients in one sweep, five products a tile.
 
-A program has a head, or two in a row that share keys, and 128 of its keys, 64 for each of two consumers, and goes over
-the queries that see them. A consumer keeps its keys' dK and dV in registers; where more heads share the keys, programs
-hand them on, each to the next one. What a tile of queries gets of dQ is a sum over all keys: each consumer makes half
-of it from the dS of both, and a warp of its own has the copy engine add that to float32 sums in memory, which
-`attention_finish` rounds. Tiles are of 128 queries where the keys have up to 64 columns, beyond of 64: what registers
-hold. triton_hopper_gradients.py says what a consumer does with them.
+A program has one head, or two in a row that share keys, and 128 of its keys, 64 for each of two consumers, and visits
+the queries that see them. A consumer keeps its keys' dK and dV in registers; if more heads share the keys, each program
+passes them to the next. Each consumer makes half of a query tile's dQ from the dS of both, and a separate warp has the
+copy engine add it to float32 sums in memory, which `attention_finish` rounds. Tiles have 128 queries for up to 64
+columns of keys, else 64, as registers permit. triton_hopper_gradients.py describes a consumer's work.
 
-Note "turns": programs add to the same sums, and sums of floats depend on their order. So every 128 queries of a head
-have a counter for each consumer's half, and a program waits until it says that it is its turn. Nobody waits for long:
-programs of a head visit the queries one behind the other. Programs start in the order of their numbers, and each waits
-for such alone as have lower ones, so that all of them come to an end. Whose turn is the first stores instead of adding:
-nothing needs zeroing.
+Note "turns": sums of floats depend on their order. So every 128 queries of a head have a counter for each consumer's
+half, and a program waits for its turn. Waits are short, because programs of a head visit the queries one behind the
+other. Each program waits only for lower numbers, which start earlier, so that all terminate. The first turn stores
+instead of adding: nothing needs zeroing.
 
-Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W those of dQ that a
-consumer makes.
+Shape suffixes: R rows (keys) of a consumer, M queries of a tile, D columns of the head dimension, W columns of dQ that
+a consumer makes.
 """
 
 from triton.experimental import gluon
@@ -53,7 +51,6 @@ ONE = gl.constexpr(1)
 
 @gluon.jit
 def _tile(i, num_tiles, upwards):
-    """Which of a head's tiles of queries is visited i-th."""
     return gl.where(upwards, i, num_tiles - 1 - i)
 
 
@@ -79,7 +76,7 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
                 mbarrier.expect(arrived, 2 * num_bytes)
             bring(q_tiles, q_rest_tiles, b, head + which, query, arrived, room.queries(i), MAIN, REST)
             bring(do_tiles, do_rest_tiles, b, head + which, query, arrived, room.gradients(i), MAIN, REST)
-            if M == ROWS:  # numbers have two slots, and have been read when the tile's dS is there
+            if M == ROWS:  # numbers have two slots, and were read before the tile's dS
                 before_last = i - 2
                 for c in gl.static_range(NUM_CONSUMERS):
                     mbarrier.wait(room.ds_of(before_last, c), (before_last // 2) & 1, pred=before_last >= 0)
@@ -91,7 +88,7 @@ def _load(q_tiles, k_tiles, v_tiles, do_tiles, minus_lse_tiles, minus_d_tiles, q
 def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query, num_tiles, upwards, num_padded, room,
             CAUSAL: gl.constexpr, M: gl.constexpr, IN_A_ROW: gl.constexpr, PARTS: gl.constexpr,
             CONSUMER: gl.constexpr, FIRST_PART: gl.constexpr, END_PART: gl.constexpr):  # fmt: skip
-    """Add what a consumer made of dQ to the sums in memory, in turn."""
+    """Add a consumer's dQ to the sums in memory, in turn."""
     own = room.dq_of(CONSUMER)
     turn = 0
     for which in range(IN_A_ROW):
@@ -102,7 +99,7 @@ def _add_up(sums_tiles, turns_ptr, b_head, key_tile, num_key_tiles, first_query,
             turn_ptr = turns_ptr + (of_head * (num_padded // KEYS) + query // KEYS) * NUM_CONSUMERS + CONSUMER
             if (t == 0) | (query % KEYS == gl.where(upwards, 0, KEYS - M)):
                 turn = key_tile
-                if CAUSAL:  # upwards, programs have started with the last keys
+                if CAUSAL:  # upwards, programs start with the last keys
                     last = gl.minimum(query // KEYS, num_key_tiles - 1)
                     turn = gl.where(upwards, last - key_tile, key_tile)
                 wait_for(turn, turn_ptr)
@@ -144,8 +141,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
     step = gl.where(upwards, M, -M)
     first_whole = gl.where(upwards, num_masked, num_ended)
     end_whole = num_tiles - gl.where(upwards, num_ended, num_masked)
-    # Zero: else the compiler computes addresses of each tile from those of the one before, for which no registers are
-    # left.
+    # Zero: else the compiler derives each tile's addresses from the previous tile's, for which no registers are left.
     first = zero_at_run_time(num_tiles)
     if M > ROWS:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = rounds_of_two_turns(
@@ -158,8 +154,8 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
             end_whole, num_tiles, num_queries, num_keys, CAUSAL, IN_A_ROW, M, MAIN, REST, CONSUMER, FIRST, W,
         )  # fmt: skip
     if CONSUMER == 0:
-        meet(TURN_OF_0)  # which the other has let it have once more
-    # dK and dV go where the keys and values were, of which dQ of both consumers is made.
+        meet(TURN_OF_0)  # balances the other's last arrival
+    # dK and dV replace the keys and values, which dQ of both consumers reads.
     meet(BOTH_ARE_DONE)
     member, num_members = 0, sharing // IN_A_ROW
     if GROUPED:
@@ -169,7 +165,7 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
         at = shared_ptr + number.to(gl.int64) * (2 * SIZE)
         is_first, is_last = member == 0, member == num_members - 1
         wait_for(member * 4, members_ptr + number)
-        # All are loaded before any is stored: the loads are under way together.
+        # All are loaded before any is stored, so that the loads overlap.
         dk_RD += _from_those_before(at, is_first, MAIN, G)
         dv_RD += _from_those_before(at + SIZE, is_first, MAIN, G)
         if REST > 0:
@@ -193,23 +189,23 @@ def _sum_over_queries(dk_tiles, dv_tiles, shared_ptr, members_ptr, b, head, kv_h
 
 @gluon.constexpr_function
 def _in_fours():
-    """The layout of sums on their way from program to program: a thread has four in a row, a warp 512 bytes."""
+    """The layout of sums in transit between programs: a thread has four in a row, a warp 512 bytes."""
     return gl.BlockedLayout([4], [32], [4], [0])
 
 
 @gluon.jit
 def _from_those_before(at, is_first, W: gl.constexpr, layout: gl.constexpr):
-    """What the programs before have of a consumer's sums [R, W]; zeros for the first."""
+    """Earlier programs' contribution to a consumer's sums [R, W]; zeros for the first."""
     loaded = gl.load(at + gl.arange(0, ROWS * W, _in_fours()), mask=not is_first, other=0.0, cache_modifier=".cg")
-    # A thread's four are what it has of eight columns: two columns of two rows. By columns: which eight, the thread,
-    # which of two; by rows: the warp, which of two, the thread.
+    # A thread's four belong to eight columns: two columns of two rows. By columns: which eight, the thread, which of
+    # two; by rows: the warp, which of two, the thread.
     x_RW = loaded.reshape([W // 8, 4, 8, 4, 2, 2]).permute((1, 4, 2, 0, 3, 5)).reshape([ROWS, W])
     return gl.convert_layout(x_RW, layout, assert_trivial=True)
 
 
 @gluon.jit
 def _for_the_next(at, x_RW, is_last):
-    """Leave a consumer's sums [R, W] to the next program, unless there is none."""
+    """Leave a consumer's sums [R, W] to the next program, unless this is the last."""
     W: gl.constexpr = x_RW.shape[1]
     x = x_RW.reshape([4, 2, 8, W // 8, 4, 2]).permute((3, 0, 2, 4, 1, 5)).reshape([ROWS * W])
     x = gl.convert_layout(x, _in_fours(), assert_trivial=True)
@@ -218,11 +214,9 @@ def _for_the_next(at, x_RW, is_last):
 
 @gluon.jit
 def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
-    """Barriers, each completed by so many arrivals.
-
-    Those of different purposes are not allocated together: the compiler would take them for one, and have the warps of
-    a group meet between a wait for one and an arrival at another.
-    """
+    """Barriers, each completed by num_arrivals arrivals. Allocate barriers of different purposes separately: the
+    compiler would take them for one, and make the warps of a group meet between a wait for one and an arrival at
+    another."""
     made = gl.allocate_shared_memory(gl.int64, [num, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num):
         mbarrier.init(made.index(i), count=num_arrivals)
@@ -232,13 +226,13 @@ def _barriers(num: gl.constexpr, num_arrivals: gl.constexpr):
 @gluon.jit
 def _task(heads_in_all, heads_a_group, num_upwards, sharing, num_key_tiles, CAUSAL: gl.constexpr,
           IN_A_ROW: gl.constexpr):  # fmt: skip
-    """First head and tile of keys of a program, and whether it visits the queries upwards.
+    """First head and tile of keys of a program, and True if it visits the queries upwards.
 
-    Heads in a row count as one. First come the first of all that share keys, then the second of all: each adds to dK
-    and dV of those before, which have ended by then. Heads go in groups whose queries the L2 cache holds together.
-    Under a causal mask the first programs of a group have the last keys and visit the queries upwards, each a tile
-    behind the program that it waits for. The last group, from head num_upwards on, has the longest programs first, so
-    that all end together, and visits the queries downwards.
+    Heads in a row count as one. All first heads that share keys come before all second ones, because each adds to dK
+    and dV of earlier ones, which have ended by then. Heads go in groups whose queries fit the L2 cache together. Under
+    a causal mask a group's first programs have the last keys and visit the queries upwards, each a tile behind the
+    program that it waits for. The last group, from head num_upwards on, has the longest programs first, so that all end
+    together, and visits the queries downwards.
     """
     programs_a_group = heads_a_group * num_key_tiles
     first = gl.program_id(0) // programs_a_group * heads_a_group
@@ -262,13 +256,13 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
                        CAUSAL: gl.constexpr, GROUPED: gl.constexpr, IN_A_ROW: gl.constexpr, M: gl.constexpr,
                        MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr, NUM_SLOTS: gl.constexpr,
                        CONSUMER_REGISTERS: gl.constexpr, LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """What IN_A_ROW heads of queries have of dK and dV of 128 keys, and of dQ from them. Where a head has no rest of
-    columns, the tiles of that are None."""
-    # Of dQ consumers halve the queries, or the columns, or one has the main columns and the other the rest.
+    """The part of dK and dV of 128 keys that comes from IN_A_ROW heads of queries, and their dQ from these keys. If a
+    head has no rest of columns, its rest tiles are None."""
+    # Consumers halve dQ's queries, or its columns, or one has the main columns and the other the rest.
     W_0: gl.constexpr = MAIN // 2 if M == ROWS and REST == 0 else MAIN
     W_1: gl.constexpr = REST if REST > 0 else W_0
     PARTS_0: gl.constexpr = W_0 // PART
-    PARTS: gl.constexpr = PARTS_0 + (W_1 + PART - 1) // PART  # of one that is not filled, the rest is never read
+    PARTS: gl.constexpr = PARTS_0 + (W_1 + PART - 1) // PART  # the rest of a partly filled one is never read
     num_key_tiles = gl.cdiv(num_keys, KEYS)
     members_ptr = turns_ptr + NUM_CONSUMERS * heads_in_all * (num_padded // KEYS)  # behind the turns of all queries
     b_head, key_tile, upwards = _task(
@@ -301,8 +295,8 @@ def attention_backward(q_tiles, k_tiles, v_tiles, do_tiles, sums_tiles, dk_tiles
     dq_1 = gl.allocate_shared_memory(gl.float32, [PARTS - PARTS_0, ROWS, PART], part_layout)
     full = _barriers(NUM_SLOTS, 1)
     empty = _barriers(NUM_SLOTS, NUM_CONSUMERS)
-    # Tiles of more queries have named barriers for dS. A barrier that nothing used would be dead once it is made: the
-    # compiler would put others' bytes in its place, over which its first bits might still come.
+    # Larger tiles have named barriers for dS. A barrier that nothing used would be dead at once: the compiler would
+    # reuse its bytes, into which its first bits might still arrive.
     ds_full = full
     if M == ROWS:
         ds_full = _barriers(2 * NUM_CONSUMERS, 1)

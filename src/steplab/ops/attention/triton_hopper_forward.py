@@ -1,27 +1,24 @@
-"""The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for how the work is divided.
+"""The forward kernel for Hopper GPUs in bf16 and fp16. See triton_hopper_tiles.py for the division of work.
 
-A task is the queries of a head that the consumers have rows for, 64 each. Its tiles of keys come from the last that
-they see to the first. A consumer gives back those that its rows do not see at all; of the rest the first alone is
-masked, since tiles have a multiple of 64 keys. A program takes one task after another, by a list that the host made
-(see triton_schedule.py): the tiles of the next are on their way while this one ends.
+A task is 64 queries of a head for each consumer. Its tiles of keys come from the last visible to the first. A consumer
+returns tiles that its rows do not see; of the rest only the first is masked, because tiles have a multiple of 64 keys.
+A program processes a list of tasks from the CPU (triton_schedule.py): the next task's tiles load while this one ends.
 
-Consumers take turns at the tensor cores: each gives them both its products, lets the next consumer do so, and takes its
-exponentials meanwhile. Without that they fall into step, and the tensor cores rest while all take exponentials.
+Consumers alternate at the tensor cores: each starts both its products, lets the next consumer do so, and takes its
+exponentials meanwhile. Otherwise the tensor cores would idle while all take exponentials.
 
-Note "what was summed shrinks": where the largest score of a row grows. It is subtracted from all to keep exponentials
-within the range of float32, for which any number near it would do. So a row goes on with what it has until a score is
-RAISE beyond, which seldom happens after the first tiles, and a warp none of whose rows has such a score multiplies
-nothing. Up to 96 columns the four threads that have a row between them do not even ask each other for the largest, but
-where a vote of the warp says that there is one; from 80 on the assembler puts the wait for the second product before
-that branch, which pays no longer at 128.
+Sums shrink when a row's largest score grows. That score is subtracted from all scores to keep exponentials
+within float32, for which any number near it will do. So a row keeps its value until a score is RAISE beyond, which is
+rare after the first tiles, and a warp without such a row multiplies nothing. Up to 96 columns a row's four threads
+exchange maxima only after a vote of the warp. From 80 columns on the assembler waits for the second product before that
+branch, which no longer pays at 128.
 
-Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers, beyond 128
-sums of as many columns, and no registers for them.
+Between 64 and 128 columns a consumer holds its queries in registers; up to 64 there are three consumers; beyond 128 the
+sums leave no registers for queries.
 
-Keys and values come in two parts where a head has a rest of columns, each part as a tile of its own. One tile of both
-would be as wide as the next power of two, and the copy engine, which goes by 64 columns, would ask the L2 cache for
-what it fills up with zeros as well: of 80 columns for 3.5 of the cache's lines a row, in two parts for 2.75. The more
-it asks for, the longer the kernel takes.
+If a head has a rest of columns, keys and values come in two tiles, main and rest, because one tile would be as wide as
+the next power of two. The copy engine reads 64 columns at a time and would request the zero padding from the L2 cache
+too: 80 columns take 3.5 cache lines a row in one tile, and 2.75 in two. The kernel's time grows with these requests.
 
 Shape suffixes: R rows (queries) of a consumer, N keys of a tile, D columns of the head dimension; Q the four threads of
 a row, which have two of each 8 columns.
@@ -52,12 +49,12 @@ from .triton_hopper_tiles import (
 )
 
 RAISE = gl.constexpr(8.0)
-"""In powers of two. Weights are then at most 2^8, in bf16 and fp16 with the relative error that they always have."""
+"""In powers of two. Weights are then at most 2^8, with the same relative error in bf16 and fp16."""
 
 
 @gluon.jit
 def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TASK: gl.constexpr):
-    """Tiles of keys that so many queries see."""
+    """Tiles of keys that TASK queries see."""
     end = num_keys
     if CAUSAL:
         end = gl.minimum(num_keys, first_query + TASK)
@@ -66,7 +63,7 @@ def _num_tiles(first_query, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr, TAS
 
 @gluon.jit
 def _num_hidden(first_query, num_tiles, num_keys, CAUSAL: gl.constexpr, N: gl.constexpr):
-    """How many of a task's tiles, those of its last keys, the queries of a consumer do not see."""
+    """Tiles, of the task's last keys, that a consumer's queries do not see."""
     hidden = 0
     if CAUSAL:
         hidden = num_tiles - gl.cdiv(gl.minimum(first_query + ROWS, num_keys), N)
@@ -102,20 +99,19 @@ def _load(q_tiles, k_tiles, v_tiles, k_rest_tiles, v_rest_tiles, tasks_ptr, row_
             _bring_next(k_tiles, k_rest_tiles, k_ring, i, b, head // sharing, first_key, MAIN, REST)
             _bring_next(v_tiles, v_rest_tiles, v_ring, i, b, head // sharing, first_key, MAIN, REST)
             i += 1
-    for slot in range(gl.minimum(i, k_ring.num_slots)):  # no barrier is left with some of its arrivals
+    for slot in range(gl.minimum(i, k_ring.num_slots)):  # completes the arrivals of all barriers
         k_ring.wait(slot)
         v_ring.wait(slot)
 
 
 @gluon.jit
 def _by_threads(x_RC):
-    """[R, C] as [R, C / 8, Q, 2]."""
     return x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 8, 4, 2])
 
 
 @gluon.jit
 def _raised(largest_RQ, own_RQ):
-    """The largest so far, raised to that of all threads of a row where any thread of a warp has one RAISE beyond."""
+    """The largest so far, raised to the maximum over a row's threads if any thread of a warp has one RAISE beyond."""
     # A thread has two rows.
     asm: gl.constexpr = """{
         .reg .pred beyond;
@@ -151,10 +147,8 @@ def _raised(largest_RQ, own_RQ):
 @gluon.jit
 def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
              MASKED: gl.constexpr, CAUSAL: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr):  # fmt: skip
-    """Exponentials of one more tile of scores, and by how much what was summed before shrinks.
-
-    The largest scores and the sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q].
-    """
+    """Exponentials of one more tile of scores, and the factor of earlier sums. The largest scores and the
+    sums are of rows [R]; if BY_THREADS, of each thread's part of a row, [R, Q]."""
     if MASKED:
         keys = first_key + gl.arange(0, N, gl.SliceLayout(0, s_RN.type.layout))
         end = num_keys
@@ -163,7 +157,7 @@ def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
             end = gl.minimum(queries + 1, num_keys)[:, None]
         s_RN = where_before(s_RN, keys[None, :], end, float("-inf"))
     # The largest is kept scaled: a product within a fused multiply-add is not rounded, and would differ from itself by
-    # its rounding, so that what was summed shrank a little with every tile.
+    # its rounding, so that earlier sums would shrink a little with every tile.
     if BY_THREADS:
         s_RCQ2 = _by_threads(s_RN)
         new_largest = _raised(largest, gl.max(gl.max(s_RCQ2, 3), 1) * scale_log2)
@@ -171,7 +165,7 @@ def _softmax(s_RN, largest, sums, scale_log2, first_query, first_key, num_keys,
         new_largest = gl.maximum(largest, gl.max(s_RN, 1) * scale_log2)
         if not MASKED:
             new_largest = gl.where(new_largest > largest + RAISE, new_largest, largest)
-    # A row that has seen nothing but -inf: any finite number gives its exponentials as the zeros that they are.
+    # A row of -inf only: any finite number gives its exponentials as zeros.
     base = gl.where(new_largest == float("-inf"), 0.0, new_largest)
     if BY_THREADS:
         p_RCQ2 = gl.exp2(s_RCQ2 * scale_log2 - base.expand_dims(1).expand_dims(3))
@@ -197,7 +191,6 @@ def _nothing_yet(layout: gl.constexpr, N: gl.constexpr, BY_THREADS: gl.constexpr
 
 @gluon.jit
 def _of_rows(largest_RQ, sums_RQ, layout: gl.constexpr):
-    """Both of whole rows, [R]."""
     return gl.convert_layout(gl.max(largest_RQ, 1), layout), gl.convert_layout(gl.sum(sums_RQ, 1), layout)
 
 
@@ -208,7 +201,8 @@ def _scaled(x_RD, by_R):
 
 @gluon.constexpr_function
 def _times_unless_one(num):
-    """PTX: so many numbers of two rows, two of each at a time, by a number for each, unless that is one for a warp."""
+    """PTX: `num` numbers of two rows, alternating in pairs, times a factor for each row, unless all factors of a warp
+    are one."""
     tests = f"setp.ne.f32 some, ${2 * num}, 0f3F800000; setp.ne.or.f32 some, ${2 * num + 2}, 0f3F800000, some;"
     products = "".join(f"mul.f32 ${i}, ${i}, ${2 * num + i};" for i in range(num))
     return (
@@ -219,7 +213,7 @@ def _times_unless_one(num):
 
 @gluon.jit
 def _shrunk(x_RD, by, BY_THREADS: gl.constexpr):
-    """x times a number for each row, or thread of one; where a warp has none but ones, nothing is done."""
+    """x times a number for each row, or for each thread of one; a warp with only ones does nothing."""
     NUM: gl.constexpr = x_RD.shape[1] // 2  # of a thread
     asm: gl.constexpr = _times_unless_one(NUM)[0]
     operands: gl.constexpr = _times_unless_one(NUM)[1]
@@ -238,7 +232,7 @@ def _shrunk(x_RD, by, BY_THREADS: gl.constexpr):
 def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_log2, first_query, first_key, num_keys,
            CAUSAL: gl.constexpr, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
            CONSUMER: gl.constexpr, NUM_CONSUMERS: gl.constexpr):  # fmt: skip
-    """The scores of tile i, and under their exponentials the output of tile i - 1, whose packed weights are p."""
+    """The scores of tile i, and during their exponentials the output of tile i - 1, whose packed weights are p."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, MAIN, 16])
     BY_THREADS: gl.constexpr = MAIN + REST <= 96
@@ -262,13 +256,13 @@ def _round(i, o_RD, rest_RD, p, largest, sums, queries, k_ring, v_ring, scale_lo
     else:
         o_RD, p = warpgroup_mma_wait(0, [o_RD, p])
     v_ring.release(i - 1)
-    p = pack(e_RN, DTYPE)  # before the branch, where it runs beside exponentials
+    p = pack(e_RN, DTYPE)  # before the branch, where it overlaps with exponentials
     return _shrunk(o_RD, shrink, BY_THREADS), rest_RD, p, largest, sums
 
 
 @gluon.jit
 def _for_scores(q_RD, N: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """A consumer's queries in parts, where scores take them from: registers, if it has them, or shared memory."""
+    """A consumer's queries in parts: from registers, if it has them, or shared memory."""
     if MAIN + REST > 64 and MAIN + REST <= 128:
         queries = in_registers(q_RD, N, MAIN, REST)
     else:
@@ -308,7 +302,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
         s_RN = warpgroup_mma_wait(0, [s_RN])
         k_ring.release(first_tile + hidden)
         largest, sums = _nothing_yet(S, N, BY_THREADS)
-        # The only tile in which a query that sees some keys does not see all.
+        # The only tile in which some query sees some keys but not all.
         e_RN, largest, sums, _ = _softmax(
             s_RN, largest, sums, scale_log2, first_query, (num_tiles - 1 - hidden) * N, num_keys, True, CAUSAL, N,
             BY_THREADS,
@@ -343,7 +337,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             o_tile = o_own.index(CONSUMER)
             tma.store_wait(0)  # of the task before
         else:
-            o_tile = q_ring.slot(own)  # the consumer's queries are done with
+            o_tile = q_ring.slot(own)  # the consumer has finished with its queries
         put(o_tile, _scaled(o_RD, part_R), rest_RD, MAIN, REST)
         at = [b_head // num_heads, b_head % num_heads, first_query, 0]
         store_tile(o_tiles, at, o_tile)
@@ -356,7 +350,7 @@ def _attend(o_tiles, lse_ptr, tasks_ptr, row_length, num_heads, num_queries, num
             q_ring.release(own)
     tma.store_wait(0)
     if CONSUMER == FIRST:
-        meet(FIRST)  # which the last consumer let it pass once more
+        meet(FIRST)  # balances the last consumer's extra arrival
 
 
 @gluon.jit(do_not_specialize=["row_length", "num_heads", "sharing", "num_queries", "num_keys"])
@@ -365,20 +359,20 @@ def attention_forward(q_tiles, k_tiles, v_tiles, o_tiles, lse_ptr, tasks_ptr, k_
                       NUM_CONSUMERS: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, BOX: gl.constexpr,
                       NUM_SLOTS: gl.constexpr, CONSUMER_REGISTERS: gl.constexpr,
                       LOADER_REGISTERS: gl.constexpr):  # fmt: skip
-    """A program per row of tasks_ptr [programs, row_length], as task_table makes them. Where a head has no rest of
-    columns, the tiles of that are None."""
+    """A program per row of tasks_ptr [programs, row_length], from task_table; if a head has no rest of columns, its
+    rest tiles are None."""
     C0: gl.constexpr = 0
     C1: gl.constexpr = 1
     C2: gl.constexpr = 2
-    # Whether the output goes through shared memory of its own, where there is room, or through that of the queries.
+    # True if the output goes through separate shared memory, where there is room; else through the queries'.
     APART: gl.constexpr = BOX <= 128
     ONE: gl.constexpr = 1
     q_ring = ring(q_tiles.dtype, ROWS, BOX, NUM_CONSUMERS, ONE)  # a slot for each consumer
     gl.static_assert(N % ROWS == 0, "a consumer would have more than one masked tile")
-    # The loader brings keys and values in turn, and a consumer gives the values of tiles that are hidden from it back
-    # only after the first keys that it sees: until then the slots have to hold all of them.
+    # The loader alternates keys and values, and a consumer returns the values of hidden tiles only after the first keys
+    # that it sees: until then the slots have to hold all of them.
     gl.static_assert((NUM_CONSUMERS - 1) * ROWS <= NUM_SLOTS * N, "more hidden tiles than slots")
-    # Named barriers: first the consumers' turns, then the slots of keys, then those of values.
+    # Named barriers: first the consumers' turns, then the slots of keys, then the slots of values.
     V_NAME: gl.constexpr = NUM_CONSUMERS + NUM_SLOTS
     gl.static_assert(V_NAME + NUM_SLOTS <= NUM_NAMES, "more slots than there are barriers")
     k_ring = named_ring(q_tiles.dtype, N, MAIN, REST, NUM_SLOTS, NUM_CONSUMERS, NUM_CONSUMERS)

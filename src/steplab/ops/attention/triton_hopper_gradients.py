@@ -1,14 +1,12 @@
-"""What the consumers of the backward kernel for Hopper GPUs share, and what each does for its dK, dV and dQ.
+"""The shared part of the consumers of the backward kernel for Hopper GPUs, and each one's steps for dK, dV and dQ.
 
-Both consumers multiply the dS of all 128 keys, which each puts into shared memory for its own: each makes the part of
-dQ that is half the columns, or of a tile of 128 queries half the rows. dK and dV it makes of what is in its registers.
-
-Note "the tensor cores": consumers take turns at them, so that one computes, and stores dS and dQ, under the other's
-products. In which turns a tile's products are made depends on what registers and shared memory hold: of tiles of 64
-queries in one a round, of 128 in two (triton_hopper_turns.py).
+Each consumer puts its dS into shared memory, and both multiply the dS of all 128 keys: each makes half of dQ's columns,
+or half of the rows of a tile of 128 queries. It makes dK and dV from its registers. Consumers alternate at the tensor
+cores, so that one computes and stores during the other's products: tiles of 64 queries have one turn a round, tiles of
+128 two (triton_hopper_turns.py).
 
 Shape suffixes: R rows (keys) of a consumer, M queries of a tile, N keys of both, D columns of the head dimension, W
-those of dQ that a consumer makes.
+columns of dQ that a consumer makes.
 """
 
 from triton.experimental import gluon
@@ -31,16 +29,18 @@ from .triton_hopper_tiles import (
 )
 
 KEYS = gl.constexpr(128)
-"""Keys of a program, and queries whose sums are handed on together."""
+"""Keys of a program, and queries whose sums are passed on together."""
 PART = gl.constexpr(32)
 """Columns of the sums that are added together, for 64 queries: 8 KB in a row."""
 PANEL = gl.constexpr(8)
-"""Columns of these that lie together, as [64, 8]: 32 bytes a query. A thread has two neighbouring columns of a query;
-what half a warp stores at a time, of four queries and eight columns, is then 128 bytes in a row, each in a bank of its
-own. In rows of 128 bytes as the copy engine swizzles them, they would lie in half of the banks."""
+"""Columns that are contiguous, as [64, 8]: 32 bytes a query.
 
-# Named barriers of the two consumers, from 1 on, as Triton has one more than there are roles, of which there are five.
-# For the last two add the consumer that waits there.
+A thread has two neighbouring columns of a query. Half a warp stores four queries and eight columns at a time: 128 bytes
+in a row, each in its own bank. In the copy engine's swizzled rows of 128 bytes they would use half of the banks.
+"""
+
+# Named barriers of the two consumers, from 1 on: Triton reserves one more than the five roles. For the last two add the
+# waiting consumer.
 BOTH_ARE_DONE = gl.constexpr(1)
 TURN = gl.constexpr(2)
 DS = gl.constexpr(4)
@@ -48,7 +48,7 @@ DS = gl.constexpr(4)
 
 @aggregate
 class Room:
-    """What the warps of a program share."""
+    """Memory and barriers that the warps of a program share."""
 
     kv: gl.shared_memory_descriptor
     """Keys and values, which become their gradients at the end."""
@@ -56,7 +56,7 @@ class Room:
     mains: gl.shared_memory_descriptor
     """Queries and their gradients, in slots: their main columns."""
     rests: gl.shared_memory_descriptor
-    """The rest of their columns; of no use where there is none."""
+    """The rest of their columns; unused if there is no rest."""
     numbers: gl.shared_memory_descriptor
     """-log-sum-exp and -D of these, in two slots."""
     full: gl.shared_memory_descriptor
@@ -64,9 +64,9 @@ class Room:
     ds_parts: gl.shared_memory_descriptor
     """dS^T of two tiles, each of both consumers' keys."""
     ds_full: gl.shared_memory_descriptor
-    """Where tiles are of 64 queries, for each of these and each consumer."""
+    """For tiles of 64 queries, one for each of these and each consumer."""
     dq_0: gl.shared_memory_descriptor
-    """The first consumer's dQ of a tile in parts of PART columns, on the way to the sums."""
+    """The first consumer's dQ of a tile in parts of PART columns, before it is added to the sums."""
     dq_1: gl.shared_memory_descriptor
     """The second's."""
     dq_full: gl.shared_memory_descriptor
@@ -93,7 +93,6 @@ class Room:
 
     @gluon.jit
     def wait(self, i):
-        """Until the i-th tile has come."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
 
     @gluon.jit
@@ -115,7 +114,7 @@ class Room:
 
     @gluon.jit
     def minus_d(self, i):
-        """-D of the i-th tile's queries: of each, the sum of dO times the output."""
+        """-D of the i-th tile's queries: the sum of dO times the output, for each."""
         return self.numbers.index(2 * (i % 2) + 1)
 
     @gluon.jit
@@ -134,17 +133,13 @@ class Room:
 
     @gluon.jit
     def release(self, i):
-        """A consumer has done with the i-th tile."""
         mbarrier.arrive(self.empty.index(i % self.num_slots))
 
 
 @gluon.jit
 def zero_at_run_time(i):
-    """Zero, which the compiler does not know to be one.
-
-    It would compute addresses in shared memory that are the same in every round before the loop, and keep them, for
-    which no registers are left.
-    """
+    """Zero, which the compiler does not know to be one: it would hoist shared-memory addresses out of the loop, for
+    which no registers are left."""
     return gl.inline_asm_elementwise("mov.b32 $0, 0;", "=r,r", [i], dtype=gl.int32, is_pure=False, pack=1)
 
 
@@ -160,7 +155,7 @@ def own(room, zero, WHICH: gl.constexpr, CONSUMER: gl.constexpr):
 @gluon.jit
 def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED: gl.constexpr,
           CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr):  # fmt: skip
-    """Weights and dS of the i-th tile, packed, once S and then dP are there."""
+    """Weights and dS of the i-th tile, packed, once S and then dP exist."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     OF_QUERIES: gl.constexpr = gl.SliceLayout(0, S)
     NUM_STARTED: gl.constexpr = 1 if REST == 0 else 2
@@ -169,7 +164,7 @@ def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries,
     if MASKED:
         keys = first_key + gl.arange(0, ROWS, gl.SliceLayout(1, S))
         queries = first_query + gl.arange(0, M, OF_QUERIES)
-        # Queries beyond the last are zeros, which a key of infinities makes NaN of.
+        # Queries beyond the last are zeros, which a key of infinities turns into NaN.
         end = num_keys
         if CAUSAL:
             end = gl.minimum(queries + 1, num_keys)
@@ -181,12 +176,9 @@ def weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries,
 
 @gluon.jit
 def store_ds(i, ds, room, M: gl.constexpr, CONSUMER: gl.constexpr):
-    """Put dS where both consumers take it from.
-
-    The tensor cores read shared memory by another path than stores write it (PTX: the async proxy), so a fence has to
-    lie between store and product. It may lie on either side of the barrier between them; the consumer that multiplies
-    makes it behind the barrier, so that the announcement does not wait for it.
-    """
+    """Put dS where both consumers read it. The tensor cores read shared memory by another path than stores write it
+    (PTX: the async proxy), so a fence must be between store and product, on either side of the barrier. The multiplying
+    consumer makes it after the barrier, so that the announcement does not wait for it."""
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, M, 16])
     room.ds_parts.index(i % 2).slice(CONSUMER * ROWS, ROWS, dim=0).store(unpack(ds, room.kv.dtype, S))
 
@@ -203,7 +195,7 @@ def start_dv_dk(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN
 
 @gluon.jit
 def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST: gl.constexpr):
-    """Until no more than so many products are under way, which were started after these."""
+    """Wait until at most num_left products, all started after these, are unfinished."""
     if REST > 0:
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds = warpgroup_mma_wait(
             num_left, [dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, weights, ds]
@@ -216,8 +208,8 @@ def wait_for_dv_dk(num_left: gl.constexpr, weights, ds, dk_RD, dk_rest_RD, dv_RD
 @gluon.jit
 def start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constexpr, FIRST: gl.constexpr,
              W: gl.constexpr):  # fmt: skip
-    """Start dS^T times W columns of some keys, added to the sums unless the keys are the first; of a tile of 128
-    queries, 64 of its rows times all columns."""
+    """Start dS^T times W columns of some keys, added to the sums unless FIRST_KEY is 0; for a tile of 128 queries, 64
+    of its rows times all columns."""
     ds_NM = room.ds_parts.index(gl.maximum(i, 0) % 2).slice(FIRST_KEY, NUM_KEYS, dim=0)
     k_ND = room.kv.index(zero).slice(FIRST_KEY, NUM_KEYS, dim=0)
     if ds_NM.shape[1] > ROWS:
@@ -229,7 +221,7 @@ def start_dq(i, dq_MW, room, zero, FIRST_KEY: gl.constexpr, NUM_KEYS: gl.constex
 
 @gluon.constexpr_function
 def _in_panels(width):
-    """The layout in which 64 rows of so many columns are [64, PANEL] after [64, PANEL]."""
+    """The layout of 64 rows of `width` columns as consecutive panels [64, PANEL]."""
     column, row = 1, 1
     bases = []
     while column < PANEL:
@@ -246,7 +238,7 @@ def _in_panels(width):
 
 @gluon.jit
 def put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
-    """Put dQ of the i-th tile where the copy engine takes it from, once what lay there has been added."""
+    """Put dQ of the i-th tile where the copy engine reads it, once the earlier content has been added."""
     mbarrier.wait(room.dq_empty.index(CONSUMER), (i & 1) ^ 1, pred=i > 0)
     own = room.dq_of(CONSUMER)
     NUM_COLUMNS: gl.constexpr = own.shape[0] * PART
@@ -256,6 +248,6 @@ def put_dq(i, dq_MW, room, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.co
 
 @gluon.jit
 def tell_dq(i, room, CONSUMER: gl.constexpr):
-    """dQ of the i-th tile has been put there; of a tile before the first nothing is told."""
+    """Announce dQ of the i-th tile; a tile before the first announces nothing."""
     fence_async_shared()
     mbarrier.arrive(room.dq_full.index(CONSUMER), pred=i >= 0)

@@ -1,14 +1,13 @@
-"""What the Hopper kernels share: tiles on their way through shared memory, and products that do not wait.
+"""Shared parts of the Hopper kernels: tiles on their way through shared memory, and asynchronous products.
 
-These kernels are written in Gluon, Triton's lower level, where a program says which warps do what. One warp loads tiles
-with the copy engine; two groups of four warps, the consumers, multiply them, each for 64 rows of its own. A consumer
-gives the tensor cores the next product before it takes the exponentials of the last one, so that neither waits for the
-other (Shah et al. 2024, "FlashAttention-3", sections 3.1 and 3.2). Gluon has the names here that this Triton has for
-it: Triton 3.8 renamed the copies of tiles and got one that adds; 3.9 removed the older names.
+These kernels are in Gluon, Triton's lower level, where a program assigns work to warps. One warp loads tiles with the
+copy engine; two groups of four warps, the consumers, multiply them, each for its own 64 rows. A consumer starts the
+next product before it takes the exponentials of the last, so that neither waits (Shah et al. 2024, "FlashAttention-3",
+sections 3.1 and 3.2). Triton 3.8 renamed Gluon's copies of tiles and added an adding one; 3.9 removed the older names.
 
-Note "one round": products that were started run on while a consumer computes, and are waited for before the next round
-of its loop. Across rounds the assembler (ptxas of CUDA 13) would wait after every one of them. What a round cannot
-finish, the product with the weights that it has just made, the next round starts.
+Note "one round": started products run while a consumer computes, and are waited for before the loop's next round.
+Across rounds the assembler (ptxas of CUDA 13) would wait after every product. So the product with the weights of one
+round starts in the next.
 
 Note "two parts": products are of the main columns of a head, and then of the rest, if there is one.
 """
@@ -42,16 +41,16 @@ def reinterpret(x, dtype, shape, layout, _semantic=None):
 ROWS = gl.constexpr(64)
 """Rows of a consumer, as many as a product of one group of warps has."""
 NUM_CONSUMERS = gl.constexpr(2)
-"""As many groups as have registers for their sums beside the loading warp; forward has three where sums are narrow."""
+"""Groups with registers for their sums; the loading warp is not counted. Forward has three if sums are narrow."""
 CONSUMER_REGISTERS = {2: 240, 3: 160}
 """Registers a thread of a consumer, of 65,536 in all, by the number of consumers."""
 LOADER_REGISTERS = 24
-"""Registers a thread of the loading warps: they hold addresses alone."""
+"""Registers a thread of the loading warps, which hold only addresses."""
 
 
 @aggregate
 class Ring:
-    """Slots in shared memory through which the tiles of one tensor go, round and round."""
+    """Slots in shared memory that the tiles of one tensor cycle through."""
 
     tiles: gl.shared_memory_descriptor
     full: gl.shared_memory_descriptor
@@ -67,23 +66,22 @@ class Ring:
 
     @gluon.jit
     def slot(self, i):
-        """Where the i-th tile is."""
         return self.tiles.index(i % self.num_slots)
 
     @gluon.jit
     def take(self, i):
-        """The i-th tile, once it has come."""
+        """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.tiles.index(i % self.num_slots)
 
     @gluon.jit
     def release(self, i, pred=True):
-        """A consumer has done with the i-th tile."""
+        """A consumer has finished with the i-th tile."""
         mbarrier.arrive(self.empty.index(i % self.num_slots), pred=pred)
 
     @gluon.jit
     def room(self, i, num_bytes):
-        """The barrier that tells that the i-th tile has come, once there is room for its bytes."""
+        """The barrier that announces the i-th tile, once there is room for its bytes."""
         mbarrier.wait(self.empty.index(i % self.num_slots), ((i // self.num_slots) & 1) ^ 1)
         arrived = self.full.index(i % self.num_slots)
         mbarrier.expect(arrived, num_bytes)
@@ -92,15 +90,13 @@ class Ring:
 
 @aggregate
 class NamedRing:
-    """A ring of tiles in two parts, whose slots are given back at named barriers, the first of so many from a name on.
-
-    To arrive at one costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as Ring has) one of
-    its threads arrives for all, for which its four warps wait for each other first.
-    """
+    """A ring of tiles in two parts, whose slots are released at num_slots named barriers, from first_name on. An
+    arrival at a named barrier costs a consumer one instruction. At a barrier in shared memory (an mbarrier, as in Ring)
+    one thread arrives for all, and its four warps wait for each other first."""
 
     mains: gl.shared_memory_descriptor
     rests: gl.shared_memory_descriptor
-    """Of no use where tiles have no rest."""
+    """Unused if tiles have no rest."""
     full: gl.shared_memory_descriptor
     num_slots: gl.constexpr
     first_name: gl.constexpr
@@ -117,23 +113,23 @@ class NamedRing:
 
     @gluon.jit
     def slot(self, i):
-        """Where the two parts of the i-th tile are."""
+        """The slots of the i-th tile's two parts."""
         return self.mains.index(i % self.num_slots), self.rests.index(i % self.num_slots)
 
     @gluon.jit
     def take(self, i):
-        """The i-th tile, once it has come."""
+        """The i-th tile, once it has arrived."""
         mbarrier.wait(self.full.index(i % self.num_slots), (i // self.num_slots) & 1)
         return self.slot(i)
 
     @gluon.jit
     def release(self, i):
-        """A consumer has done with the i-th tile, which it has taken."""
+        """A consumer has finished with the i-th tile, after `take`."""
         let_pass(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
     @gluon.jit
     def room(self, i, num_bytes):
-        """The barrier that tells that the i-th tile has come, once there is room for its bytes."""
+        """The barrier that announces the i-th tile, once there is room for its bytes."""
         if i >= self.num_slots:
             self.wait(i)
         arrived = self.full.index(i % self.num_slots)
@@ -142,13 +138,13 @@ class NamedRing:
 
     @gluon.jit
     def wait(self, i):
-        """The loading warp waits until all consumers have done with what is in the slot of the i-th tile."""
+        """The loading warp waits until all consumers have finished with the slot of the i-th tile."""
         meet(self.first_name + i % self.num_slots, 128 * self.num_readers + 32)
 
 
 @gluon.jit
 def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, main: gl.constexpr, rest: gl.constexpr):
-    """Room for so many tiles in two parts, [rows, main] and [rows, rest]; without a rest, the second is of no use."""
+    """Room for `num` tiles in two parts, [rows, main] and [rows, rest]; without a rest, the second is unused."""
     main_layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, main], dtype)
     mains = gl.allocate_shared_memory(dtype, [num, rows, main], main_layout)
     rests = mains
@@ -160,7 +156,7 @@ def allocate_parts(dtype: gl.constexpr, num: gl.constexpr, rows: gl.constexpr, m
 
 @gluon.jit
 def bring(main_tiles, rest_tiles, b, head, row, arrived, parts, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Have the copy engine bring both parts of a tile, from this row of a head on."""
+    """Have the copy engine load both parts of a tile, from this row of a head on."""
     load_tile(main_tiles, [b, head, row, 0], arrived, parts[0])
     if REST > 0:
         load_tile(rest_tiles, [b, head, row, MAIN], arrived, parts[1])
@@ -176,7 +172,7 @@ def named_ring(
     first_name: gl.constexpr,
     num_readers: gl.constexpr,
 ):
-    """A ring for tiles [rows, main] and [rows, rest] which so many consumers give back at named barriers."""
+    """A ring for tiles [rows, main] and [rows, rest] that num_readers consumers release at named barriers."""
     mains, rests = allocate_parts(dtype, num_slots, rows, main, rest)
     full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(num_slots):
@@ -192,7 +188,7 @@ def ring(
     num_slots: gl.constexpr,
     num_readers: gl.constexpr = NUM_CONSUMERS,
 ):
-    """A ring for tiles [rows, box], each of which is free again when so many consumers have released it."""
+    """A ring for tiles [rows, box], each free again after num_readers consumers have released it."""
     layout: gl.constexpr = gl.NVMMASharedLayout.get_default_for([rows, box], dtype)
     tiles = gl.allocate_shared_memory(dtype, [num_slots, rows, box], layout)
     full = gl.allocate_shared_memory(gl.int64, [num_slots, 1], mbarrier.MBarrierLayout())
@@ -213,7 +209,7 @@ def barrier():
 
 @gluon.jit
 def in_parts(tile, MAIN: gl.constexpr, REST: gl.constexpr):
-    """The main columns of a tile and the rest of them; if there is none, anything."""
+    """The main columns of a tile and the rest; without a rest, the second is unused."""
     rest = tile
     if REST > 0:
         rest = tile.slice(MAIN, REST, dim=1)
@@ -237,10 +233,8 @@ def scores(a, b, layout: gl.constexpr, REST: gl.constexpr):
 
 @gluon.jit
 def in_registers(tile_RD, C: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr):
-    """A tile in parts as `scores` [R, C] take it from registers, packed; without a rest, the main part twice.
-
-    A product of 64 rows whose two factors are in shared memory takes most of what this can give in its time.
-    """
+    """A tile in parts as `scores` [R, C] read it from registers, packed; without a rest, the main part twice. A product
+    of 64 rows with both factors in shared memory uses most of its bandwidth."""
     main, rest = in_parts(tile_RD, MAIN, REST)
     held = _held(main, C)
     return held, _held(rest, C) if REST > 0 else held
@@ -265,7 +259,7 @@ def times(a_RC, b, main_RD, rest_RD, REST: gl.constexpr):
 
 @gluon.jit
 def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
-    """Both parts into shared memory, where the copy engine will see them."""
+    """Put both parts into shared memory, visible to the copy engine."""
     main, rest = in_parts(tile_RD, MAIN, REST)
     main.store(main_RD.to(tile_RD.dtype))
     if REST > 0:
@@ -273,15 +267,13 @@ def put(tile_RD, main_RD, rest_RD, MAIN: gl.constexpr, REST: gl.constexpr):
     fence_async_shared()
 
 
-# --- what Gluon has no word for ------------------------------------------------------------------------------------
+# --- what Gluon lacks -----------------------------------------------------------------------------------------------
 
 
 @gluon.jit
 def pack(x_RC, dtype: gl.constexpr):
-    """Rounded to 16 bits, neighbours of a row in one register: [R, C / 2].
-
-    A loop that carries numbers of 16 bits has the assembler take them out of their registers and put them back.
-    """
+    """Rounded to 16 bits, neighbours of a row in one register: [R, C / 2]. In a loop that carries 16-bit numbers, the
+    assembler unpacks their registers and packs them again."""
     first, second = x_RC.reshape([x_RC.shape[0], x_RC.shape[1] // 2, 2]).split()
     KIND: gl.constexpr = "bf16x2" if dtype == gl.bfloat16 else "f16x2"
     asm: gl.constexpr = "cvt.rn." + KIND + ".f32 $0, $2, $1;"
@@ -290,7 +282,7 @@ def pack(x_RC, dtype: gl.constexpr):
 
 @gluon.jit
 def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
-    """What `pack` packed, in a layout in which each thread has what it has: no instruction at all."""
+    """The unpacked result of `pack`, in a layout that leaves numbers in their threads: no instruction at all."""
     if dtype == gl.bfloat16:
         first, second = gl.inline_asm_elementwise(
             "mov.b32 {$0, $1}, $2;", "=h,=h,r", [pairs], dtype=(gl.bfloat16, gl.bfloat16), is_pure=True, pack=1
@@ -305,7 +297,7 @@ def unpack(pairs, dtype: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def where_before(x, position, end, otherwise):
-    """x where position < end. Of gl.where, LLVM gathers the comparisons in words, bit by bit, and takes them apart."""
+    """x where position < end. LLVM would pack the comparisons of gl.where into words, and unpack them."""
     return gl.inline_asm_elementwise(
         "{ .reg .pred before; setp.lt.s32 before, $2, $3; selp.f32 $0, $1, $4, before; }",
         "=f,f,r,r,f",
@@ -318,7 +310,7 @@ def where_before(x, position, end, otherwise):
 
 @gluon.jit
 def _instruction(text: gl.constexpr, operand):
-    """One that is there for what it does: with an operand, and no result."""
+    """An instruction for its effect: with an operand, and no result."""
     asm: gl.constexpr = text + " mov.b32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,r", [operand], dtype=gl.int32, is_pure=False, pack=1)
 
@@ -326,7 +318,7 @@ def _instruction(text: gl.constexpr, operand):
 FIRST_NAME = gl.constexpr(5)
 """Named barriers from here on are free: Triton has one for each of at most four roles, and one for all."""
 NUM_NAMES = gl.constexpr(11)
-"""How many are free: a program has 16."""
+"""Number of free barriers: a program has 16."""
 
 
 @gluon.constexpr_function
@@ -336,13 +328,13 @@ def _at_barrier(what, num_threads):
 
 @gluon.jit
 def meet(name, num_threads: gl.constexpr = 256):
-    """Wait at a named barrier for another group of four warps, or for so many threads in all, own ones among them."""
+    """Wait at a named barrier for another group of four warps, or for num_threads threads, the caller's included."""
     text: gl.constexpr = _at_barrier("sync", num_threads)
     _instruction(text, gl.to_tensor(FIRST_NAME + name))
 
 
 @gluon.jit
 def let_pass(name, num_threads: gl.constexpr = 256):
-    """Let those that wait at a named barrier go on, without a wait."""
+    """Arrive at a named barrier without waiting."""
     text: gl.constexpr = _at_barrier("arrive", num_threads)
     _instruction(text, gl.to_tensor(FIRST_NAME + name))

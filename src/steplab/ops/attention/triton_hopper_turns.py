@@ -1,16 +1,16 @@
-"""The backward kernels for Hopper GPUs, whose programs add to the same memory in turns: counters say whose turn it is.
+"""The turns of the backward kernels for Hopper GPUs: at memory, by counters, and at the tensor cores.
 
-With tiles of 64 queries a round has one turn at the tensor cores. It has dV, dK and dQ of a tile, and then S and dP of
-the next, so that exponentials have the whole of the other consumer's turn to run under. In its turn the second consumer
-finds the first one's dS of the same tile; the first does not find the second's yet, and makes its part of dQ a round
-late. Three tiles have to be there: one whose products are made, one whose exponentials are taken, and one on its way.
-Up to 96 columns a consumer holds its keys, up to 80 its values too, in registers.
+With tiles of 64 queries a round has one turn at the tensor cores: dV, dK and dQ of a tile, then S and dP of the next,
+so that exponentials run during the other consumer's turn. In its turn the second consumer has the first one's dS of the
+same tile; the first lacks the second's, and makes its part of dQ a round late. Three tiles must be in memory: in
+products, in exponentials, and loading. Up to 96 columns a consumer holds its keys, up to 80 its values too, in
+registers.
 
-Three tiles of 128 queries do not fit shared memory, so that a round has two turns. One is for S and dP, one for dV, dK
-and dQ. In the latter the first consumer waits for the second's dS, which that one has put into shared memory before it
-asks for its own turn; meanwhile it stores its own, and multiplies that.
+Three tiles of 128 queries do not fit shared memory, so a round has two turns: S and dP, then dV, dK and dQ. In the
+latter the first consumer waits for the second's dS, which the second stores before it requests its own turn; until then
+the first stores and multiplies its own dS.
 
-Shape suffixes are those of triton_hopper_gradients.py.
+Shape suffixes: as in triton_hopper_gradients.py.
 """
 
 from triton.experimental import gluon
@@ -40,7 +40,7 @@ from .triton_hopper_tiles import ROWS, in_parts, in_registers, let_pass, meet, s
 
 @gluon.jit
 def _now(turn_ptr):
-    """Whose turn it is; what was added before is seen after."""
+    """The current turn; earlier additions are visible afterwards."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [turn_ptr], dtype=gl.int32, is_pure=False, pack=1
     )
@@ -48,19 +48,20 @@ def _now(turn_ptr):
 
 @gluon.jit
 def wait_for(turn, turn_ptr):
-    """Until it is this turn, or was: where several warps wait, one may have ended its turn before another looks."""
+    """Wait until this turn or a later one: of several waiting warps, one may end its turn before another looks."""
     now = _now(turn_ptr)
     while now < turn:
         now = _now(turn_ptr)
-    # The copy engine's additions come after what has been read. For shared memory too, the fence would be one of all
-    # memory of the GPU, and take as long as a way there and back.
+    # The copy engine's additions come after the reads. If it covered shared memory too, this would fence all memory of
+    # the GPU, and take a full round trip.
     asm: gl.constexpr = "fence.proxy.async.global; mov.b32 $0, 0;"
     gl.inline_asm_elementwise(asm, "=r,r", [now], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def written():
-    """Until all that this warp gave the copy engine is in memory. (tma.store_wait: until it has been read.)"""
+    """Wait until all of this warp's stores by the copy engine are in memory. (tma.store_wait: until they have been
+    read.)"""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; bar.warp.sync -1; mov.b32 $0, 0;",
         "=r,r",
@@ -73,7 +74,7 @@ def written():
 
 @gluon.jit
 def hand_on(turn_ptr):
-    """It is the next one's turn; by one thread of each warp, for what the warp has written."""
+    """Pass the turn on; one thread of each warp does so, for the warp's stores."""
     gl.inline_asm_elementwise(
         """{
             .reg .pred first;
@@ -97,10 +98,8 @@ def hand_on(turn_ptr):
 
 @gluon.constexpr_function
 def _is_held(which, rest):
-    """Whether a consumer holds its keys (0) or values (1) in registers, by the columns beside the main ones.
-
-    Where dK and dV have 80 columns, registers are left for both, where they have 96 for one.
-    """
+    """True if a consumer holds its keys (0) or values (1) in registers, by the columns of the rest. With 80 columns of
+    dK and dV, registers are left for both, with 96 for one."""
     return rest == 16 or (rest == 32 and which == 0)
 
 
@@ -129,8 +128,8 @@ def _scores(held, tile, room, zero, WHICH: gl.constexpr, M: gl.constexpr, MAIN: 
 
 @gluon.jit
 def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSUMER: gl.constexpr):
-    """Start the consumer's part of dQ of the i-th tile, once the other's dS is there; before the first tile, of
-    anything, which `tell_dq` tells nobody of."""
+    """Start the consumer's part of dQ of the i-th tile, once the other's dS exists. Before the first tile the result is
+    arbitrary, and `tell_dq` does not announce it."""
     mbarrier.wait(room.ds_of(i, 1 - CONSUMER), (i // 2) & 1, pred=i >= 0)
     fence_async_shared()
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
@@ -141,7 +140,7 @@ def _start_part_of_dq(i, room, zero, FIRST: gl.constexpr, W: gl.constexpr, CONSU
 def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys,
                     MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, REST: gl.constexpr,
                     CONSUMER: gl.constexpr):  # fmt: skip
-    """As `weigh`; dS is where the other takes it from, too."""
+    """As `weigh`, with dS stored for the other consumer too."""
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
                         CAUSAL, M, REST)  # fmt: skip
     store_ds(i, ds, room, M, CONSUMER)
@@ -153,7 +152,7 @@ def _weigh_for_both(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, nu
 def _first_weights(i, k_held, v_held, room, scale_log2, first_key, first_query, num_queries, num_keys,
                   CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr,
                   CONSUMER: gl.constexpr):  # fmt: skip
-    """The first turn: S and dP alone."""
+    """The first turn: only S and dP."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
@@ -171,18 +170,16 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, d
                     first_query, num_queries, num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr,
                     MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr, FIRST: gl.constexpr,
                     W: gl.constexpr):  # fmt: skip
-    """All products of the tile before, with its weights and dS, and those of the i-th tile.
-
-    S takes the registers of P and dS, and dP those of dQ: each starts when these are free. dQ is stored under other
-    products, and announced, with a fence that waits for all stores, after the turn.
-    """
+    """All products of the previous tile, with its weights and dS, then S and dP of the i-th tile. S takes the registers
+    of P and dS, and dP the registers of dQ: each starts when these are free. dQ is stored during other products, and
+    announced, with a fence that waits for all stores, after the turn."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
     of_dq = i - 2 + CONSUMER  # the first consumer is a round late
     room.wait(i)
     meet(OWN_TURN)
-    if REST > 0:  # dQ is stored under dV and dK, which read little of shared memory
+    if REST > 0:  # dQ is stored during dV and dK, which read little shared memory
         dq_MW = _start_part_of_dq(of_dq, room, zero, FIRST, W, CONSUMER)
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
             i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
@@ -193,7 +190,7 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, d
             0, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, REST
         )
         s_RM = _scores(k_held, room.queries(i), room, zero, 0, M, MAIN, REST, CONSUMER)
-    else:  # dQ is stored under S
+    else:  # dQ is stored during S
         dk_RD, dk_rest_RD, dv_RD, dv_rest_RD = start_dv_dk(
             i - 1, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN, REST
         )
@@ -216,7 +213,7 @@ def _round_of_a_turn(i, k_held, v_held, weights, ds, dk_RD, dk_rest_RD, dv_RD, d
 @gluon.jit
 def _last_products(i, weights, ds, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, MAIN: gl.constexpr, REST: gl.constexpr,
                   CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """The last turn: all products of the last tile, and the part of dQ that is still to be made."""
+    """The last turn: all products of the last tile, and the remaining part of dQ."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
@@ -244,8 +241,7 @@ def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, fir
                      end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr, IN_A_ROW: gl.constexpr,
                      M: gl.constexpr, MAIN: gl.constexpr, REST: gl.constexpr, CONSUMER: gl.constexpr,
                      FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
-    the keys."""
+    """All rounds of each head from the first tile on, unmasked from first_whole to end_whole: the keys' gradients."""
     k_held = _held(room, first, 0, M, MAIN, REST, CONSUMER)
     v_held = _held(room, first, 1, M, MAIN, REST, CONSUMER)
     weights, ds = _first_weights(first, k_held, v_held, room, scale_log2, first_key, start, num_queries, num_keys,
@@ -276,7 +272,6 @@ def rounds_of_a_turn(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, fir
 def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, first_key, first_query, num_queries,
                        num_keys, MASKED: gl.constexpr, CAUSAL: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr,
                        CONSUMER: gl.constexpr, FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All products of the i-th tile."""
     zero = zero_at_run_time(i)
     OWN_TURN: gl.constexpr = TURN + CONSUMER
     NEXT_TURN: gl.constexpr = TURN + 1 - CONSUMER
@@ -290,7 +285,7 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     let_pass(NEXT_TURN)
     weights, ds = weigh(i, s_RM, dp_RM, room, scale_log2, first_key, first_query, num_queries, num_keys, MASKED,
                         CAUSAL, M, 0)  # fmt: skip
-    # The first has to wait for the second's dS in its turn, and may store its own then too: 1 to 2 % faster.
+    # The first has to wait for the second's dS in its turn, and can store its own then: 1 to 2 % faster.
     if CONSUMER == 1:
         store_ds(i, ds, room, M, CONSUMER)
         let_pass(OTHERS_DS)
@@ -300,10 +295,10 @@ def _round_of_two_turns(i, dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log
     )
     dq_MW = gl.zeros([ROWS, W], gl.float32, gl.NVMMADistributedLayout([3, 0], [4, 1], [16, W, 16]))
     DONE: gl.constexpr = ROWS if CONSUMER == 0 else 0
-    if CONSUMER == 0:  # its own keys, which are the first, while it waits for the other's dS
+    if CONSUMER == 0:  # its own keys first, while it waits for the other's dS
         store_ds(i, ds, room, M, CONSUMER)
         let_pass(OTHERS_DS)
-        fence_async_shared()  # the compiler adds the barrier of the four warps, each of which stored a part
+        fence_async_shared()  # the compiler adds the barrier of the four warps; each stored a part
         dq_MW = start_dq(i, dq_MW, room, zero, 0, ROWS, FIRST, W)
     meet(OWN_DS)
     fence_async_shared()
@@ -322,8 +317,7 @@ def rounds_of_two_turns(dk_RD, dk_rest_RD, dv_RD, dv_rest_RD, room, scale_log2, 
                         first_whole, end_whole, num_tiles, num_queries, num_keys, CAUSAL: gl.constexpr,
                         IN_A_ROW: gl.constexpr, M: gl.constexpr, MAIN: gl.constexpr, CONSUMER: gl.constexpr,
                         FIRST: gl.constexpr, W: gl.constexpr):  # fmt: skip
-    """All rounds, of each head from the first tile on, those from first_whole to end_whole unmasked: the gradients of
-    the keys."""
+    """The same as rounds_of_a_turn, for this kernel."""
     for which in range(IN_A_ROW):
         of_head = first + which * num_tiles
         for t in range(first_whole):

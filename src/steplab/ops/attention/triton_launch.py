@@ -1,4 +1,4 @@
-"""What both passes of flash_triton have in common when they start a kernel."""
+"""Launching of flash_triton's kernels, for both passes."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -18,28 +18,28 @@ ROWS_OF_A_CONSUMER = 64
 SUMS_WIDTH = 32
 """Columns of dQ that are added together to its sums: PART in triton_hopper_gradients.py."""
 SUMS_PANEL = 8
-"""Columns of these that lie together: PANEL there."""
+"""Contiguous columns: PANEL there."""
 LEAST_SCALE = 1e-30
-"""Taken for a scale of zero, by which nothing can be divided: all exponents are zero all the same."""
+"""Replaces a scale of zero, because the kernels divide by it; all exponents stay zero."""
 
 
 def positive_scale(q: Tensor, scale: float) -> tuple[Tensor, float]:
-    """Queries and a scale above zero with the same scores: the kernels look for the largest score before they scale."""
+    """Queries and a scale above zero with the same scores: the kernels take the largest score before they scale."""
     return (-q, -scale) if scale < 0 else (q, max(scale, LEAST_SCALE))
 
 
 def base_two(scale: float) -> float:
-    """The factor with which exp2 gives what exp gives with the scale."""
+    """The factor with which exp2 replaces exp with the scale."""
     return scale * math.log2(math.e)
 
 
 def precision(dtype: torch.dtype) -> str:
-    """How products of float32 are made: as torch makes its own (torch.backends.cuda.matmul). Else it has no effect."""
+    """Precision of float32 products, as in torch's own (torch.backends.cuda.matmul); no effect for other formats."""
     return "tf32" if dtype == torch.float32 and _torch_makes_them_in_tf32() else "ieee"
 
 
 def _torch_makes_them_in_tf32() -> bool:
-    """By the older of torch's two settings, which raises where the newer was set; then by that."""
+    """By the older of torch's two settings, which raises if the newer was set; then by the newer."""
     matmul = torch.backends.cuda.matmul
     try:
         return matmul.allow_tf32
@@ -48,35 +48,29 @@ def _torch_makes_them_in_tf32() -> bool:
 
 
 class Call(NamedTuple):
-    """What a call of attention asks of its kernels, besides shapes."""
-
     parts: Columns
     """The columns of the head dimension, in parts."""
     dtype: torch.dtype
-    """Number format of the tensors."""
     device: torch.device
-    """Where they are."""
     products: str
-    """As `precision` gives it."""
+    """Result of `precision`."""
     causal: bool
-    """Whether keys after a query's position are hidden."""
+    """True if keys after a query's position are hidden."""
     scale: float
     """Scale of the scores, above zero."""
 
 
 def num_multiprocessors(device: torch.device) -> int:
-    """Number of multiprocessors of a GPU."""
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """How a kernel takes a tensor that the copy engine reads or writes: what its descriptor holds but the address."""
+    """The descriptor of a tensor that the copy engine reads or writes, without the address."""
 
     kind: type[Any]
     """Triton's or Gluon's TensorDescriptor."""
     fields: dict[str, Any]
-    """What is in all descriptors of this form."""
 
     def of(self, x: Tensor | Address) -> Any:
         """The tensor's descriptor, without the checks of its constructor, which take longer than some kernels."""
@@ -88,8 +82,7 @@ class Form:
 def tile_form(
     tiles: Tiles, dtype: torch.dtype, shape: Shape, strides: Shape, rows: int, columns: int | None = None
 ) -> Form:
-    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, columns], as the kernels take them; without
-    `columns`, of all that a tile holds."""
+    """The form of descriptors of tensors [B, H, S, D] in tiles [1, 1, rows, columns]; columns None: all of a tile."""
     columns = columns or tiles.box
     block = [1, 1, rows, columns]
     if tiles.variant == "portable":
@@ -106,7 +99,7 @@ def tile_form(
 
 
 def number_form(count: int, rows: int) -> Form:
-    """The form of float32 numbers in a row, read so many at a time by the Hopper kernels."""
+    """The form of consecutive float32 numbers; the Hopper kernels read `rows` at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -115,8 +108,7 @@ def number_form(count: int, rows: int) -> Form:
 
 
 def sums_form(count: int) -> Form:
-    """The form of float32 sums [count, SUMS_WIDTH], to 64 rows of which the backward kernel for Hopper adds at a
-    time."""
+    """The form of float32 sums [count, SUMS_WIDTH]; the backward kernel for Hopper adds to 64 rows at a time."""
     from triton.experimental.gluon import language as gl
     from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
@@ -132,11 +124,11 @@ def _form(kind: type[Any], shape: Sequence[int], strides: list[int], block_shape
 
 
 class Start:
-    """A kernel with everything decided but the tensors: their forms, the numbers, and what it is compiled for.
+    """A kernel with everything fixed except the tensors: their forms, the numbers, and compile-time options.
 
-    Triton finds a compiled kernel again by describing each argument in words, which takes longer than a short
-    attention. So what calls of equal shapes have in common is kept, the compiled kernel with it. Tensors without a form
-    are given by their addresses, which have to be multiples of 16 bytes, for which the kernel is compiled.
+    Triton looks up a compiled kernel by describing each argument in words, which takes longer than a short attention.
+    So this keeps the compiled kernel for calls of equal shapes. Tensors without a form are passed by address, a
+    multiple of 16 bytes, as the kernel is compiled.
     """
 
     def __init__(
@@ -149,11 +141,8 @@ class Start:
         self._constants: list[Any] = []
 
     def __call__(self, *tensors: Tensor, stream: int | None = None) -> Launch | None:
-        """Start it on these tensors, on the current device and stream.
-
-        Gives the launch, to be made again with the same tensors, if the raw stream is given and the kernel has run
-        before with any.
-        """
+        """Start it on these tensors, on the current device and stream. Returns the launch, to be repeated with the same
+        tensors, if the raw stream is given and the kernel has run before."""
         if self._compiled is None:
             self._compile(tensors)
             return None
@@ -181,7 +170,6 @@ class Start:
 
 
 def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str, Any]:
-    """Keyword arguments that all Hopper kernels take."""
     from .triton_hopper_tiles import CONSUMER_REGISTERS, LOADER_REGISTERS
 
     return {
@@ -196,7 +184,7 @@ def hopper_options(tiles: Tiles, parts: Columns, consumers: int = 2) -> dict[str
 
 
 def portable_options(tiles: Tiles, products: str) -> dict[str, Any]:
-    """Keyword arguments that all portable kernels take; `products` is what `precision` gave."""
+    """Keyword arguments of all portable kernels; `products` is the result of `precision`."""
     return {
         "M": tiles.queries,
         "N": tiles.keys,

@@ -1,15 +1,13 @@
-"""The kernels that run wherever Triton does, its interpreter on a CPU included.
+"""Kernels for every device that Triton supports, including its interpreter on a CPU.
 
-Forward is FlashAttention-2 (Dao 2023), algorithm 1: a program has one tile of queries of one head, goes over the tiles
-of keys that the tile sees, and keeps of the scores of each row their largest and the sum of their exponentials.
-Exponentials are powers of two, with the scale and log2(e) in one factor. Tiles below the diagonal need no mask and have
-a loop of their own; tiles above it are not visited.
+Forward is FlashAttention-2 (Dao 2023), algorithm 1: a program has one tile of queries of one head, visits the key tiles
+that it sees, and keeps each row's largest score and sum of exponentials. Exponentials are powers of two, with the scale
+and log2(e) in one factor. Tiles below the diagonal have a separate loop without a mask.
 
-Backward is algorithm 2, in two sweeps instead of one: a program of the first has a tile of keys, goes over the queries
-that see it and sums dK and dV; a program of the second has a tile of queries, goes over the keys that it sees and sums
-dQ. S and dP are made twice, seven products where five are needed. In return nothing is added up by several programs: no
-atomics, no sums in memory, and the same bits at every run. The kernels before and after that of
-triton_hopper_backward.py are here too.
+Backward is algorithm 2, in two sweeps: programs of the first have a tile of keys, and sum dK and dV over the queries;
+programs of the second have a tile of queries, and sum dQ over the keys. S and dP are made twice, seven products instead
+of five. In return no two programs add to one sum: no atomics, no sums in memory, and the same bits in every run. The
+kernels before and after triton_hopper_backward.py's are here too.
 
 Shape suffixes: M queries of a tile, N keys of a tile, D columns of the head dimension, filled up with zeros.
 """
@@ -20,10 +18,8 @@ import triton.language as tl
 
 @triton.jit
 def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
-    """Sums as a product takes them: in the type of the tensors, and for TF32 rounded to its 10 bits.
-
-    The matrix units would cut the other 13 off, which errs twice as much and always to the same side.
-    """
+    """Sums as a product takes them: in the tensors' type, and for TF32 rounded to its 10 bits. The matrix units would
+    truncate the other 13, which errs twice as much and always to the same side."""
     if PRECISION == "tf32":
         bits = (x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000
         return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)  # a NaN's bits may overflow
@@ -32,12 +28,9 @@ def operand(x, dtype: tl.constexpr, PRECISION: tl.constexpr):
 
 @triton.jit
 def plus_product(sums, a, b, PRECISION: tl.constexpr):
-    """sums + a b, with a as `operand` gives it.
-
-    Where products are exact to float32, each tile's is summed by itself and then added, as cuBLAS adds parts: one
-    running sum over thousands of terms errs several times as much. Written as `sums + product`, the compiler would make
-    the running sum of it. TF32's products err a thousand times more than either sum.
-    """
+    """sums + a b, with a from `operand`. Where products are exact to float32, each tile's product is summed alone and
+    then added, as cuBLAS adds parts: one running sum over thousands of terms errs several times as much. The compiler
+    would fuse `sums + product` into a running sum. TF32's products err a thousand times more than either sum."""
     if PRECISION == "ieee" and a.dtype == tl.float32:
         return sums - tl.dot(-a, b, input_precision=PRECISION)
     return tl.dot(a, b, sums, input_precision=PRECISION)
@@ -49,7 +42,6 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `first` to `end`, a tile at a time."""
     for first_key in tl.range(first, end, N):
         k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)
@@ -60,7 +52,7 @@ def _attend(
                 seen = seen & (keys <= first_query + tl.arange(0, M)[:, None])
             s_MN = tl.where(seen, s_MN, float("-inf"))
         new_largest_M = tl.maximum(largest_M, tl.max(s_MN * scale_log2, 1))
-        # A row that has seen nothing but -inf: any finite number gives its exponentials as the zeros that they are.
+        # A row of -inf only: any finite number gives its exponentials as zeros.
         base_M = tl.where(new_largest_M == float("-inf"), 0.0, new_largest_M)
         p_MN = tl.math.exp2(s_MN * scale_log2 - base_M[:, None])
         shrink_M = tl.math.exp2(largest_M - base_M)
@@ -87,7 +79,7 @@ def attention_forward(
     largest_M = tl.full([M], float("-inf"), tl.float32)
     sum_M = tl.zeros([M], tl.float32)
     end = num_keys
-    whole = num_keys // N * N  # keys in tiles of which all queries see all
+    whole = num_keys // N * N  # keys in tiles that all queries see wholly
     if CAUSAL:
         end = tl.minimum(num_keys, first_query + M)
         whole = tl.minimum(whole, first_query // N * N)
@@ -106,17 +98,15 @@ def attention_forward(
     tl.store(lse_ptr + b_head.to(tl.int64) * num_queries + queries, lse_M, mask=queries < num_queries)
 
 
-# Of the head dimension the compiler is told whether it is a multiple of 16: else it takes masked columns one by one.
+# The head dimension is specialized for multiples of 16: else the compiler loads masked columns one by one.
 @triton.jit(do_not_specialize=["num_heads", "num_queries", "num_padded", "num_turns"])
 def attention_prepare(
     o_ptr, do_ptr, lse_ptr, minus_lse_ptr, minus_d_ptr, turns_ptr, o_b, o_h, o_s, do_b, do_h, do_s,
     num_heads, num_queries, num_padded, head_dim, num_turns, M: tl.constexpr, D: tl.constexpr, TURNS: tl.constexpr,
 ):  # fmt: skip
-    """What backward subtracts for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
-
-    Rows of padding get -inf and 0, so that their weights are zero; so do queries that saw no key, whose lse is -inf.
-    Zeros are written too, TURNS by each program: whose turn it is in triton_hopper_backward.py.
-    """
+    """Backward's subtrahends for each of M queries of a head, negated: lse in powers of two, and D = rowsum(dO o O).
+    Padding rows get -inf and 0, so that their weights are zero, as do queries that saw no key, with an lse of -inf.
+    Each program also writes TURNS zeros: the turn counters of triton_hopper_backward.py."""
     num_tiles = num_padded // M
     b_head = (tl.program_id(0) // num_tiles).to(tl.int64)
     b, head = b_head // num_heads, b_head % num_heads
@@ -140,7 +130,8 @@ def attention_finish(
     sums_ptr, dq_ptr, dq_b, dq_h, dq_s, num_heads, num_queries, num_padded, head_dim, scale,
     M: tl.constexpr, PARTS: tl.constexpr, WIDTH: tl.constexpr, PANEL: tl.constexpr,
 ):  # fmt: skip
-    """A part of the columns of dQ of M queries of a head, from sums that lie as [WIDTH / PANEL, M, PANEL] for each."""
+    """A part of the columns of dQ of M queries of a head, from sums laid out as [WIDTH / PANEL, M, PANEL] for each
+    part."""
     num_tiles = num_padded // M
     tile, part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
     b_head = (tile // num_tiles).to(tl.int64)
@@ -162,7 +153,7 @@ def _sum_over_queries(
     num_queries, num_keys, scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr,
     D: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Queries from `first` to `end`, a tile at a time, transposed: what a key gets from them."""
+    """Queries from `first` to `end`, a tile at a time, transposed: their contributions to a key."""
     for first_query in tl.range(first, end, M):
         queries = first_query + tl.arange(0, M)
         q_MD = q_tiles.load([b, head, first_query, 0]).reshape(M, D)
@@ -206,7 +197,7 @@ def attention_backward_kv(
         first = first_key // M * M
         masked_end = tl.maximum(masked_end, tl.minimum(num_queries, tl.cdiv(first_key + N - 1, M) * M))
     start = tl.maximum(first, masked_end)
-    # Padding has weights of zero by itself, but not for keys of -inf: times its own zeros they are NaN.
+    # Padding has weights of zero, but keys of -inf times its zeros are NaN.
     whole = tl.maximum(start, num_queries // M * M)
     for head in range(kv_head * sharing, (kv_head + 1) * sharing):
         row = (b * num_heads + head).to(tl.int64) * num_padded
@@ -232,7 +223,6 @@ def _sum_over_keys(
     scale_log2, MASKED: tl.constexpr, CAUSAL: tl.constexpr, M: tl.constexpr, N: tl.constexpr, D: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Keys from `first` to `end`, a tile at a time."""
     for first_key in tl.range(first, end, N):
         k_ND = k_tiles.load([b, kv_head, first_key, 0]).reshape(N, D)
         s_MN = tl.dot(q_MD, k_ND.T, input_precision=PRECISION)

@@ -1,16 +1,13 @@
-"""Calls that were made before on the same memory, and the launches that they consisted of.
+"""Repeats of calls on the same memory, by replaying their launches.
 
-In a training step the caching allocator gives the tensors of a layer the addresses that they had in the step before.
-What kernels are started with depends on addresses, shapes, strides, type, device, stream and a few numbers, and on
-nothing else; so where all of these were seen before, the same launches are made again, and nothing is looked at twice.
+In a training step the caching allocator gives a layer's tensors the same addresses as before. A launch depends only on
+addresses, shapes, strides, type, device, stream and a few numbers; if all were seen before, it is repeated without
+further checks.
 
-Such launches are made of what Triton's launcher is made of, which this file alone knows. Triton makes a launch in two
-steps. Python puts descriptors of tensors into the form that the driver takes, which encodes each of them anew; then a
-function in C reads the arguments and calls the driver. Where a kernel starts again on the same memory, what the first
-step gives is what it gave before, and the second takes a few microseconds.
-
-The arguments are those that Triton's own Python gives to that function, so that their order and form, which change
-between versions, are nowhere written down here. Where this Triton is built otherwise, there are no such launches.
+Triton launches in two steps: Python converts tensor descriptors to the driver's form, then a C function reads the
+arguments and calls the driver. This file keeps the first step's result; the second takes a few microseconds. It records
+the arguments that Triton's Python passes to that function, so their order and form, which change between versions, are
+written nowhere here. If this Triton differs, launches are not kept.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -31,7 +28,7 @@ Launch = Callable[[], object]
 
 
 class Address:
-    """A tensor's place in memory, of which a launch takes nothing else; so that none is kept alive by it."""
+    """A tensor's address, without keeping the tensor alive: a launch reads nothing else of it."""
 
     __slots__ = ("_address",)
 
@@ -39,7 +36,6 @@ class Address:
         self._address = address
 
     def data_ptr(self) -> int:
-        """As a tensor's."""
         return self._address
 
 
@@ -71,7 +67,7 @@ class Launcher:
 
 
 def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
-    """None where this Triton's launcher is not as expected here."""
+    """None if this Triton's launcher is unlike the expected one."""
     try:
         return Launcher(compiled, grid)
     except (ImportError, AttributeError, KeyError, TypeError):
@@ -79,7 +75,7 @@ def launcher_of(compiled: Any, grid: Sequence[int]) -> Launcher | None:
 
 
 def hooked() -> bool:
-    """Whether a hook is to be called at each launch, as Triton's profiler asks: only Triton's own launches call it."""
+    """True if a hook must be called at each launch, as for Triton's profiler: only Triton's own launches call it."""
     runtime = _runtime()
     before, after = runtime.launch_enter_hook, runtime.launch_exit_hook
     return bool(getattr(before, "calls", before) or getattr(after, "calls", after))
@@ -93,8 +89,8 @@ def _runtime() -> Any:
 
 
 MOST_KEPT = 1024
-"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. And kinds of
-these."""
+"""Calls, of some kilobytes each: the layers and micro-steps of a large model, forward and backward. Also the limit of
+kinds."""
 
 Made = tuple[Shape, Shape, torch.dtype]
 """Sizes, strides and type of a tensor that a call makes."""
@@ -102,23 +98,23 @@ Made = tuple[Shape, Shape, torch.dtype]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Kind:
-    """Calls that differ in the addresses of their tensors alone."""
+    """Calls that differ only in the addresses of their tensors."""
 
     stream: int | None
-    """The raw stream; None where launches are not kept: on a CPU, or a GPU that is not the current one."""
+    """The raw stream; None if launches are not kept: on a CPU, or a GPU that is not the current one."""
     device: torch.device
-    """That of all tensors."""
+    """Device of all tensors."""
     made: tuple[Made, ...]
-    """What such a call makes."""
+    """Results of such a call."""
 
     def tensors(self) -> list[Tensor]:
-        """Those that a call makes, without content."""
+        """New tensors for the results, without content."""
         if self.stream is None or _empty is None:
             return [torch.empty_strided(*laid, dtype=dtype, device=self.device) for *laid, dtype in self.made]
         return [_empty(*like) for like in self.made]
 
     def made_again(self, tensors: Sequence[Tensor]) -> bool:
-        """Make the launches of the call on these tensors, where they are known."""
+        """Repeat the launches of the call on these tensors; False if they are not known."""
         known = _known.get((self, *map(_address, tensors)))
         if known is None or hooked():
             return False
@@ -127,11 +123,11 @@ class Kind:
         return True
 
     def keep(self, tensors: Sequence[Tensor], launches: Sequence[Launch | None], needed: object = None) -> None:
-        """Keep the launches of a call, unless one is not to be had, and what they read besides the call's tensors."""
+        """Keep the launches of a call, unless one is missing, with the other memory that they read."""
         ready = [launch for launch in launches if launch is not None]
         if self.stream is None or len(ready) < len(launches) or hooked():
             return
-        if len(_known) >= MOST_KEPT:  # addresses that do not come back: begin anew
+        if len(_known) >= MOST_KEPT:  # addresses that do not come back: start over
             _known.clear()
         _known[self, *map(_address, tensors)] = ready, needed
 
@@ -141,10 +137,8 @@ _kinds: dict[Hashable, Kind] = {}
 
 
 def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *more: Hashable) -> Kind:
-    """The kind of a call; `make` gives for its inputs what it makes, and `more` is all that is asked for besides.
-
-    inputs begin with q and k, whose shapes and type decide all others'.
-    """
+    """The kind of a call; `make` describes the results for its inputs, and `more` is everything else that a call
+    depends on. inputs begin with q and k, which determine the shapes and types of all others."""
     q, k, *_ = inputs
     device = q.get_device()
     stream = _stream(device) if q.is_cuda and device == torch.cuda.current_device() else None
@@ -158,18 +152,17 @@ def kind_of(make: Callable[..., tuple[Made, ...]], inputs: tuple[Tensor, ...], *
 
 
 def forget() -> None:
-    """Forget all calls: for who changes by which kernels a call is made."""
+    """Forget all calls, for callers that change the choice of kernels."""
     _known.clear()
     _kinds.clear()
 
 
 def laid_out_as(x: Tensor) -> Made:
-    """A tensor of the sizes and type of x, its dimensions in memory in the order of x's: as torch.empty_like has it."""
+    """A tensor of x's sizes and type, its dimensions in memory in the order of x's, as by torch.empty_like."""
     return tuple(x.shape), _strides_like(x.shape, x.stride()), x.dtype
 
 
 def in_a_row(sizes: Sequence[int], dtype: torch.dtype) -> Made:
-    """A contiguous tensor."""
     return tuple(sizes), torch.empty(tuple(sizes), device="meta").stride(), dtype
 
 
@@ -179,11 +172,11 @@ def _strides_like(shape: Shape, strides: Shape) -> Shape:
 
 
 def refuse_while_capturing(device: torch.device) -> None:
-    """Raise Unsupported where a CUDA graph is recorded: at a first call kernels are loaded and tables copied."""
+    """Raise Unsupported while a CUDA graph is recorded: a first call loads kernels and copies tables."""
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         raise Unsupported(
             "the first call of 'flash_triton' for a shape while a CUDA graph is recorded",
-            "its kernels are loaded and its tables are copied then, which a graph cannot record",
+            "it loads kernels and copies tables, which a graph cannot record",
             "call it once before, forward and backward, with tensors of the same shapes and strides",
         )
 
@@ -193,7 +186,7 @@ def _raw_stream(device: int) -> int:
 
 
 _address = Tensor.data_ptr
-# What torch's own compiled code takes, where torch has these: a stream without a Python object around it, and a tensor
-# on the current GPU in half the time of `empty_like`, which goes through the dispatcher.
+# Internals of torch's compiled code, if present: a stream without a Python object, and a tensor on the current GPU in
+# half the time of `empty_like`, which goes through the dispatcher.
 _stream = getattr(torch._C, "_cuda_getCurrentRawStream", _raw_stream)
 _empty = getattr(torch._C._dynamo.guards, "_empty_strided_cuda", None)

@@ -1,7 +1,5 @@
-"""In which order the Hopper kernels do their work, and which program does what.
-
-Heads are done in groups whose tensors the L2 cache holds together: what one program loads the others find there.
-"""
+"""The order of the Hopper kernels' work, and its division over programs. Heads go in groups whose tensors the L2 cache
+holds together, so that programs find each other's loads there."""
 
 import heapq
 from collections.abc import Sequence
@@ -15,42 +13,37 @@ from torch import Tensor
 from .triton_repeats import refuse_while_capturing
 
 CACHE_SHARE = 16 * 2**20
-"""Bytes of the L2 cache (an H200's has 60 MiB) for what a group of heads reads: by trial, 8 to 32 MiB are alike."""
+"""Bytes of the L2 cache (an H200's has 60 MiB) for a group's tensors; in trials, 8 to 32 MiB were equal."""
 PAIRS_TOGETHER = 8
-"""The fewest pairs of heads that CACHE_SHARE is to hold for pairs to be taken; by trial: where it holds four, they gain
-nothing."""
+"""The fewest pairs of heads that CACHE_SHARE must hold for pairs to be used; in trials, four gained nothing."""
 PROGRAMS_EACH = 3
-"""The fewest programs a multiprocessor with which pairs are taken, so that all end together; the fewest that was
-measured is 3.9."""
+"""The fewest programs a multiprocessor with which pairs are used, so that all end together; 3.9 was the fewest
+measured."""
 START_OF_TASK = 0.6
-"""How long a task takes besides its tiles, in times of a tile; by trial."""
+"""Time of a task without its tiles, in times of a tile; from trials."""
 MOST_DEALT = 2**17
-"""Tasks that are worth dealing out; of more, each program has so many that a plain order levels out."""
+"""Tasks worth dealing out; beyond, a plain order evens out."""
 
 
 def heads_a_group(bytes_a_head: int, num_heads: int) -> int:
-    """How many heads go together, each of which has so many bytes that programs read more than once."""
+    """Heads that go together, each with `bytes_a_head` bytes that programs read more than once."""
     return max(1, min(num_heads, CACHE_SHARE // max(bytes_a_head, 1)))
 
 
 def heads_in_a_row(bytes_a_head: int, sharing: int, num_programs: int, num_multiprocessors: int) -> int:
-    """How many heads that share keys a program of the backward kernel takes, one after the other: 1 or 2.
+    """Heads that share keys and that a program of the backward kernel takes one after the other: 1 or 2.
 
-    With two it hands on half as many sums of dK and dV. But programs of a pair are in both heads' sequences at a time,
-    so that the L2 cache is to hold some pairs, and there are half as many of num_programs (as with one head each), of
-    which each multiprocessor is still to get some. So the order of the sums, and with it their last bits, depend on the
-    batch and on the GPU.
+    With two it passes on half as many sums of dK and dV. But a pair's programs are in both heads' sequences at a time,
+    so the L2 cache must hold some pairs, and only half of num_programs remain, of which each multiprocessor must get
+    some. So the order of the sums, and their last bits, depend on the batch and on the GPU.
     """
     fit = 2 * bytes_a_head * PAIRS_TOGETHER <= CACHE_SHARE
     return 2 if sharing % 2 == 0 and fit and num_programs >= 2 * PROGRAMS_EACH * num_multiprocessors else 1
 
 
 def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
-    """Tasks by number for each program, each task to the program that is the first to be free, in this order.
-
-    It is what the GPU does with a program a task; but a program that has the whole list loads the tiles of its next
-    task while it ends one.
-    """
+    """Tasks by number for each program, each task to the program that is free first, in this order. The GPU does the
+    same with a program a task; but a program with the whole list loads its next task's tiles while it ends one."""
     rows: list[list[int]] = [[] for _ in range(min(num_programs, len(lengths)))]
     if len(lengths) > MOST_DEALT:
         return [list(range(first, len(lengths), len(rows))) for first in range(len(rows))]
@@ -63,27 +56,27 @@ def dealt(lengths: Sequence[int], num_programs: int) -> list[list[int]]:
 
 
 class Task(NamedTuple):
-    """What a program of the forward kernel does at a time: some queries of a head."""
+    """A unit of work of the forward kernel: some queries of a head."""
 
     head: int
-    """Number of the head, of those of all batches."""
+    """Number of the head, counted over all batches."""
     first_query: int
     """The first of `rows` queries."""
     num_tiles: int
-    """Tiles of keys that they see, by which tasks are dealt."""
+    """Tiles of keys that they see; tasks are dealt by this number."""
 
 
 def tasks_in_order(
     num_heads: int, num_queries: int, num_keys: int, *, rows: int, tile: int, together: int, causal: bool
 ) -> list[Task]:
-    """Every `rows` queries of every head: heads in groups of so many together, in a group the longest tasks first."""
+    """Every `rows` queries of every head: heads in groups of `together`, in a group the longest tasks first."""
     first_queries = range(0, num_queries, rows)[::-1]
     of_head = [(first, -(-(min(num_keys, first + rows) if causal else num_keys) // tile)) for first in first_queries]
     groups = [range(first, min(first + together, num_heads)) for first in range(0, num_heads, together)]
     return [Task(head, *queries) for group in groups for queries in of_head for head in group]
 
 
-@cache  # without a limit: a CUDA graph reads the table that a call had when it was recorded
+@cache  # without a limit: a recorded CUDA graph keeps reading its table
 def task_table(
     num_heads: int,
     num_queries: int,
@@ -104,7 +97,7 @@ def task_table(
     width = 2 * max(map(len, lists)) + 3
     table = [[len(row), *(number for task in row for number in tasks[task][:2])] for row in lists]
     filled = [[*row, *[0] * (width - len(row))] for row in table]
-    # torch.compile warms a CUDA graph up in memory that it gives to all that this thread makes then, and refuses what
-    # stays. The table outlives the graph, so another thread makes it, and returns once it is copied.
+    # torch.compile warms a CUDA graph up in memory that it assigns to all of this thread's allocations, and refuses any
+    # that stay. The table outlives the graph, so another thread makes it, and returns once it is copied.
     with ThreadPoolExecutor(max_workers=1) as outside:
         return outside.submit(torch.tensor, filled, dtype=torch.int32, device=device).result()

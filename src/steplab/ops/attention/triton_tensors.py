@@ -1,7 +1,5 @@
-"""What the kernels need of a tensor: that the copy engine takes it, and tiles whose sizes are powers of two.
-
-Shape suffixes: B batch, H heads, S positions, D head dimension.
-"""
+"""Tensors as the kernels need them: readable by the copy engine, in tiles with sizes of powers of two. Shape suffixes:
+B batch, H heads, S positions, D head dimension."""
 
 from dataclasses import dataclass
 from functools import cache, lru_cache
@@ -11,28 +9,27 @@ from torch import Tensor
 
 Shape = tuple[int, ...]
 ALIGNMENT = 16
-"""Bytes of which addresses and all strides but the last must be multiples (CUDA driver API, cuTensorMapEncodeTiled)."""
+"""Addresses, and all strides except the last, must be multiples of this, in bytes (CUDA driver API,
+cuTensorMapEncodeTiled)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Columns:
-    """The head dimension as the matrix units get it: products are of `main` columns, then of `rest`."""
+    """The head dimension for the matrix units: products are of `main` columns, then of `rest`."""
 
     main: int
     """A power of two."""
     rest: int
-    """0, or a power of two: 80 columns are 64 and 16, for which 128 would be multiplied 48 times by zero."""
+    """0, or a power of two: 80 columns are 64 and 16; 128 would multiply 48 by zero."""
     box: int
-    """Columns of a tile in shared memory, the power of two that holds them; the copy engine fills up with zeros. What
-    the kernels for Hopper load again and again comes as two tiles, of `main` and of `rest`."""
+    """Columns of a tile in shared memory, the next power of two; the copy engine fills up with zeros. Tensors that the
+    kernels for Hopper load repeatedly come as two tiles, of `main` and of `rest`."""
 
 
 @cache
 def columns(head_dim: int) -> Columns:
-    """How `head_dim` columns are divided: in two where a half and less than another half hold them all.
-
-    Only from 65 on: below, a half is narrower than the 128 bytes in which shared memory is swizzled.
-    """
+    """The division of `head_dim` columns: in two if a half and less than another half hold them all. Only from 65 on:
+    below, a half is narrower than the 128 bytes in which shared memory is swizzled."""
     box = max(16, _power_of_two(head_dim))
     main = box // 2
     rest = max(16, _power_of_two(head_dim - main))
@@ -44,10 +41,8 @@ def _power_of_two(number: int) -> int:
 
 
 def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
-    """The tensor itself where the copy engine takes it; else a copy whose rows are padded with zeros to 16 bytes.
-
-    Where `products` are made in tf32 it is rounded for them.
-    """
+    """The tensor itself if the copy engine takes it; else a copy with rows padded with zeros to 16 bytes. products:
+    tf32 rounds it for them."""
     if products == "tf32":
         x_BHSD = rounded_to_tf32(x_BHSD)
     if _takes(x_BHSD):
@@ -62,13 +57,13 @@ def readable(x_BHSD: Tensor, products: str = "ieee") -> Tensor:
 
 
 def rounded_to_tf32(x: Tensor) -> Tensor:
-    """The nearest numbers of 10 bits behind the first, as a product in TF32 takes them; see triton_portable."""
+    """The nearest numbers of 10 mantissa bits, as a product in TF32 takes them; see triton_portable."""
     bits = (x.contiguous().view(torch.int32) + 0x1000) & -0x2000
     return torch.where(x.isnan(), x, bits.view(torch.float32))
 
 
 def writable(x_BHSD: Tensor) -> Tensor:
-    """The tensor itself where the copy engine writes it; else room of its shape, with padded rows, to copy from."""
+    """The tensor itself if the copy engine can write it; else memory of its shape, with padded rows, to copy from."""
     if _takes(x_BHSD):
         return x_BHSD
     padded = -x_BHSD.shape[-1] % (ALIGNMENT // x_BHSD.element_size())
@@ -76,12 +71,11 @@ def writable(x_BHSD: Tensor) -> Tensor:
 
 
 def aligned(x: Tensor) -> Tensor:
-    """A contiguous tensor whose address is a multiple of 16 bytes: itself, where it is one."""
+    """A contiguous tensor with an address of a multiple of 16 bytes: itself if possible."""
     return x.contiguous() if x.data_ptr() % ALIGNMENT == 0 else x.clone(memory_format=torch.contiguous_format)
 
 
 def _takes(x_BHSD: Tensor) -> bool:
-    """Whether the copy engine takes the tensor as it is."""
     if x_BHSD.data_ptr() % ALIGNMENT:
         return False
     return _takes_strides(x_BHSD.shape, x_BHSD.stride(), x_BHSD.element_size())
@@ -95,13 +89,12 @@ def _takes_strides(shape: Shape, strides: Shape, element_bytes: int) -> bool:
 
 
 def copy_back(written: Tensor, wanted: Tensor) -> None:
-    """What `writable` gave room for, where it belongs."""
     if written is not wanted:
         wanted.copy_(written[..., : wanted.shape[-1]])
 
 
 def strides_of(shape: Shape, strides: Shape) -> list[int]:
-    """Strides, where those of dimensions of one element, which are never used, are as of a contiguous tensor."""
+    """Strides; in dimensions of one element, where they are never used, a contiguous tensor's."""
     found, expected = list(strides), 1
     for dim in range(len(shape) - 1, -1, -1):
         if shape[dim] == 1:

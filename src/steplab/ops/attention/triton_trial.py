@@ -1,4 +1,4 @@
-"""Tries the Hopper kernels with a Triton that nobody tried, on a small input, before anything relies on them."""
+"""Tests the Hopper kernels on a small input with an untested Triton, before anything relies on them."""
 
 import warnings
 from math import sqrt
@@ -14,14 +14,12 @@ CLOSE = 0.02
 """Largest relative error, by norm, that passes: bf16 makes 0.002 to 0.01, a wrong kernel about 1."""
 _thread = local()
 _tried: dict[int, str | None] = {}
-"""Why the kernels do not run with an untried Triton, by head dimension; None: they do."""
+"""Why the kernels do not run with an untested Triton, by head dimension; None: they do."""
 
 
 def hopper_kernels_run(head_dim: int = 64) -> bool:
-    """Whether the Hopper kernels for heads of this width run with this Triton, on a GPU that they are for.
-
-    Raises Unsupported where they have to be tried while a CUDA graph is recorded.
-    """
+    """True if the Hopper kernels for heads of this width run with this Triton, on a GPU that they support. Raises
+    Unsupported if they must be tested while a CUDA graph is recorded."""
     if getattr(_thread, "trying", False):
         return True
     import triton
@@ -30,7 +28,7 @@ def hopper_kernels_run(head_dim: int = 64) -> bool:
 
 
 def known_to_run() -> bool | None:
-    """The same of all widths, as far as it is known without a trial; None: it is not."""
+    """The same for all widths, without a trial; None: not known."""
     import triton
 
     if too_old(triton.__version__) or is_tried(triton.__version__):
@@ -39,7 +37,7 @@ def known_to_run() -> bool | None:
 
 
 def why_not_hopper(version: str, head_dim: int = 64) -> str | None:
-    """Why they do not; None: they do. Warns where a trial failed."""
+    """Why they do not; None: they do. Warns if a trial failed."""
     if too_old(version):
         return f"Triton {version} is too old for them"
     if is_tried(version):
@@ -53,7 +51,7 @@ def _trial(version: str, head_dim: int) -> str | None:
     device = torch.cuda.current_device()
     refuse_while_capturing(torch.device("cuda", device))
     found: list[str | None] = []
-    # A thread of its own has neither autocast nor the modes of torch.compile.
+    # A new thread has neither autocast nor the modes of torch.compile.
     thread = Thread(target=lambda: found.append(_fault(device, head_dim)))
     thread.start()
     thread.join()
@@ -70,7 +68,7 @@ def _trial(version: str, head_dim: int) -> str | None:
 
 
 def _fault(device: int, head_dim: int) -> str | None:
-    """The fault of both passes on a small input, beside plain attention in float64; None: they are right."""
+    """The fault of both passes on a small input, against plain attention in float64; None: they are right."""
     from .triton_backward import triton_backward
     from .triton_forward import triton_forward
 

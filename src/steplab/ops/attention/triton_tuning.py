@@ -1,8 +1,7 @@
-"""Which kernel, and of what tiles, for a GPU and a shape: read from a committed table, never searched for at first use.
+"""The kernel and its tiles for a GPU and a shape: from a committed table, never searched for at first use.
 
-The table (triton_tiles.toml) has rows for GPUs by name, rows for all of a compute capability ("sm90"), and rows for
-"any" GPU, in this order of preference. `python -m benchmarks.tune_attention` measures candidates and writes the rows of
-the GPU at hand.
+The table (triton_tiles.toml) has rows for GPUs by name, for a compute capability ("sm90"), and for "any" GPU, in this
+order of preference. `python -m benchmarks.tune_attention` measures candidates and writes the rows of the present GPU.
 """
 
 import math
@@ -22,39 +21,34 @@ Kernel = Literal["forward", "backward", "backward_kv", "backward_q"]
 Variant = Literal["hopper", "portable"]
 TABLE = "triton_tiles.toml"
 WIDEST_TILE = 128
-"""Most queries of any tile: what is kept of each query is padded to a multiple of it."""
+"""Most queries of any tile; data kept for each query is padded to a multiple of it."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Tiles:
-    """One row of the table."""
-
     kernel: Kernel
-    """Which kernel: backward is that which makes all gradients in one sweep, the others of them make them in two."""
+    """backward makes all gradients in one sweep, backward_kv and backward_q in two."""
     gpu: str
-    """A GPU as torch names it, sm90 and the like, or any."""
+    """A GPU in torch's spelling, sm90 and the like, or any."""
     bits: int
     """Bits of a number: 16 or 32."""
     box: int
     """Columns of a tile: the power of two that holds the head dimension."""
     columns: int | None = None
-    """The row is for head dimensions up to this; None: for any of the box."""
+    """Largest head dimension of the row; None: any of the box."""
     tokens: int | None = None
-    """The row is for sequences up to this long; None: for any."""
+    """Longest sequence of the row; None: any."""
     variant: Variant
-    """Which of the two implementations of the kernel."""
     queries: int
-    """Queries of a tile."""
     keys: int
-    """Keys of a tile."""
     stages: int
-    """Tiles on their way at a time."""
+    """Tiles that load at a time."""
     warps: int = 4
-    """Warps of a program; the Hopper kernels have as many as they have tasks for."""
+    """Warps of a program; the Hopper kernels fix theirs by role."""
 
 
 def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
-    """The tiles of a kernel for tensors like x [..., D]. Raises Unsupported where the table has none."""
+    """The tiles of a kernel for tensors like x [..., D]. Raises Unsupported if the table has no row."""
     bits, head_dim = x.element_size() * 8, x.shape[-1]
     found = tiles_if_any(kernel, x.device, bits, head_dim, tokens)
     if found is None:
@@ -64,18 +58,18 @@ def tiles_for(kernel: Kernel, x: torch.Tensor, tokens: int) -> Tiles:
 
 
 def tiles_if_any(kernel: Kernel, device: torch.device, bits: int, head_dim: int, tokens: int) -> Tiles | None:
-    """The same for numbers of so many bits on a device, or None."""
+    """The same for numbers of `bits` bits on a device, or None."""
     hopper = bits == 16 and hopper_kernels_on(device, head_dim)
     return _found(kernel, *_gpu(device), hopper, bits, head_dim, tokens)
 
 
 def hopper_kernels_on(device: torch.device, head_dim: int = 64) -> bool:
-    """Whether the Hopper kernels for heads of this width run on a device, with the Triton at hand."""
+    """True if the Hopper kernels for heads of this width run on a device, with the installed Triton."""
     return _gpu(device)[1] == (9, 0) and hopper_kernels_run(head_dim)
 
 
 def kernels_known(device: torch.device) -> Variant | None:
-    """The kernels of a GPU in 16 bits, without trying any; None: not known before flash_triton has run."""
+    """The kernels of a GPU in 16 bits, without a trial; None: not known before flash_triton has run."""
     if _gpu(device)[1] != (9, 0):
         return "portable"
     runs = known_to_run()
@@ -110,10 +104,8 @@ def _most(stated: int | None) -> float:
 
 @cache
 def table() -> tuple[Tiles, ...]:
-    """The committed rows."""
     return read_table(files(__package__).joinpath(TABLE).read_text(encoding="utf-8"))
 
 
 def read_table(text: str) -> tuple[Tiles, ...]:
-    """The rows of a table in TOML."""
     return tuple(Tiles(**row) for row in tomllib.loads(text)["tiles"])

@@ -1,13 +1,12 @@
 """Casts to fp8 with one scale a tensor, as operators of torch: steplab::amax, fp8_cast and fp8_cast_both.
 
 Scales stay on the device: Python never waits for one. Kernels run on CUDA, and on a CPU under TRITON_INTERPRET=1;
-elsewhere the reference, the formula in operators of torch, give the same bits. Tensors are bf16, else Unsupported is
-raised: a transposed float32 tile is moved between threads after its cast, as bytes, and for a tensor of one row Triton
-3.6 and 3.7.1 put wrong ones there (seen on an H200); a bf16 tile is moved before its cast.
+elsewhere the reference gives the same bits. Tensors must be bf16: a transposed float32 tile would move between threads
+after its cast, as bytes, and for a tensor of one row Triton 3.6 and 3.7.1 misplaced some (seen on an H200).
 
-A format has its largest finite number TOP: 448 of e4m3, 57,344 of e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep
-Learning"). A tensor whose largest magnitude is amax is multiplied by scale = TOP / amax, cut off at TOP and rounded to
-the nearest; products are multiplied by the inverse scales. A NaN and an infinity are not hidden: products are NaN.
+A format's largest finite number is TOP: 448 of e4m3, 57,344 of e5m2 (Micikevicius et al. 2022, "FP8 Formats for Deep
+Learning"). A tensor is multiplied by scale = TOP / amax, clamped at TOP and rounded to nearest; products are multiplied
+by the inverse scales. A NaN or an infinity makes products NaN.
 
 Shape suffixes: R rows, C columns.
 """
@@ -23,7 +22,7 @@ from ..triton_device import on_device_of
 from ..triton_places import runs_on
 
 SMALLEST_AMAX = 2.0**-100
-"""Tensors of zeros and of less than this are scaled as if it were theirs, so that the scale is finite."""
+"""Lower limit of amax, so that the scale of a tensor of zeros is finite."""
 
 
 def plain_amax(x: Tensor) -> Tensor:
@@ -32,8 +31,10 @@ def plain_amax(x: Tensor) -> Tensor:
 
 
 def plain_scale(amax: Tensor, dtype: torch.dtype) -> Tensor:
-    """float32, the product of which with amax is the largest finite number of the format."""
-    top = torch.full_like(amax, torch.finfo(dtype).max)  # a Python number is divided as it times the reciprocal
+    """float32; times amax it is the largest finite number of the format."""
+    top = torch.full_like(
+        amax, torch.finfo(dtype).max
+    )  # torch divides a Python number by multiplying it with the reciprocal
     return top / amax.clamp_min(SMALLEST_AMAX)
 
 
@@ -53,15 +54,15 @@ E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 AMAX_BLOCK, AMAX_PROGRAMS, AMAX_WARPS = 8192, 132 * 4, 8
 CAST_BLOCK, CAST_WARPS = 4096, 4
 ROWS, COLUMNS, WARPS = 64, 128, 8
-"""The tile of a program of the cast to both layouts, and its warps."""
+"""Tile and warps of a program of the cast to both layouts."""
 
 
 class Operand(NamedTuple):
-    """A tensor in fp8, as a product reads it: contiguous along the dimension that is summed over."""
+    """A tensor in fp8 for a product: contiguous along the dimension that is summed over."""
 
     values: Tensor
     inverse_scale: Tensor
-    """float32, a scalar on the device: values * inverse_scale is what was cast."""
+    """float32, a scalar on the device: values * inverse_scale restores the tensor."""
 
 
 def amax(x: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ def amax(x: Tensor) -> Tensor:
 
 
 def cast(x: Tensor, amax: Tensor, dtype: torch.dtype = E4M3) -> Operand:
-    """x in fp8, scaled so that amax becomes the largest finite number; larger magnitudes are cut off there."""
+    """x in fp8, scaled so that amax becomes the largest finite number; larger magnitudes are clamped."""
     _refuse_other_formats(x)
     return Operand(*torch.ops.steplab.fp8_cast(x, amax, dtype))
 

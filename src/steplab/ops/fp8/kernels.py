@@ -1,8 +1,8 @@
 """The kernels of casts to fp8; see casts.py. Each reads a tensor once.
 
-The scale is computed by every program from amax, so that nothing runs between the kernel that finds amax and the cast.
-Transposed is the bf16 tile, which is then cast once more: shared memory is read by matrices of 16-bit elements, and of
-8-bit elements it would be read by bytes.
+Every program computes the scale from amax, so that nothing runs between the kernel of amax and the cast. The bf16 tile
+is transposed and then cast again: shared memory is read by matrices of 16-bit elements, and 8-bit elements would be
+read by bytes.
 """
 
 import triton
@@ -26,7 +26,6 @@ def amax_kernel(x_ptr, amax_ptr, num_elements, BLOCK: tl.constexpr):
 
 @triton.jit
 def _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX: tl.constexpr, TOP: tl.constexpr):
-    """The scale, whose inverse the first program stores."""
     amax = tl.load(amax_ptr)
     scale = tl.div_rn(TOP, tl.where(amax < SMALLEST_AMAX, SMALLEST_AMAX, amax))
     if tl.program_id(0) + tl.program_id(1) == 0:
@@ -36,7 +35,7 @@ def _scale(amax_ptr, inverse_scale_ptr, SMALLEST_AMAX: tl.constexpr, TOP: tl.con
 
 @triton.jit
 def _scaled(x, scale, kind: tl.constexpr, TOP: tl.constexpr):
-    """x in fp8, cut off at the largest finite number, a NaN as it is."""
+    """x in fp8, clamped at the largest finite number; a NaN stays."""
     return tl.clamp(x.to(tl.float32) * scale, -TOP, TOP, propagate_nan=tl.PropagateNan.ALL).to(kind)
 
 

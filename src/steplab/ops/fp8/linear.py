@@ -1,18 +1,17 @@
-"""A linear layer whose three products are of fp8 operands, each scaled by its own largest magnitude now.
+"""A linear layer with three products of fp8 operands, each scaled by its own current largest magnitude.
 
-A product of fp8 on Hopper sums over the dimension along which both of its operands are contiguous, so that each tensor
-is needed by rows in one product and by columns in another:
+A product of fp8 on Hopper sums over the dimension along which both operands are contiguous, so each tensor is needed by
+rows in one product and by columns in another:
 
     y  = x  wᵀ      sums over K: x by rows,    w by rows
     dx = dy w       sums over N: dy by rows,   w by columns
     dw = dyᵀ x      sums over T: dy by columns, x by columns
 
-Magnitudes of weights and activations are in e4m3, those of gradients, which vary more, in e5m2. Sums of the forward
-product are kept to 14 bits (fast accumulation), those of gradients in float32.
+Weights and activations are in e4m3, gradients, which vary more, in e5m2. Sums of the forward product are kept to 14
+bits (fast accumulation), of gradients in float32.
 
-A tensor that one kernel writes and the next casts is read once more for its largest magnitude, unless the kernel that
-writes it gives that too. Autograd hands on gradients alone, so that a layer and what produces its gradient are one
-Function here: SwiGLU between its two layers, and rotary embedding after the merged projection.
+A cast reads its tensor once more for the largest magnitude, unless the producing kernel returns it. Autograd passes on
+only gradients, so a layer and the producer of its gradient are one Function here:
 
     from add_rms_norm_amax: x          fp8_heads, fp8_swiglu
     from swiglu_amax: h                the layer down
@@ -48,10 +47,13 @@ def fp8_linear(
 ) -> Tensor:
     """x [..., K] -> [..., N], in the format of x.
 
-    x_amax: the largest magnitude of x where its producer gives it (add_rms_norm_amax); x is read for it otherwise.
-    gradients: the format to which that of the output is cast. weight_gradient: bf16 takes x and the gradient in their
-    own format, so that neither is needed by columns. Saved for the backward pass are the weight by columns, and x by
-    columns in fp8, or as it is. Raises Unsupported if T, K or N is not a multiple of 16.
+    Args:
+        x_amax: the largest magnitude of x from its producer (add_rms_norm_amax); None: x is read for it.
+        gradients: the format to which the output's gradient is cast.
+        weight_gradient: bf16 takes x and the gradient in their own format, so that neither is needed by columns.
+
+    Saved are the weight by columns, and x by columns in fp8 or unchanged. Raises Unsupported unless T, K and N are
+    multiples of 16.
     """
     refuse_sizes(x, weight_NK)
     y_TN: Tensor = _Fp8Linear.apply(x.flatten(0, -2), x_amax, weight_NK, gradients, weight_gradient)  # type: ignore[no-untyped-call]
@@ -59,7 +61,7 @@ def fp8_linear(
 
 
 def refuse_sizes(x: Tensor, weight_NK: Tensor) -> None:
-    """Raise Unsupported for a layer whose products the GPU does not take."""
+    """Raise Unsupported for a layer with products that the GPU does not take."""
     sizes = (x.numel() // x.shape[-1], *weight_NK.t().shape)
     if any(size % FP8_MULTIPLE for size in sizes):
         why = f"tokens, inputs and outputs must be multiples of {FP8_MULTIPLE}, not {sizes}"
@@ -86,7 +88,7 @@ class _Fp8Linear(torch.autograd.Function):
 def output(
     x_TK: Tensor, x_amax: Tensor | None, w_NK: Tensor, weight_gradient: WeightGradient
 ) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """y [T, N], and what the backward pass needs: w by columns and its inverse scale, then the same of x, or x."""
+    """y [T, N], and tensors for the backward pass: w by columns and its inverse scale, then the same of x, or x."""
     w8_NK, w8_KN = cast_both(w_NK, amax(w_NK))
     x_amax = amax(x_TK) if x_amax is None else x_amax
     if weight_gradient == "bf16":
@@ -115,8 +117,8 @@ def input_and_weight_gradients(
 
 
 def product(a: Operand, b: Operand, dtype: torch.dtype, *, fast: bool = False) -> Tensor:
-    """a [M, S], b [N, S] -> a bᵀ [M, N]. fast: sums of 14 bits, which Hopper's tensor cores take in less time. On a CPU
-    sums are float32's."""
+    """a [M, S], b [N, S] -> a bᵀ [M, N]; fast: sums of 14 bits, which are faster on Hopper's tensor cores. A CPU sums
+    in float32."""
     if a.values.device.type == "cpu":
         with torch.autocast("cpu", enabled=False):
             sums = a.values.float() @ b.values.float().t()
@@ -140,7 +142,7 @@ def fp8_swiglu(
     gradients: torch.dtype = E5M2,
     weight_gradient: WeightGradient = "fp8",
 ) -> Tensor:
-    """x [..., K] -> [..., N]: fp8_linear(swiglu(fp8_linear(x, gate_up)), down), whose arguments and errors it has."""
+    """x [..., K] -> [..., N]: fp8_linear(swiglu(fp8_linear(x, gate_up)), down), with the same arguments and errors."""
     refuse_sizes(x, gate_up_2FK)
     refuse_sizes(x, down_NF)
     y_TN: Tensor = _Fp8SwiGLU.apply(x.flatten(0, -2), x_amax, gate_up_2FK, down_NF, gradients, weight_gradient)  # type: ignore[no-untyped-call]
@@ -157,8 +159,8 @@ def fp8_heads(
     gradients: torch.dtype = E5M2,
     weight_gradient: WeightGradient = "fp8",
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), whose arguments and errors it
-    has."""
+    """Queries, keys and values: rotary_heads(fp8_linear(x, weight), table, num_heads), with the same arguments and
+    errors."""
     refuse_sizes(x_BTK, weight_EK)
     found: tuple[Tensor, Tensor, Tensor] = _Fp8Heads.apply(  # type: ignore[no-untyped-call]
         x_BTK, x_amax, weight_EK, table_2TD, num_heads, gradients, weight_gradient

@@ -1,10 +1,10 @@
-"""torch's caching allocator of CUDA memory, in its default settings and on one stream: what it adds to what is asked.
+"""torch's caching allocator of CUDA memory, in its default settings and on one stream.
 
-Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, those below 10 MiB from segments
-of 20 MiB, larger ones get a segment of their own, rounded up to 2 MiB. A free block serves the smallest request it fits
-best; what is left of it is split off, unless that is at most 1 MiB of a large block: then the whole block counts as
-allocated. (c10/cuda/CUDACachingAllocator.cpp; the constants are its kMinBlockSize, kSmallSize, kSmallBuffer,
-kLargeBuffer, kMinLargeAlloc and kRoundLarge.)
+Sizes are rounded up to 512 bytes. Requests up to 1 MiB are cut from segments of 2 MiB, requests below 10 MiB from
+segments of 20 MiB; a larger one gets its own segment, rounded up to 2 MiB. A request takes the free block that fits it
+best. The rest of the block is split off, unless it is at most 1 MiB of a large block: then the whole block counts as
+allocated. (c10/cuda/CUDACachingAllocator.cpp: kMinBlockSize, kSmallSize, kSmallBuffer, kLargeBuffer, kMinLargeAlloc,
+kRoundLarge.)
 """
 
 import bisect
@@ -21,8 +21,6 @@ _SEGMENT_STEP = 2 * MIB
 
 
 class Block:
-    """A stretch of a segment: in use, or free and in the pool."""
-
     __slots__ = ("address", "after", "before", "in_use", "num_bytes", "small")
 
     def __init__(self, address: int, num_bytes: int, small: bool) -> None:
@@ -33,17 +31,13 @@ class Block:
 
 
 class CachingAllocator:
-    """Hands out blocks and takes them back."""
-
     def __init__(self) -> None:
         self.allocated_bytes = 0
-        """Size of all blocks in use."""
         self.reserved_bytes = 0
-        """Size of all segments; none is given back, as on a device that has plenty."""
+        """Size of all segments; none is returned to the device."""
         self._free: dict[bool, list[tuple[int, int, Block]]] = {True: [], False: []}
 
     def allocate(self, num_bytes: int) -> Block:
-        """A block of at least so many bytes."""
         wanted = max(rounded_up(num_bytes, _MIN_BLOCK), _MIN_BLOCK)
         small = wanted <= _SMALL
         block = self._best_fit(wanted, small) or self._segment(wanted, small)
@@ -55,7 +49,7 @@ class CachingAllocator:
         return block
 
     def free(self, block: Block) -> None:
-        """Take a block back, joined with its free neighbours."""
+        """Free a block and merge it with its free neighbours."""
         self.allocated_bytes -= block.num_bytes
         block.in_use = False
         if block.before is not None and not block.before.in_use:
@@ -67,7 +61,7 @@ class CachingAllocator:
         self._add(block)
 
     def _best_fit(self, wanted: int, small: bool) -> Block | None:
-        """The smallest free block that is large enough; of equal ones that with the lowest address."""
+        """The smallest free block that is large enough; the lowest address breaks ties."""
         pool = self._free[small]
         at = bisect.bisect_left(pool, (wanted,))
         return pool.pop(at)[2] if at < len(pool) else None
@@ -75,7 +69,7 @@ class CachingAllocator:
     def _segment(self, wanted: int, small: bool) -> Block:
         large = _LARGE_SEGMENT if wanted < _OWN_SEGMENT_FROM else rounded_up(wanted, _SEGMENT_STEP)
         size = _SMALL_SEGMENT if small else large
-        block = Block(self.reserved_bytes, size, small)  # the segments lie one behind the other
+        block = Block(self.reserved_bytes, size, small)  # segments are contiguous
         self.reserved_bytes += size
         return block
 

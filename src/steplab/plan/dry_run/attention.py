@@ -1,7 +1,5 @@
-"""Attention in the dry run: heads apart and together again, the rotary embedding, and each implementation.
-
-The scores are [B, h, T, T]; all else is as large as the residual stream, or less where heads of keys are fewer.
-"""
+"""Attention in the dry run: splitting and merging heads, the rotary embedding, and each implementation. The scores are
+[B, h, T, T]; every other tensor is at most as large as the residual stream."""
 
 from collections.abc import Callable
 
@@ -17,7 +15,7 @@ Attend = Callable[[Machine, Tensor, Tensor, Tensor], Tensor]
 
 
 def split_heads(m: Machine, x: Tensor) -> Tensor:
-    """[B, T, d] seen as [B, h, T, d / h]. Backward the gradient is copied back into its order, if it is not in it."""
+    """A [B, T, d] tensor viewed as [B, h, T, d / h]; backward copies the gradient into its order if necessary."""
     view = Tensor(x.count, x.dtype, x.storage, x.start)
     view.heads_together = True
     like, named = (x.count, x.dtype), x.what
@@ -32,7 +30,7 @@ def split_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def merge_heads(m: Machine, x: Tensor) -> Tensor:
-    """[B, h, T, d / h] as [B, T, d]: copied, if the heads do not lie together; backward the gradient is seen so."""
+    """[B, h, T, d / h] as [B, T, d], copied unless the heads are contiguous; backward views the gradient."""
     if x.heads_together or m.sizes.one_order(x.count):
         merged = Tensor(x.count, x.dtype, x.storage, x.start)
     else:
@@ -53,8 +51,7 @@ def product_of_heads(m: Machine, x: Tensor) -> Tensor:
 
 
 def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
-    """The rotary embedding, in the table's fp32, by halves. Keeps nothing but the table. Where positions are learned
-    there is none."""
+    """The rotary embedding by halves, in the table's fp32; keeps only the table. Learned positions need no rotation."""
     if m.sizes.shape.learned_positions:
         return x
     first, second = _halves(m, x)
@@ -69,7 +66,6 @@ def rotate(m: Machine, x: Tensor, name: str) -> Tensor:
 
 
 def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
-    """Two views; backward their gradients are joined."""
     first, second = x.parts(half(x.count), half(x.count))
     like, named = (x.count, x.dtype), x.what
 
@@ -82,7 +78,7 @@ def _halves(m: Machine, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _times_table(m: Machine, part: Tensor) -> Tensor:
-    """Cosines or sines times a half, in fp32, whatever the half is in; so is the gradient, at first."""
+    """Cosines or sines times a half, in fp32 whatever the half's format; the gradient is fp32 too, at first."""
     table_bytes = m.sizes.rotary.value * FP32.num_bytes // 2
     part_count = part.count
 
@@ -95,7 +91,7 @@ def _times_table(m: Machine, part: Tensor) -> Tensor:
 
 
 def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
-    """x + y, or x - y: then the gradient of y is made, not shared."""
+    """x + y, or x - y, which also makes a gradient for y instead of sharing one."""
     like = (x.count, x.dtype)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -109,7 +105,6 @@ def _add(m: Machine, x: Tensor, y: Tensor, *, negated: bool) -> Tensor:
 
 
 def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) -> Tensor:
-    """Two halves in one tensor; backward its gradient seen as two."""
     part = first.count
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,7 +117,6 @@ def _join(m: Machine, whole: Count, first: Tensor, second: Tensor, what: str) ->
 
 
 def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """ops.attention.plain, line by line."""
     if m.sizes.shape.num_kv_heads is not None:
         k, v = repeated(m, k), repeated(m, v)
     scores = elementwise(m, "mul", _product(m, q, k, m.sizes.scores, "attention scores"), "attention scores, scaled")
@@ -133,7 +127,7 @@ def plain(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def repeated(m: Machine, x: Tensor) -> Tensor:
-    """Keys or values for each head of queries, heads apart; backward the gradients of a group are summed."""
+    """Keys or values for each head of queries; backward sums the gradients of a group."""
     like = (x.count, x.dtype, f"gradient of {x.what}")
 
     output = m.run("copy", (x,), m.sizes.residual, x.dtype, f"{x.what}, repeated")
@@ -142,22 +136,19 @@ def repeated(m: Machine, x: Tensor) -> Tensor:
 
 
 def ones(m: Machine) -> Tensor:
-    """What the causal mask is made of."""
     return m.run("fill", (), m.sizes.square, BOOL, "ones for the causal mask")
 
 
 def triangle(m: Machine, ones: Tensor) -> Tensor:
-    """The causal mask."""
     return m.run("triu", (ones,), ones.count, BOOL, "causal mask")
 
 
 def _product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """x @ y under autocast."""
     return batched_product(m, m.cast(x, m.autocast), m.cast(y, m.autocast), out, what)
 
 
 def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> Tensor:
-    """Batched matmul, of copies where heads do not lie apart. Keeps both."""
+    """Batched matmul, with copies of inputs whose heads are together. Keeps both."""
     x, y = _heads_apart(m, x), _heads_apart(m, y)
     names, sizes = (x.what, y.what), m.sizes
     rows, heads = sizes.context, sizes.batch * sizes.heads
@@ -177,7 +168,7 @@ def batched_product(m: Machine, x: Tensor, y: Tensor, out: Count, what: str) -> 
 
 
 def _heads_apart(m: Machine, x: Tensor) -> Tensor:
-    """A copy with the heads apart, if they are together; backward the gradient is passed on."""
+    """A copy with separate heads, if they are together; backward passes the gradient on."""
     if not x.heads_together or m.sizes.one_order(x.count):
         return x
     output = m.run("copy", (x,), x.count, x.dtype, f"{x.what}, heads apart", strided=True)
@@ -186,7 +177,8 @@ def _heads_apart(m: Machine, x: Tensor) -> Tensor:
 
 
 def softmax(m: Machine, scores: Tensor) -> Tensor:
-    """Keeps its output. Autocast has it in fp32: for bf16 from a copy of the scores, for fp16 within the kernel."""
+    """Keeps its output. Autocast runs it in fp32: bf16 scores are copied first, fp16 ones are converted within the
+    kernel."""
     x = m.cast(scores, FP32 if m.autocast and scores.dtype is not FP16 else None)
     output = m.run("_softmax", (x,), x.count, FP32 if m.autocast else x.dtype, "attention weights")
     m.node((x.slot,), (output,), softmax_gradient(x)).gives(output)
@@ -194,7 +186,7 @@ def softmax(m: Machine, scores: Tensor) -> Tensor:
 
 
 def softmax_gradient(x: Tensor) -> Backward:
-    """Backward of a softmax of x. The kernel multiplies gradient and output into a tensor of its own first."""
+    """Backward of a softmax of x; its kernel first multiplies gradient and output into a temporary tensor."""
     like = (x.count, x.dtype, "gradient of the scores")
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:

@@ -1,9 +1,9 @@
 """Activation checkpointing in the dry run, as torch.utils.checkpoint does it without reentrant autograd.
 
-In the forward pass the nodes of a block keep nothing; the block's frame keeps its input. When the first of them is run
-backwards, the block's forward pass runs again up to the last tensor that one of them wants (early stop), and each node
-takes its own out of the frame when its turn comes. Selective checkpointing keeps the outputs of matmuls and of fused
-attention in the frame as well, and hands them out in place of computing them again.
+In the forward pass a block's nodes keep nothing, and its frame keeps its input. The first backward of a node recomputes
+the block up to the last tensor that a node needs (early stop). Each node takes its tensors from the frame in turn.
+Selective checkpointing also keeps the outputs of matmuls and of fused attention in the frame, instead of recomputing
+them.
 """
 
 from collections.abc import Callable
@@ -15,30 +15,26 @@ Kept = tuple[Tensor, ...]
 
 
 class Enough(Exception):
-    """A recomputation has found everything its block's nodes keep."""
+    """A recomputation has found every tensor that its block's nodes keep."""
 
 
 class Frame:
-    """One checkpointed call of a block."""
-
     def __init__(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> None:
         self._run, self._x, self._selective = run, x, selective
         self._num_nodes = 0
         self._found: list[Kept | None] = []
         self._outputs: list[Tensor] = []
         self.recomputing = False
-        """Whether the forward pass under way is the second."""
+        """True during the second forward pass."""
 
     def run(self) -> Any:
-        """The block's forward pass, the first or the second."""
         return self._run(self._x)
 
     def has_found(self) -> bool:
-        """Whether it was recomputed."""
         return bool(self._found)
 
     def enter(self, kept: Kept) -> int:
-        """Another of the block's nodes would keep these; gives its number. Raises Enough for the last to be found."""
+        """Register a node's kept tensors and return its number; raises Enough once the last is found."""
         if not self.recomputing:
             self._num_nodes += 1
             return self._num_nodes - 1
@@ -48,7 +44,6 @@ class Frame:
         return len(self._found) - 1
 
     def take(self, number: int) -> Kept:
-        """What a node keeps, which the frame keeps no longer."""
         kept, self._found[number] = self._found[number], None
         assert kept is not None
         return kept

@@ -1,9 +1,8 @@
 """The model under torch.compile, in outline: an estimate, where the rest of the dry run is exact.
 
-What a compiler keeps for the backward pass is the choice of its min-cut partitioner: results of matmuls and what they
-were made of, each once; it recomputes what is elementwise, and keeps of a checkpointed block its input alone. The lists
-below are what that of torch 2.13 chose for the plain Transformer. What runs between is fused and holds little; the
-kernels it is fused into are not followed here.
+The lists below are the choice of torch 2.13's min-cut partitioner for the plain Transformer's backward pass. It keeps
+the results and the inputs of matmuls, each once, and recomputes elementwise operators. It keeps only the input of a
+checkpointed block. The fused kernels between hold little and are not followed.
 """
 
 from dataclasses import dataclass
@@ -19,8 +18,6 @@ from steplab.specs.step import StepSpec
 
 @dataclass(frozen=True, slots=True)
 class _Kind:
-    """Tensors alike."""
-
     count: Count
     dtype: Dtype
     what: str
@@ -33,21 +30,18 @@ def _num_bytes(kinds: list[_Kind]) -> int:
 
 
 class CompiledTransformer:
-    """The passes of the model, as far as they hold memory."""
-
     def __init__(self, m: Machine, spec: StepSpec, head_loss: HeadLoss | None) -> None:
-        """head_loss: the output head and the loss together, which are operators of their own in compiled code too."""
+        """head_loss: the output head and the loss as one operator, which compiled code calls too."""
         self._machine, self._spec, self._head_loss = m, spec, head_loss
         self._normed: Slot | None = None
         self._fused = spec.block_ops == "triton"
         self.parameters = Parameters(m)
-        """As in the eager model."""
         self._kept: list[list[Tensor]] = []
         self._left: list[tuple[Parameter, Tensor]] = []
-        """Gradients that the compiled backward pass gives when it is over."""
+        """Gradients that the compiled backward pass returns at its end."""
 
     def forward(self) -> Tensor:
-        """The loss, while what backward needs gathers; without a backward pass there are passing tensors alone."""
+        """The loss, while saved tensors accumulate; without a backward pass, temporaries only."""
         m = self._machine
         m.start_products()
         for index in range(m.sizes.shape.num_layers):
@@ -66,8 +60,8 @@ class CompiledTransformer:
         return m.new(m.sizes.one, m.weight_dtype, "loss")
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of all parameters, while what was kept goes block by block: it is overwritten where it can be,
-        and gone before the gradients of a block's weights are there in their own format."""
+        """Gradients of all parameters, while saved tensors are freed block by block. Saved tensors are overwritten
+        where possible, and freed before the gradients of a block's weights exist in their own format."""
         m = self._machine
         m.start_products()
         m.where = "head and loss"
@@ -88,7 +82,7 @@ class CompiledTransformer:
         del gradient
         for parameter, made in self._left:
             if parameter.slot.gradient is None:
-                parameter.slot.gradient = made  # else it is added in place to what is there
+                parameter.slot.gradient = made  # else it is added to the existing gradient in place
         self._left.clear()
 
     def _head_and_loss(self, head_loss: HeadLoss) -> Tensor:
@@ -100,7 +94,8 @@ class CompiledTransformer:
         return head_loss(m, x, self.parameters.head)
 
     def _gradient_of_head(self, loss: Tensor) -> Tensor:
-        """That of what the head takes; with a loss in chunks it is there, and so is that of the head's weight."""
+        """The gradient of the head's input; a loss in chunks has made it already, with the gradient of the head's
+        weight."""
         m = self._machine
         if self._head_loss is None:
             return m.new(m.sizes.stream, m.product_dtype, "gradient of the residual stream")
@@ -130,7 +125,6 @@ class CompiledTransformer:
             self._left.append((parameter, made))
 
     def _of_block(self, *, checkpointed: bool = False) -> list[_Kind]:
-        """What a block keeps."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
         inner = sizes.shape.feed_forward_layers[:-1]
         in_memory = implementation(self._spec.attention).materialises_scores
@@ -163,20 +157,18 @@ class CompiledTransformer:
         return kept
 
     def _of_inner(self, number: int, operand: Dtype) -> list[_Kind]:
-        """What the last product was made of, and what it reads."""
         inner, compute = self._machine.sizes.inner, self._machine.product_dtype
         if operand is compute:
             return [_Kind(inner, compute, self._inner_words, number + 1)]
         return [_Kind(inner, compute, self._inner_words, number), _Kind(inner, operand, f"{self._inner_words}, in fp8")]
 
     def _in_fp8(self) -> list[_Kind]:
-        """What products in fp8 read besides: attention's output and all weights, by columns."""
+        """Additional operands of products in fp8: attention's output and all weights, by columns."""
         sizes = self._machine.sizes
         weights = [_Kind(each.count, FP8, f"{each.what}, in fp8 by columns") for each in self._weights()]
         return [_Kind(sizes.residual, FP8, "attention output, in fp8 by columns"), *weights]
 
     def _weights(self) -> list[Tensor]:
-        """Of a block's linear layers."""
         return [
             each.tensor
             for name, each in self.parameters.of_blocks[0].items()
@@ -184,23 +176,22 @@ class CompiledTransformer:
         ]
 
     def _of_streams(self) -> list[_Kind]:
-        """What both norms read. A block that is compiled by itself is given the first as it is, and sums it again with
-        what attention added, which is in the format of the products."""
+        """The input of both norms. A block that is compiled alone receives the first, and sums it again with
+        attention's output, in the products' format."""
         m, sizes, what = self._machine, self._machine.sizes, "residual stream, normalised"
         if self._spec.compile != "block" or self._fused:
             return [_Kind(sizes.stream, m.weight_dtype, what, 2)]
         return [_Kind(sizes.stream, m.weight_dtype, what), _Kind(sizes.stream, m.product_dtype, "attention's branch")]
 
     def _attended(self, keys: Count, what: str, num_others: int) -> list[_Kind]:
-        """Keys and values, and tensors as wide as the residual stream."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if keys is sizes.residual:
             return [_Kind(keys, compute, what, 2 + num_others)]
         return [_Kind(sizes.residual, compute, what, num_others), _Kind(keys, compute, "keys and values", 2)]
 
     def _around_values(self, in_memory: bool) -> list[_Kind]:
-        """Columns of a merged projection beside the values, which a fused kernel keeps as a view of all of it. Queries
-        and keys are needed no more once they are rotated."""
+        """Columns of a merged projection other than the values: a fused kernel keeps a view of the whole projection.
+        Queries and keys are not needed once they are rotated."""
         sizes, compute = self._machine.sizes, self._machine.product_dtype
         if sizes.shape.projections == "separate" or in_memory or sizes.shape.learned_positions or self._fused:
             return []
@@ -212,7 +203,6 @@ class CompiledTransformer:
         return "gate, up and their product" if swiglu else "up and gelu of it"
 
     def _is_cast(self, parameter: Parameter) -> bool:
-        """Whether autocast copies a weight, which may be in its format already."""
         return parameter.tensor.dtype is not self._machine.autocast
 
     def _cast_projections(self, dtype: Dtype) -> list[_Kind]:
@@ -226,7 +216,7 @@ class CompiledTransformer:
         return [_Kind(sizes.feed_forward, dtype, f"weights, in {dtype.name}", number, "autocast_copies")]
 
     def _of_inference(self) -> list[_Kind]:
-        """What a block holds at a time without gradients: most in its feed-forward half, or around the scores."""
+        """Memory of a block at its peak without gradients: in its feed-forward half, or around the scores."""
         m, sizes, compute = self._machine, self._machine.sizes, self._machine.product_dtype
         stream = [_Kind(sizes.stream, m.weight_dtype, "residual stream"), _Kind(sizes.stream, compute, "norms")]
         in_memory = implementation(self._spec.attention).materialises_scores
@@ -249,7 +239,7 @@ class CompiledTransformer:
         return kept
 
     def _of_fused_attention(self) -> list[_Kind]:
-        # Queries that are not rotated, or are by steplab's kernel, lie with their heads together.
+        # Queries that are not rotated, or are rotated by steplab's kernel, have their heads together.
         if self._machine.sizes.shape.learned_positions or self._fused:
             return [self._row_sums()]
         copy = _Kind(self._machine.sizes.residual, self._machine.product_dtype, "attention output, heads together")

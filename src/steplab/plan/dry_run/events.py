@@ -1,8 +1,5 @@
-"""What happens in a dry run, in order: the stream that memory, FLOPs and bytes are each read from.
-
-A step of a large model has some hundred thousand events. They are structs, which are made several times as fast as
-frozen dataclasses.
-"""
+"""The ordered events of a dry run, from which memory, FLOPs and bytes are read. They are structs, because a large
+model's step has some hundred thousand and frozen dataclasses are several times slower."""
 
 from collections.abc import Callable
 from typing import Literal
@@ -14,33 +11,26 @@ from steplab.plan.dry_run.tensors import Piece
 
 Kind = Literal["matmul", "attention", "streaming"]
 READS_A_VALUE = "_local_scalar_dense"
-"""Name of the operator by which the host reads a value off a tensor (`.item()`), and waits until the device has it."""
+"""The operator of `.item()`: Python reads a value off a tensor, and waits until the device has it."""
 
 MADE_BY_HOST = "made_by_host"
-"""Name of what is no operator: a tensor that the model makes without naming a device, which a GPU gets by a copy. Its
-time is not predicted."""
+"""A tensor that the model makes without naming a device: not an operator. A GPU gets it by a copy, whose time is not
+predicted."""
 
 
 CHOSEN_BY_TORCH = "chosen by torch"
-"""Rate of fused attention whose kernel torch chooses by the GPU."""
+"""Rate of fused attention if torch chooses the kernel by the GPU."""
 
 
 class Began(msgspec.Struct, frozen=True, gc=False):
-    """A phase of the step begins."""
-
     phase: str
-    """build, forward, backward or optimizer."""
 
 
 class Allocated(msgspec.Struct, frozen=True, gc=False):
-    """Memory was asked for, by the next operator."""
-
     piece: Piece
 
 
 class Freed(msgspec.Struct, frozen=True, gc=False):
-    """Memory was given back."""
-
     piece: Piece
 
 
@@ -48,53 +38,45 @@ class Operand(msgspec.Struct, frozen=True, gc=False):
     """A tensor that an operator reads or writes."""
 
     memory: int
-    """Number of the allocation that it lies in; two tensors in one are views of the same memory."""
+    """Number of its allocation; two tensors in one allocation are views of the same memory."""
     num_bytes: int
-    """Bytes of its elements."""
     start: int = 0
-    """Where in the allocation they begin, so that two parts of one can be told from one that is read twice."""
+    """Offset in the allocation, in bytes; distinguishes two parts of one allocation from one tensor read twice."""
 
 
 class Operator(msgspec.Struct, frozen=True, gc=False, kw_only=True):
-    """A call of an operator: what it computes, what it must move, and where in the step it runs."""
+    """A call of an operator: its computation, its traffic, and its place in the step."""
 
     name: str
-    """As a trace of torch has it, without aten::; fused attention by the name of its implementation."""
+    """The name in a torch trace, without aten::; for fused attention, the implementation's name."""
     kind: Kind
-    """matmul, fused attention, or an operator that memory bandwidth bounds."""
     dtype: str
-    """Number format it computes in: fp32, tf32, bf16, fp16."""
+    """Number format of the computation: fp32, tf32, bf16, fp16."""
     flops: float
-    """A multiply-add counts as two; of fused attention only what a causal mask leaves."""
+    """A multiply-add counts as two; fused attention counts only scores that a causal mask leaves."""
     read_bytes: int
-    """Each input once."""
     written_bytes: int
-    """Each output once."""
     reads: tuple[Operand, ...]
-    """Its inputs; of an embedding's table, which is read in part, only `read_bytes` knows."""
+    """Inputs. An embedding reads part of its table, which only `read_bytes` counts."""
     writes: tuple[Operand, ...]
-    """Its outputs."""
     strided: bool
-    """Whether elements that are neighbours in one of its tensors are apart in another, as when heads are transposed."""
+    """True if neighbouring elements of one of its tensors are apart in another, as when heads are transposed."""
     product: Product | None
-    """Sizes of a matmul; of fused attention those of queries times keys, of which it does several; None: no product."""
+    """Sizes of a matmul, or of queries times keys in fused attention, which does several such products; None: no
+    product."""
     phase: str
-    """forward, backward or optimizer."""
     where: str
     """Part of the model: 'block 3'."""
     what: str
-    """What it makes: 'gradient of query.weight'; of a value that the host reads, and of a tensor that it makes,
-    where it does: 'model.py:12'."""
+    """The result: 'gradient of query.weight'. For READS_A_VALUE and MADE_BY_HOST, the source line: 'model.py:12'."""
     recomputed: bool
-    """Whether activation checkpointing runs it a second time."""
     rate: str = ""
-    """Name of the kernel's rate where it is not by the operator's name: how a traced kernel goes over its tensors."""
+    """Name of the kernel's rate, unless it is the operator's name: a traced kernel's access pattern."""
     calls: int = 1
-    """Operators that Python and torch called for it, views before it included."""
+    """Operators that Python and torch called for it, including preceding views."""
 
     @property
     def moved_bytes(self) -> int:
-        """What it reads and writes."""
         return self.read_bytes + self.written_bytes
 
 

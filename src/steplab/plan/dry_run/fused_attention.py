@@ -1,7 +1,7 @@
-"""Attention whose scores are in no memory, and torch's composition, in the dry run.
+"""Attention that stores no scores, and torch's composition, in the dry run.
 
-A fused kernel saves its inputs, its output and one number a row, and no scores. What its backward pass takes besides
-its results, and how tensors lie in memory, is in the table of ops.attention.implementations.
+A fused kernel saves its inputs, its output and one number a row. The table of ops.attention.implementations lists its
+backward workspace and the layout of its tensors.
 """
 
 from functools import partial
@@ -32,11 +32,11 @@ _OF_BACKWARD = (
     *("gradient of the rotated query", *_GRADIENTS_OF_KEYS),
     *("gradient of the attention output", "attention output", "rotated query", *_KEYS),
 )
-"""What is copied where the kernels do not take it as it is, in their order."""
+"""Tensors that are copied if the kernels need another layout, in copying order."""
 
 
 def attention_of(name: str) -> Attend:
-    """The dry run of an implementation; `sdpa` is one of the others."""
+    """The dry run of an implementation other than `sdpa`, which is an alias."""
     return _COMPOSED.get(name) or partial(_fused, row=implementation(name))
 
 
@@ -49,7 +49,7 @@ def _fused(m: Machine, q: Tensor, k: Tensor, v: Tensor, row: Implementation) -> 
     rows = _of_workspace(sizes, Workspace(what="saved rows", tokens=row.saved_rows))
     dtype = q.dtype
     scores = Product(batch=sizes.batch * sizes.heads, m=sizes.context, n=sizes.context, k=sizes.shape.head_dim)
-    flops = float(scores.flops)  # two products, of which the causal mask leaves half
+    flops = float(scores.flops)  # two products, halved by the causal mask
 
     def run() -> Tensor:
         made = m.new(rows, FP32, "log of the sum of each row of scores")
@@ -86,7 +86,7 @@ def _of_workspace(sizes: Sizes, taken: Workspace) -> Count:
 
 
 def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, ...]) -> list[Tensor]:
-    """Padded copies of these; none where the kernel takes tensors as they are."""
+    """Padded copies of these; empty if the kernel needs no padding."""
     shape, tokens = m.sizes.shape, m.sizes.tokens.value
     width = rounded_up(shape.head_dim, max(row.copies_below // dtype.num_bytes, 1))
     if width == shape.head_dim:
@@ -98,15 +98,13 @@ def _padded(m: Machine, dtype: Dtype, row: Implementation, tensors: tuple[str, .
 
 
 def _expanded(m: Machine, dtype: Dtype) -> list[Tensor]:
-    """Gradients of keys and values for every head of queries, to be summed; none where each has its own."""
     if m.sizes.shape.num_kv_heads is None:
         return []
     return [m.new(m.sizes.residual, dtype, f"{what}, of each head") for what in _GRADIENTS_OF_KEYS]
 
 
 def math(m: Machine, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """torch's own composition, in fp32: the mask is a tensor of numbers that is added, the softmax safe for rows
-    that are hidden whole."""
+    """torch's own composition, in fp32, with an additive mask and a softmax that is safe for rows hidden entirely."""
     source = q.dtype
     q, k, v = m.cast(q, FP32), m.cast(k, FP32), m.cast(v, FP32)
     q = elementwise(m, "mul", q, f"{q.what}, scaled")
@@ -140,4 +138,4 @@ def _safe_softmax(m: Machine, scores: Tensor) -> Tensor:
 
 
 _COMPOSED: dict[str, Attend] = {"plain": plain, "sdpa_math": math}
-"""Those that are several operators of torch, each with its own memory."""
+"""Implementations composed of several torch operators, each with its own memory."""

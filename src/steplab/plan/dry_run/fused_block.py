@@ -1,4 +1,4 @@
-"""model/fused_block.py in the operators of the dry run, and these operators: ops/rms_norm, rotary_heads and swiglu."""
+"""model/fused_block.py in the dry run's operators, with ops/rms_norm, rotary_heads and swiglu."""
 
 from typing import ClassVar
 
@@ -14,8 +14,6 @@ Stream = tuple[Tensor, Tensor]
 
 
 class FusedBlock(Block):
-    """Attention, then feed-forward, each on the norm of the stream with the branch before it."""
-
     _amax_known: ClassVar = {"query_key_value": (True, True), "gate_up": (True, True), "down": (True, False)}
 
     def forward(self, stream: Stream) -> Stream:
@@ -52,7 +50,7 @@ class FusedBlock(Block):
 def add_rms_norm(
     m: Machine, x: Tensor, branch: Tensor, weight: Parameter, what: str, *, reads_sum: bool = True
 ) -> Stream:
-    """The norm of the sum, and the sum. Keeps the sum and one number a row. reads_sum: whether anything reads the sum,
+    """The norm of the sum, and the sum. Keeps the sum and one number a row. reads_sum: True if anything reads the sum,
     which then has a gradient too."""
     wide = x.dtype if x.dtype.num_bytes >= branch.dtype.num_bytes else branch.dtype
     of_x, of_branch, named = (x.count, x.dtype), (branch.count, branch.dtype), x.what
@@ -77,7 +75,7 @@ def add_rms_norm(
 
 
 def rotary_heads(m: Machine, merged: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Queries, keys and values, the first two rotated, each with its heads together. Keeps nothing but the table."""
+    """Queries, keys and values, the first two rotated, each with its heads together. Keeps only the table."""
     like, sizes = (merged.count, merged.dtype, f"gradient of {merged.what}"), m.sizes
     table_bytes = sizes.rotary.value * FP32.num_bytes
     q, k, v = (

@@ -1,7 +1,7 @@
 """The output head and the loss in chunks, in the dry run: ops/cross_entropy, line by line.
 
-The gradients of the last hidden state and of the head's weight are made in the forward pass and are all that is saved.
-A function ends where torch's ends, so that what it holds is freed at the same moment.
+The forward pass makes and saves the gradients of the last hidden state and of the head's weight. Each function ends
+where torch's ends, so that its tensors are freed at the same moment.
 """
 
 from functools import partial
@@ -20,8 +20,8 @@ from steplab.plan.dry_run.tensors import Tensor
 
 
 def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, scaled: bool) -> Tensor:
-    """The mean loss. scaled: whether the gradient that backward gets is other than 1, so that all gradients are
-    multiplied by it; the kernel of the fused loss leaves them as they are otherwise."""
+    """The mean loss. scaled: True if the gradient that backward receives is not 1, so that all gradients are multiplied
+    by it; otherwise the fused loss's kernel leaves them unchanged."""
     if m.tape is None:
         return _mean(m, _in_chunks(m, x, weight, row)[0])
     scale, rest = _scales(m)
@@ -36,7 +36,6 @@ def head_loss(m: Machine, x: Tensor, weight: Parameter, row: Implementation, *, 
 
 
 def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled: bool) -> tuple[Tensor, ...]:
-    """The gradients that are there, multiplied in place."""
     gradients, rest = kept[:2], kept[2:]
     factor = m.run("mul", (gradient, *rest), m.sizes.one, FP32, "factor of the gradients") if rest else gradient
     if scaled:
@@ -46,8 +45,7 @@ def _backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor, *, scaled:
 
 
 def _scales(m: Machine) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """What the gradients are multiplied with in the forward pass, and what of it is left to the backward pass: fp16
-    cannot hold the gradients of a mean."""
+    """Factors of the gradients for the forward and the backward pass: fp16 cannot hold the gradients of a mean."""
     one = m.run("fill", (), m.sizes.one, FP32, "one")
     count = _num_targets(m)
     count = m.run("clamp", (count,), m.sizes.one, INT64, "number of targets, at least 1")
@@ -67,7 +65,6 @@ def _mean(m: Machine, losses: Tensor) -> Tensor:
 
 
 def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Losses of the tokens and, with gradients, those of x and of the weight."""
     sizes, dtype, w = m.sizes, m.product_dtype, weight.tensor
     losses = m.new(sizes.tokens, FP32, "losses of the tokens")
     gradients: tuple[Tensor, ...] = ()
@@ -91,7 +88,6 @@ def _in_chunks(m: Machine, x: Tensor, weight: Parameter, row: Implementation) ->
 
 
 def _cut(m: Machine, w: Tensor) -> list[tuple[int, Tensor]]:
-    """Entries of the vocabulary that are in one product, with their part of the weight."""
     width, entries = m.sizes.shape.d_model, m.sizes.shape.vocab_size
     whole = whole_entries(entries)
     found = [(whole, _part(w, whole * width))] if whole else []
@@ -113,8 +109,8 @@ def _chunk(
     count: int,
     is_first: bool,
 ) -> None:
-    """The three products of so many tokens, each in as many parts as the vocabulary is cut into, and between them
-    softmax, loss and gradient of their logits. What the parts are filled up with is not counted."""
+    """The three products for `count` tokens, split as the vocabulary is, with softmax, loss and gradient between.
+    Padding of the parts is not counted."""
     width, part = m.sizes.shape.d_model, _part(x, count * m.sizes.shape.d_model)
     for entries, w in cut:
         m.ran("mm", (part, w), (_part(memory, count * entries),), product=Product(m=count, n=entries, k=width))
@@ -134,7 +130,7 @@ def _chunk(
 
 
 def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) -> None:
-    """The same by operators of torch; those on one number a token are left out."""
+    """The same by torch operators, without operators on one number a token."""
     wide = logits if logits.dtype is FP32 else m.run("copy", (logits,), logits.count, FP32, "logits, in fp32")
     m.run("amax", (wide,), rows, FP32, "largest logits")
     exponentials = m.run("sub", (wide,), logits.count, FP32, "exponentials of logits")
@@ -147,5 +143,4 @@ def _plain_rows(m: Machine, logits: Tensor, rows: Count, *, has_gradient: bool) 
 
 
 def _part(x: Tensor, num_elements: int) -> Tensor:
-    """Some of a tensor's elements, in its memory."""
     return Tensor(Count(num_elements, str(num_elements)), x.dtype, x.storage)

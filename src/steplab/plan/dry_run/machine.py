@@ -1,6 +1,5 @@
-"""What the dry run has in place of torch: memory, autograd, autocast, matmuls with their workspace, checkpointing.
-
-Whatever the machine does is told to its listener, event by event: see events.py."""
+"""The dry run's torch: memory, autograd, autocast, matmuls with their workspace, checkpointing. Every action goes to
+the listener as an event (events.py)."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -21,26 +20,23 @@ _FORMATS = {"bf16": BF16, "fp16": FP16}
 
 
 class Parameter:
-    """A weight, and its gradient. Made in fp32."""
+    """A weight, made in fp32, and its gradient."""
 
     def __init__(self, machine: "Machine", name: str, count: Count, num_uses: int = 1) -> None:
-        """num_uses: how many operators of a forward pass take it."""
+        """num_uses: operators of a forward pass that read it."""
         self.name = name
-        """query.weight"""
         self._num_uses = num_uses
         self.tensor = machine.new(count, FP32, name, category="parameters")
         self.tensor.slot = Slot(FP32, is_leaf=True, num_uses=num_uses)
         self.master: Tensor | None = None
-        """Its values in fp32, which the optimizer updates; None: the weight's own."""
+        """Its fp32 values, which the optimizer updates; None: the weight itself."""
 
     def convert(self, machine: "Machine", dtype: Dtype) -> None:
-        """Put it in another format, in place."""
         if dtype is not self.tensor.dtype:
             self.tensor = machine.new(self.tensor.count, dtype, self.name, category="parameters")
             self.tensor.slot = Slot(dtype, is_leaf=True, num_uses=self._num_uses)
 
     def keep_master(self, machine: "Machine", dtype: Dtype) -> None:
-        """Put it in another format, and keep what it was for the optimizer."""
         self.master = self.tensor
         self.master.storage.piece.category = "optimizer_state"
         self.master.storage.piece.what = f"masters of {self.name}"
@@ -48,25 +44,20 @@ class Parameter:
 
     @property
     def slot(self) -> Slot:
-        """Where its gradient is."""
         assert self.tensor.slot is not None
         return self.tensor.slot
 
 
 @dataclass(frozen=True, slots=True)
 class Gathering:
-    """How weights are there that FSDP2 gathers."""
-
     low_precision: bool = True
-    """Whether all but the embedding's are gathered in the format of matmuls, so that autocast makes no copies."""
+    """True if all except the embedding's are gathered in the format of matmuls, so that autocast makes no copies."""
     fused_norms: bool = True
-    """Whether norms of an fp32 stream with such weights run as one kernel: autocast casts their weights from torch 2.12
-    on. Earlier each is composed of operators, which keep the normalised stream in fp32 as well."""
+    """True if norms of an fp32 stream with such weights run as one kernel: from torch 2.12 on, autocast casts their
+    weights. Earlier torch composes each of operators, which also keep the normalised stream in fp32."""
 
 
 class Machine:
-    """One device and the state of torch on it."""
-
     def __init__(
         self,
         sizes: Sizes,
@@ -77,15 +68,17 @@ class Machine:
         *,
         tells_operators: bool = True,
     ) -> None:
-        """workspace: the bytes that a cuBLAS handle takes; one belongs to each thread that multiplies matrices. listen:
-        gets every event. gathering: how FSDP2 gives the weights; None: they are kept whole. tells_operators: whether
-        operators are among the events; to describe them takes a third of a dry run's time."""
+        """The device before a step.
+
+        Args:
+            workspace: bytes of a cuBLAS handle; each thread that multiplies matrices has one.
+            gathering: how FSDP2 gives the weights; None: they are kept whole.
+            tells_operators: report operators too; describing them takes a third of a dry run's time.
+        """
         self.gathering = gathering
         self.sizes = sizes
         self.phase = ""
-        """What part of the step is under way; see `begin`."""
         self.where = ""
-        """What part of the model is under way."""
         self._listen, self._tells_operators = listen, tells_operators
         self._alive: dict[int, Piece] = {}
         self._num_pieces = 0
@@ -93,11 +86,8 @@ class Machine:
         self.autocast = _FORMATS[AUTOCAST[precision]] if precision in AUTOCAST else None
         """Format that matmuls cast to; None without autocast."""
         self.product_dtype = self.autocast or self.weight_dtype
-        """Format of what matmuls give."""
         self.tape: Tape | None = None
-        """None without gradients."""
         self.takes_fp8 = precision == "fp8"
-        """Whether the linear layers of blocks do."""
         self._fp32_products = "tf32" if precision == "tf32" else "fp32"
         self._weight_copies: dict[int, Tensor] = {}
         self._workspace = workspace
@@ -107,7 +97,6 @@ class Machine:
     # --- memory -------------------------------------------------------------------------------------------
 
     def new(self, count: Count, dtype: Dtype, what: str, category: str = "temporaries") -> Tensor:
-        """Fresh memory."""
         piece = Piece(
             what=what,
             formula=count.formula(dtype),
@@ -131,7 +120,6 @@ class Machine:
         also_read_bytes: int = 0,
         strided: bool = False,
     ) -> Tensor:
-        """The one output of an operator, in fresh memory; see `ran`."""
         made = self.new(count, dtype, what)
         self.ran(name, reads, (made,), also_read_bytes=also_read_bytes, strided=strided)
         return made
@@ -141,15 +129,14 @@ class Machine:
         self._listen(Freed(piece))
 
     def position(self) -> int:
-        """Now, for `made_since`."""
         return self._num_pieces
 
     def made_since(self, position: int) -> list[Piece]:
-        """What was allocated since then and is there still."""
+        """Pieces that were allocated since then and are alive."""
         return [piece for number, piece in self._alive.items() if number > position]
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """A tensor of the same shape, in fresh memory; added_to: the sum with another."""
+        """A copy in fresh memory; added_to: the sum with another tensor."""
         what = tensor.what.removesuffix(f", in {tensor.dtype.name}")
         made = self.new(tensor.count, dtype, tensor.what if tensor.dtype is dtype else f"{what}, in {dtype.name}")
         if added_to is None:
@@ -168,7 +155,7 @@ class Machine:
         added: tuple[Tensor, ...] = (),
         dtype: Dtype | None = None,
     ) -> Tensor:
-        """The result of a matmul of two tensors, in their number format or in `dtype`; added: a bias that it adds."""
+        """The result of a matmul, in the operands' format or in `dtype`; added: a bias."""
         self.start_products()
 
         def multiply() -> Tensor:
@@ -179,7 +166,7 @@ class Machine:
         return self.dear(multiply)
 
     def start_products(self) -> None:
-        """The first matmul of a thread gets cuBLAS a workspace, which stays; autograd has a thread of its own."""
+        """A thread's first matmul allocates a cuBLAS workspace, which stays; autograd has its own thread."""
         thread = "backward" if self.phase == "backward" else "forward"
         if thread not in self._workspaces and self._workspace.value:
             self._workspaces[thread] = self.new(
@@ -193,7 +180,6 @@ class Machine:
     # --- events -------------------------------------------------------------------------------------------
 
     def begin(self, phase: str) -> None:
-        """A phase of the step begins."""
         self.phase = phase
         self._listen(Began(phase))
 
@@ -208,8 +194,13 @@ class Machine:
         also_read_bytes: int = 0,
         strided: bool = False,
     ) -> None:
-        """An operator ran. fused_flops: of fused attention; also_read_bytes: of tensors that are not among `reads`;
-        strided: as in Operator."""
+        """Report an operator.
+
+        Args:
+            fused_flops: FLOPs of fused attention.
+            also_read_bytes: bytes of tensors that are not among `reads`.
+            strided: as in Operator.
+        """
         if not self._tells_operators:
             return
         first = (reads or writes)[0]
@@ -243,7 +234,6 @@ class Machine:
     # --- casts --------------------------------------------------------------------------------------------
 
     def cast(self, x: Tensor, dtype: Dtype | None) -> Tensor:
-        """The tensor in another format, if one is wanted that it does not have."""
         if dtype is None or x.dtype is dtype:
             return x
         source = x.dtype
@@ -266,7 +256,6 @@ class Machine:
     # --- autograd -----------------------------------------------------------------------------------------
 
     def node(self, inputs: tuple[Slot | None, ...], kept: tuple[Tensor, ...], backward: Backward) -> Node:
-        """An operator of the forward pass: what it keeps for its backward pass, and what that does."""
         node = Node(inputs, kept, backward, self.where)
         if self.tape is None:
             return node
@@ -279,7 +268,7 @@ class Machine:
 
     @contextmanager
     def forward_pass(self, *, gradients: bool) -> Iterator[None]:
-        """A forward pass under autocast; what it made and is there at its end is kept for the backward pass."""
+        """A forward pass under autocast; tensors that outlive it are saved for the backward pass."""
         started = self.position()
         self.tape = Tape() if gradients else None
         yield
@@ -287,7 +276,7 @@ class Machine:
         self._keep_since(started)
 
     def checkpoint(self, run: Callable[[Any], Any], x: Any, *, selective: bool) -> Any:
-        """run(x) for a tensor or several, whose nodes keep nothing, to be recomputed in the backward pass."""
+        """run(x) for one or several tensors; its nodes keep nothing and are recomputed in the backward pass."""
         if self.tape is None:
             return run(x)
         self._frame = Frame(run, x, selective=selective)

@@ -1,4 +1,4 @@
-"""Who holds how many bytes at every moment of a dry run, from its events."""
+"""Owners of memory at every moment of a dry run, from its events."""
 
 from dataclasses import dataclass
 
@@ -9,24 +9,15 @@ from steplab.plan.dry_run.tensors import Piece
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Peak:
-    """The moment of most bytes."""
-
     num_bytes: int
-    """Allocated, rounding included."""
     phase: str
-    """forward, backward or optimizer."""
     piece: Piece
-    """The allocation that reached it."""
     pieces: tuple[Piece, ...]
-    """All that was allocated then."""
 
 
 class Ledger:
-    """Every allocation of a device."""
-
     def __init__(self) -> None:
         self.phase_peaks: dict[str, int] = {}
-        """Most bytes allocated within each phase since `watch`."""
         self._allocator = CachingAllocator()
         self._phase = ""
         self._alive: dict[int, tuple[Piece, Block]] = {}
@@ -35,7 +26,6 @@ class Ledger:
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, ""
 
     def listen(self, event: Event) -> None:
-        """Take in the next event."""
         if isinstance(event, Allocated):
             self._allocate(event.piece)
         elif isinstance(event, Freed):
@@ -56,7 +46,6 @@ class Ledger:
             self._peak_at, self._peak_bytes, self._peak_phase = len(self._log), allocated, self._phase
 
     def watch(self) -> None:
-        """Look for the peak from here on."""
         self._at_start = [piece for piece, _ in self._alive.values()]
         self._log = []
         self._peak_at, self._peak_bytes, self._peak_phase = 0, 0, self._phase
@@ -64,7 +53,6 @@ class Ledger:
 
     @property
     def reserved_bytes(self) -> int:
-        """What the allocator holds from the device, handed out or not."""
         return self._allocator.reserved_bytes
 
     def peak(self) -> Peak:

@@ -1,7 +1,5 @@
-"""The operators of the model outside of attention: what each allocates, keeps, and makes and frees backwards.
-
-A function holds its arguments until it returns, as torch's own do; in a backward function that is the gradient it took.
-"""
+"""The model's operators outside of attention: their allocations, kept tensors and backward passes. A function holds its
+arguments until it returns, as torch's do; a backward function so holds its gradient."""
 
 from steplab.costs.kernel_time import Product
 from steplab.plan.dry_run.machine import Machine, Parameter
@@ -9,17 +7,16 @@ from steplab.plan.dry_run.sizes import BF16, FP8, FP32, INT64, Count
 from steplab.plan.dry_run.tensors import Tensor
 
 _BACKWARD = {"silu": "silu_backward", "gelu": "gelu_backward"}
-"""Operators whose backward pass is another."""
 
 
 def embedding(m: Machine, weight: Parameter) -> Tensor:
-    """Rows of the table. Keeps the tokens alone, which are there anyway."""
+    """Rows of the table. Keeps only the tokens, which exist anyway."""
     tokens_bytes = m.sizes.tokens.value * INT64.num_bytes
     return _rows(m, weight, m.sizes.gathered, "residual stream", (), tokens_bytes)
 
 
 def learned_positions(m: Machine, weight: Parameter) -> Tensor:
-    """A row of the table for each position. Keeps the positions' numbers, which it makes."""
+    """A row of the table for each position. Keeps the position numbers, which it makes."""
     numbers = m.run("arange", (), m.sizes.positions, INT64, "numbers of the positions")
     return _rows(m, weight, m.sizes.positions_width, "learned positions", (numbers,), 0)
 
@@ -27,7 +24,6 @@ def learned_positions(m: Machine, weight: Parameter) -> Tensor:
 def _rows(
     m: Machine, weight: Parameter, out: Count, what: str, numbers: tuple[Tensor, ...], numbers_bytes: int
 ) -> Tensor:
-    """Rows of a table by their numbers, which are kept where they are a tensor of this pass."""
     dtype = weight.tensor.dtype
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
@@ -54,7 +50,7 @@ def add_positions(m: Machine, x: Tensor, positions: Tensor) -> Tensor:
 
 
 def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor, ...] = ()) -> Tensor:
-    """A tensor like x, whose backward makes another of the gradient and of what is saved."""
+    """A tensor like x; backward makes another from the gradient and the kept tensors."""
     like, named = (x.count, x.dtype), x.what
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor]:
@@ -67,7 +63,7 @@ def elementwise(m: Machine, name: str, x: Tensor, what: str, kept: tuple[Tensor,
 
 
 def linear(m: Machine, x: Tensor, weight: Parameter, out: Count, what: str, bias: Parameter | None = None) -> Tensor:
-    """x W^T, or that and a bias. Keeps x and W, in the format it multiplies them in."""
+    """x W^T, with a bias if given. Keeps x and W, in the format of the product."""
     w = m.weight(weight)
     x = m.cast(x, m.autocast)
     if bias is not None:
@@ -99,11 +95,11 @@ def fp8_linear(
     bias: Parameter | None,
     known: tuple[bool, bool],
 ) -> Tensor:
-    """ops/fp8/linear: each operand is cast in both layouts. Keeps x and W by columns, in fp8. known: whether x and the
-    gradient of the output come with their largest magnitudes."""
+    """ops/fp8/linear: each operand is cast in both layouts. Keeps x and W by columns, in fp8. known: True for x and for
+    the output's gradient if they come with their largest magnitudes."""
     w, named, tokens = weight.tensor, x.what, m.sizes.tokens.value
     x = m.cast(x, BF16)
-    of_input, of_weight = x.count, w.count  # what backward holds, it keeps in memory
+    of_input, of_weight = x.count, w.count  # keeps backward's closure from holding the tensors
     k, n = x.count.value // tokens, out.value // tokens
     w_rows, w_columns = _in_fp8(m, w, amax_known=False)
     x_rows, x_columns = _in_fp8(m, x, amax_known=known[0])
@@ -124,7 +120,6 @@ def fp8_linear(
 
 
 def _in_fp8(m: Machine, x: Tensor, *, amax_known: bool) -> tuple[Tensor, Tensor]:
-    """x in fp8 by rows and by columns."""
     if not amax_known:
         m.run("fp8_amax", (x,), m.sizes.one, FP32, f"largest magnitude of {x.what}")
     made = m.new(x.count, FP8, f"{x.what}, in fp8"), m.new(x.count, FP8, f"{x.what}, in fp8 by columns")
@@ -145,7 +140,7 @@ def _plus_bias(m: Machine, x: Tensor, bias: Parameter) -> Tensor:
 
 
 def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
-    """Views of neighbouring columns. Backward their gradients are joined."""
+    """Views of neighbouring columns; backward concatenates their gradients."""
     views = x.parts(*counts)
     like, named = (x.count, x.dtype), x.what
 
@@ -159,7 +154,7 @@ def columns(m: Machine, x: Tensor, *counts: Count) -> tuple[Tensor, ...]:
 def _linear_with_bias(
     m: Machine, x: Tensor, w: Tensor, b: Tensor, out: Count, what: str, names: tuple[str, str]
 ) -> Tensor:
-    """torch's addmm. Its backward makes the gradient of x first, and that of the bias last."""
+    """torch's addmm. Its backward makes the gradient of x first and the bias's last."""
     named = x.what
     tokens = m.sizes.tokens.value
     k, n = x.count.value // tokens, out.value // tokens
@@ -179,11 +174,8 @@ def _linear_with_bias(
 
 
 def rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> Tensor:
-    """torch's fused kernel: keeps its input and one number a row.
-
-    Autocast has a rule for it from torch 2.12 on, fp32. Of the residual stream, in the weight's format, that casts
-    nothing: both are fp32 under autocast.
-    """
+    """torch's fused kernel: keeps its input and one number a row. From torch 2.12 on, autocast runs it in fp32. The
+    residual stream and the weight are fp32 under autocast, so nothing is cast."""
     if x.dtype is not weight.tensor.dtype and m.gathering is not None and not m.gathering.fused_norms:
         return _composed_rms_norm(m, x, weight, what)
     like, named = (x.count, x.dtype), x.what
@@ -225,8 +217,7 @@ def _composed_rms_norm(m: Machine, x: Tensor, weight: Parameter, what: str) -> T
 
 
 def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None, what: str) -> Tensor:
-    """torch's kernel: keeps its input and two numbers a row. Autocast runs it in fp32, which casts nothing: the
-    residual stream and the weights are in fp32 there."""
+    """torch's kernel: keeps its input and two numbers a row. Under autocast all of it is fp32, so nothing is cast."""
     like, named = (x.count, x.dtype), x.what
     parameters = (weight,) if bias is None else (weight, bias)
     tensors = tuple(parameter.tensor for parameter in parameters)
@@ -245,7 +236,7 @@ def layer_norm(m: Machine, x: Tensor, weight: Parameter, bias: Parameter | None,
 
 
 def add(m: Machine, x: Tensor, y: Tensor) -> Tensor:
-    """The residual stream with a branch added to it, in the wider format. Keeps nothing; both gradients are its own."""
+    """The residual stream plus a branch, in the wider format. Keeps nothing; the output's gradient serves both."""
     output = m.run("add", (x, y), x.count, x.dtype, "residual stream")
     m.node((x.slot, y.slot), (), lambda m, kept, gradient: (gradient, gradient)).gives(output)
     return output
@@ -262,7 +253,7 @@ def gelu(m: Machine, x: Tensor) -> Tensor:
 
 
 def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
-    """Elementwise product of two tensors alike. Keeps both."""
+    """Elementwise product of two tensors of one shape. Keeps both."""
     like, names = (x.count, x.dtype), (x.what, y.what)
 
     def backward(m: Machine, kept: tuple[Tensor, ...], gradient: Tensor) -> tuple[Tensor, ...]:
@@ -276,15 +267,15 @@ def multiply(m: Machine, x: Tensor, y: Tensor, what: str) -> Tensor:
 
 
 def cross_entropy(m: Machine, logits: Tensor) -> Tensor:
-    """Mean of -log softmax at the targets. log_softmax keeps its output, and so does nll_loss its input: under
-    autocast a copy of that in fp32."""
+    """Mean of -log softmax at the targets. log_softmax keeps its output; nll_loss keeps its input, under autocast an
+    fp32 copy."""
     low_precision = _log_softmax(m, logits)
     log_probabilities = m.cast(low_precision, FP32 if m.autocast else None)
     like, named = (log_probabilities.count, log_probabilities.dtype), log_probabilities.what
     loss = m.new(m.sizes.one, log_probabilities.dtype, "loss")
     total_weight = m.new(m.sizes.one, log_probabilities.dtype, "number of targets")
     kept = (log_probabilities, total_weight)
-    # Of each token one log probability is read, and its target; the gradient is written whole.
+    # One log probability and one target a token are read; the gradient is written whole.
     picked_bytes = m.sizes.tokens.value * (INT64.num_bytes + log_probabilities.dtype.num_bytes)
 
     m.ran("nll_loss_forward", (), (loss, total_weight), also_read_bytes=picked_bytes)

@@ -1,4 +1,4 @@
-"""What each optimizer holds between steps, and makes for a while within one."""
+"""Each optimizer's state between steps, and its temporaries within one."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -12,16 +12,14 @@ _Tensors = tuple[Tensor, ...]
 
 
 class Table(NamedTuple):
-    """What a kernel of ops/adamw reads of its tensors."""
-
     size: Count
     dtype: Dtype
     what: str
 
 
 def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Table, ...]:
-    """What ops/adamw has on the device of the tensors of a kernel, whose elements are given: five addresses of each and
-    that of the weight beside a master, then their sizes, their rates, and of each block of elements whose it is."""
+    """Device tables of ops/adamw for the tensors of a kernel, whose sizes are in elements. They hold five addresses a
+    tensor (six with a master), its size and rates, and the tensor of each block of elements."""
     number, width = len(sizes), 6 if has_masters else 5
     num_blocks = sum(-(-size // ADAMW_BLOCK) for size in sizes)
     each, blocks = Count(number, str(number)), Count(num_blocks, str(num_blocks))
@@ -36,8 +34,6 @@ def tables_of_one_kernel(sizes: Sequence[int], *, has_masters: bool) -> tuple[Ta
 
 
 class Optimizer:
-    """One of StepSpec's optimizers over all parameters."""
-
     def __init__(self, m: Machine, parameters: list[Parameter], name: str) -> None:
         self._machine, self._parameters, self._name = m, parameters, name
         self._state: list[Tensor] = []
@@ -46,7 +42,6 @@ class Optimizer:
         self._blocks: dict[bool, _Tensors] = {}
 
     def step(self) -> None:
-        """Update the parameters, and let go of their gradients."""
         self._machine.where = self._name
         if self._name != "sgd" and not self._moments:
             for parameter in self._parameters:
@@ -62,7 +57,7 @@ class Optimizer:
             parameter.slot.gradient = None
 
     def _make_state(self, parameter: Parameter) -> None:
-        """Both moments in the format of what is updated; in one kernel, the step's number is on the device too."""
+        """Both moments in the updated tensor's format; a single kernel also has the step's number on the device."""
         updated = parameter.master or parameter.tensor
         m, like = self._machine, (updated.count, updated.dtype)
         if self._name in ("adamw_fused", "adamw_triton"):
@@ -74,7 +69,6 @@ class Optimizer:
         self._moments.append((first, second))
 
     def _launch(self, has_masters: bool) -> None:
-        """The kernel of the parameters that have masters, or of those that have none."""
         indices = [index for index, p in enumerate(self._parameters) if (p.master is not None) is has_masters]
         parameters = [self._parameters[index] for index in indices]
         if not parameters:
@@ -84,7 +78,7 @@ class Optimizer:
         self._fused(parameters, tuple(moment for index in indices if self._moments for moment in self._moments[index]))
 
     def _tables(self, parameters: list[Parameter], has_masters: bool) -> None:
-        """The tables of a kernel: addresses anew where gradients are elsewhere, the others once."""
+        """A kernel's tables: addresses again if gradients moved, the others once."""
         sizes = [parameter.tensor.count.value for parameter in parameters]
         addresses, *others = tables_of_one_kernel(sizes, has_masters=has_masters)
         made = self._new_table(addresses)
@@ -96,8 +90,8 @@ class Optimizer:
         return self._machine.new(table.size, table.dtype, table.what, category="optimizer_state")
 
     def _fused(self, parameters: list[Parameter], state: _Tensors) -> None:
-        """One kernel over these: reads parameter, gradient and state of each, and writes all but the gradient; of a
-        weight that has a master it reads that in place of the weight, and writes both."""
+        """One kernel: reads weights, gradients and state, and writes all except gradients. Where a weight has a master,
+        the kernel reads the master instead, and writes both."""
         weights, gradients = _tensors(parameters)
         updated = tuple(p.master or p.tensor for p in parameters)
         also_written = weights if updated != weights else ()
@@ -105,14 +99,13 @@ class Optimizer:
         self._machine.ran(name, (*updated, *gradients, *state), (*updated, *state, *also_written))
 
     def _foreach(self) -> None:
-        """An operator after the other over all parameters, with all square roots of second moments at once."""
         m, parameters = self._machine, self._parameters
         roots = [m.new(p.tensor.count, p.tensor.dtype, f"root of the second moments of {p.name}") for p in parameters]
         first, second = (tuple(moments) for moments in zip(*self._moments, strict=True))
         self._adamw("_foreach_", *_tensors(parameters), first, second, tuple(roots), tuple(roots))
 
     def _loop(self) -> None:
-        """One parameter after the other: the root, then the denominator, while the last parameter's is still there."""
+        """One parameter after the other; the last one's denominator is alive while the next root is made."""
         m, denominator = self._machine, None
         for parameter, (first, second) in zip(self._parameters, self._moments, strict=True):
             like = (parameter.tensor.count, parameter.tensor.dtype)
@@ -147,6 +140,5 @@ class Optimizer:
 
 
 def _tensors(parameters: list[Parameter]) -> tuple[_Tensors, _Tensors]:
-    """The weights, and their gradients."""
     gradients = tuple(gradient for p in parameters if (gradient := p.slot.gradient) is not None)
     return tuple(p.tensor for p in parameters), gradients

@@ -1,8 +1,8 @@
-"""What the parts of a step hold: the embedding, one block, the head; from a dry run of a model of two blocks.
+"""Memory of a step's parts (embedding, one block, head), from a dry run of a model of two blocks.
 
-Blocks are alike, so what a rank with n blocks of a pipeline's stage holds is made of these parts (plan.layout.memory),
-without running all of its blocks. At the highest moment of each part everything alive is told by whose it is; weights,
-gradients of parts that are over and the optimizer's state are left out, since a layout divides them.
+plan.layout.memory composes a rank with n blocks from these parts, without running them all. Each part's peak lists
+every tensor that is alive. Weights, gradients of finished parts and optimizer state are left out, because a layout
+divides them.
 """
 
 import dataclasses
@@ -27,44 +27,37 @@ PartName = Literal["embedding", "block", "head"]
 _STATE = ("parameters", "optimizer_state", "inputs", "workspaces")
 _LAST, _FIRST = "block 1", "block 0"
 BEFORE, BEHIND = "embedding", "head and loss"
-"""Places outside of the blocks."""
 _WHERE: dict[PartName, str] = {"embedding": BEFORE, "block": _LAST, "head": BEHIND}
 _KEPT_BEFORE: dict[PartName, tuple[str, ...]] = {
     "embedding": (),
     "block": ("embedding", _FIRST),
     "head": ("embedding", _FIRST, _LAST),
 }
-"""Whose tensors are there because they are kept for the backward pass, while a part is under way."""
+"""Parts with tensors kept for the backward pass while a part runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class Held:
-    """Tensors alike."""
+    """Tensors of the same kind and size."""
 
     category: str
     """As in MEMORY_CATEGORIES."""
     what: str
-    """Whose they are, in words."""
+    """Owner, in words."""
     formula: str
-    """Bytes of one, in symbols."""
     num_bytes: int
-    """Bytes of one."""
     rounding_bytes: int
-    """What the allocator adds to one."""
+    """Bytes that the allocator adds to one."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bundle:
-    """Tensors that are there together."""
-
     holdings: Mapping[Held, int]
-    """How many there are of each."""
     num_bytes: int
     """Bytes of all, rounding included."""
 
 
 def bundle_of(holdings: Mapping[Held, int]) -> Bundle:
-    """These tensors together."""
     total = sum(count * (held.num_bytes + held.rounding_bytes) for held, count in holdings.items())
     return Bundle(holdings, total)
 
@@ -74,44 +67,36 @@ class Moment:
     """The highest moment of one part in one pass."""
 
     phase: str
-    """forward or backward."""
     part: PartName
-    """Which part is under way."""
     where: str
-    """The allocation that reached it, in words."""
+    """The allocation that reached the peak, in words."""
     own: Bundle
-    """What the part itself holds, and what is there for it, gradients of its weights included."""
+    """The part's own tensors, gradients of its weights included."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Parts:
-    """A micro-step of one rank, in parts."""
-
     moments: tuple[Moment, ...]
-    """The highest moment of each part in each pass."""
     kept_by_block: Bundle
-    """What a block keeps from its forward to its backward pass."""
+    """Tensors that a block keeps from its forward to its backward pass."""
     held_by_block: Bundle
-    """What is there of a block while later parts run forward: autocast frees its copies of weights when the forward
-    pass is over."""
+    """Tensors of a block while later parts run forward: autocast frees its copies of weights after the forward pass."""
     kept_by_embedding: Bundle
-    """What the embedding keeps."""
     kept_by_head: Bundle
-    """What head and loss keep."""
     operators: Mapping[tuple[str, PartName], tuple[Operator, ...]]
-    """Operators by phase and part, of one block; the optimizer's are left out."""
+    """Operators by phase and part, of one block, without the optimizer's."""
 
     def moment(self, phase: str, part: PartName) -> Moment | None:
-        """The highest moment of a part in a pass; None: there is no such pass."""
+        """The highest moment of a part in a pass; None: the pass does not run."""
         return next((moment for moment in self.moments if (moment.phase, moment.part) == (phase, part)), None)
 
 
 def parts_of(spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
     """The parts of a micro-step of `batch` sequences; `recomputed`: none, full or selective, for each block.
 
-    split, gathering: as in `run_dry`. The spec's sizes, context, precision, attention, block operators, loss,
-    compilation and passes count; its layout, batch, checkpointing and micro-steps do not (with several of these a loss
-    in chunks multiplies its gradients once more). Compiled, blocks are so each by itself, and the rest is eager.
+    split, gathering: as in `run_dry`. The spec's layout, batch, checkpointing and micro-steps are ignored. (With
+    several micro-steps, a loss in chunks multiplies its gradients once more.) Compilation applies to blocks one by one;
+    the rest is eager.
     """
     assert spec.model.shape is not None
     gradients = spec.pass_name != "forward"
@@ -160,8 +145,8 @@ def _parts_of(
 
 
 def parts_of_run(run: Callable[[Listener], None]) -> Parts:
-    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that tells its events to a listener. Behind
-    an embedding that is frozen the first keeps less than others, so that the one that keeps more stands for all."""
+    """The parts of a micro-step with two blocks, `block 0` and `block 1`, that reports its events to a listener. Behind
+    a frozen embedding the first block keeps less than others, so the larger of the two represents all."""
     found = _reading(run)
     most = max(found.kept(_FIRST), found.kept(_LAST), key=lambda kept: kept.num_bytes)
     return dataclasses.replace(_parts(found), kept_by_block=most)
@@ -185,11 +170,9 @@ def _reading(run: Callable[[Listener], None]) -> "_Reading":
 
 
 class _Log:
-    """All that happened."""
-
     def __init__(self) -> None:
         self.memory: list[tuple[Piece, int, bool, str]] = []
-        """What was allocated or freed, the size of its block, whether it was allocated, and in which phase."""
+        """(piece, size of its block, True if allocated or False if freed, phase)."""
         self.operators: list[Operator] = []
         self._allocator = CachingAllocator()
         self._blocks: dict[int, Block] = {}
@@ -211,7 +194,7 @@ class _Log:
 
 
 class _Reading:
-    """The log read once it is whole, when the category of each piece is settled."""
+    """The log read after the run, when the category of each piece is settled."""
 
     def __init__(self, log: _Log) -> None:
         self.operators = log.operators
@@ -241,8 +224,8 @@ class _Reading:
             self._after_forward = list(alive.values())
 
     def moments(self) -> Iterable[Moment]:
-        """The moments of the embedding, the last block and the head in each pass; what other parts keep is not among
-        their own."""
+        """The moments of the embedding, the last block and the head in each pass, without tensors that other parts
+        keep."""
         for phase in ("forward", "backward"):
             for part, where in _WHERE.items():
                 if (phase, where) not in self._peaks:
@@ -255,11 +238,9 @@ class _Reading:
                 yield Moment(phase=phase, part=part, where=reached, own=_counted(own))
 
     def held_by_block(self) -> Bundle:
-        """What is there of the first block when the head runs forward."""
         return _counted(one for one in self._peaks["forward", BEHIND][2] if one[0].where == _FIRST)
 
     def kept(self, where: str) -> Bundle:
-        """What a part keeps at the end of the forward pass."""
         return _counted(one for one in self._after_forward if one[0].where == where)
 
 
@@ -273,7 +254,7 @@ def _counted(alive: Iterable[tuple[Piece, int]]) -> Bundle:
 
 
 def _waits_for_embedding(piece: Piece) -> bool:
-    """Whether it is the gradient that a tied head gives the embedding, which is there until the embedding's own is."""
+    """True for the gradient that a tied head gives the embedding, which lives until the embedding's own gradient."""
     return piece.category == "gradients" and piece.where == BEHIND and "embedding.weight" in piece.what
 
 

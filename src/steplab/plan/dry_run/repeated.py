@@ -1,4 +1,4 @@
-"""The operators of a step with many blocks that are alike, from those of steps with two and with three."""
+"""The operators of a step with many identical blocks, from steps with two and with three."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ _REPEATED = "block 1"
 
 @dataclass(frozen=True, slots=True)
 class RepeatedBlocks(Sequence[Operator]):
-    """In order. Which memory a repeated block reads is not known: what joins operators takes `few` and `more`."""
+    """In order. The memory that a repeated block reads is not known, so fusion reads `few` and `more`."""
 
     few: tuple[Operator, ...]
     more: tuple[Operator, ...]
@@ -21,7 +21,7 @@ class RepeatedBlocks(Sequence[Operator]):
 
     @property
     def times(self) -> int:
-        """How often what the step with three blocks has beyond that with two comes to the latter."""
+        """Number of added blocks: each adds the difference between `more` and `few`."""
         return self.num_layers - 2
 
     def __iter__(self) -> Iterator[Operator]:
@@ -40,7 +40,6 @@ class RepeatedBlocks(Sequence[Operator]):
                 yield op
 
     def _of_all(self, few: Operator, more: Operator) -> Operator:
-        """An update whose kernels grow with the weights, as those of fused optimizers do."""
         if few.name != more.name:
             return more
         grown = {

@@ -1,7 +1,7 @@
-"""How many elements the tensors of a step have, as a number and in the symbols of docs/memory_formulas.md.
+"""Numbers of elements of a step's tensors, as values and in the symbols of docs/memory_formulas.md.
 
-B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block,
-h heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
+B batch, T context, V vocabulary, L layers, d width of the residual stream, f inner width of a feed-forward block, h
+heads, k heads of keys and values where they are fewer, P learned positions, n ranks of tensor parallelism. A rank has
 1/n of each matrix, of the heads and of the vocabulary and, between the products, of the tokens (model/layout.py).
 """
 
@@ -13,12 +13,9 @@ from steplab.specs.model import TransformerShape
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Dtype:
-    """A number format."""
-
     name: str
-    """bf16, as StepSpec has it; in words for the others."""
+    """In StepSpec's spelling, such as bf16, or in words."""
     num_bytes: int
-    """Bytes of one element."""
 
 
 FP32 = Dtype(name="fp32", num_bytes=4)
@@ -32,33 +29,27 @@ BYTE = Dtype(name="byte", num_bytes=1)
 
 
 def rounded_up(number: int, step: int) -> int:
-    """The number rounded up to a multiple of the step."""
     return -(-number // step) * step
 
 
 @dataclass(frozen=True, slots=True)
 class Count:
-    """A number of elements."""
-
     value: int
-    """The number."""
     symbols: str
-    """The product it is: 'B h T²'; '' for 1."""
+    """Product in symbols: 'B h T²'; '' for 1."""
 
     def formula(self, dtype: Dtype) -> str:
-        """Bytes of so many elements, in symbols: '4 B h T²'."""
+        """Bytes in symbols: '4 B h T²'."""
         if dtype.num_bytes == 1 and self.symbols:
             return self.symbols
         return f"{dtype.num_bytes} {self.symbols}".rstrip()
 
 
 def together(*counts: Count) -> Count:
-    """As many elements as all have together."""
     return Count(sum(count.value for count in counts), f"({' + '.join(count.symbols for count in counts)})")
 
 
 def half(count: Count) -> Count:
-    """Half as many elements."""
     return Count(count.value // 2, f"{count.symbols} / 2")
 
 
@@ -66,17 +57,16 @@ class Split(NamedTuple):
     """How tensor parallelism splits a step."""
 
     ranks: int = 1
-    """Over how many ranks."""
     tokens: bool = True
-    """Whether a rank has some of the tokens between the products (sequence parallelism), as steplab runs it; else it
-    has all of them."""
+    """True if a rank has part of the tokens between the products (sequence parallelism), as in steplab; else it has
+    all."""
 
 
 WHOLE = Split()
 
 
 class Sizes:
-    """Every number of elements that occurs in a step of the plain Transformer."""
+    """Every number of elements in a step of the plain Transformer."""
 
     def __init__(self, shape: TransformerShape, batch: int, context: int, split: Split = WHOLE) -> None:
         B, T, d, f, V, h = batch, context, shape.d_model, shape.d_ff, shape.vocab_size, shape.num_heads
@@ -84,7 +74,6 @@ class Sizes:
         tp = split.ranks
         self.shape, self.batch, self.context = shape, batch, context
         self.heads, self.kv_heads = h // tp, shape.kv_heads // tp
-        """Heads of one rank."""
 
         def part(value: int, symbols: str) -> Count:
             return Count(value // tp, symbols if tp == 1 else f"{symbols} / n")
@@ -92,12 +81,12 @@ class Sizes:
         self.one = Count(1, "")
         self.tokens = Count(B * T, "B T")
         self.split_tokens = split.tokens and tp > 1
-        """Whether a rank of several has some of the tokens between the products: sequence parallelism."""
+        """True if a rank of several has part of the tokens between the products: sequence parallelism."""
         self.gathered = Count(B * T * d, "B T d")
         self.residual = part(B * T * d, "B T d")
-        """Queries of the heads of a rank."""
+        """Queries of a rank's heads."""
         self.stream = self.residual if self.split_tokens else self.gathered
-        """The residual stream, of the tokens of a rank."""
+        """The residual stream of a rank's tokens."""
         self.rows_of_stream = part(B * T, "B T") if self.split_tokens else self.tokens
         self.keys = part(B * T * keys, "B T d k / h") if grouped else self.residual
         self.inner = part(B * T * f, "B T f")
@@ -119,6 +108,6 @@ class Sizes:
         self.position_table = part(P * d, "P d")
 
     def one_order(self, x: Count) -> bool:
-        """Whether [B, T, heads, d / h] and [B, heads, T, d / h] lie alike in memory, so that none is copied to the
-        other; x: elements of either."""
+        """True if [B, T, heads, d / h] and [B, heads, T, d / h] have the same layout in memory, so that neither is
+        copied. x: number of elements of either."""
         return self.context == 1 or x.value == self.tokens.value * self.shape.head_dim

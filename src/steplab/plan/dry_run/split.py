@@ -1,8 +1,7 @@
-"""Tensor parallelism in the dry run: tokens of all ranks gathered before the first products, sums scattered after the
-last ones, as DTensor does both (torch/distributed/tensor/_collective_utils.py).
+"""Tensor parallelism in the dry run: tokens are gathered before the first products, and sums scattered after the last.
 
-What an all-gather receives lies rank by rank, and is copied into the order of the tokens; what a reduce-scatter sends
-is copied into the order of the ranks first.
+DTensor does both (torch/distributed/tensor/_collective_utils.py). A received all-gather is ordered by rank and is
+copied into the order of the tokens; a reduce-scatter is copied into the order of the ranks before it is sent.
 """
 
 from steplab.plan.dry_run.machine import Machine
@@ -10,8 +9,8 @@ from steplab.plan.dry_run.tensors import Tensor
 
 
 def gather(m: Machine, x: Tensor) -> Tensor:
-    """All tokens, of a tensor of which each rank has some; backward the gradient is summed and scattered. Where each
-    rank has all of them, that sum is in place."""
+    """All tokens of a tensor that is split over the ranks; backward sums and scatters the gradient. Where each rank has
+    all tokens, that sum is in place."""
     if not m.sizes.split_tokens:
         return x
     whole = _gathered(m, x)
@@ -20,7 +19,7 @@ def gather(m: Machine, x: Tensor) -> Tensor:
 
 
 def scatter(m: Machine, x: Tensor) -> Tensor:
-    """Some tokens of the sum over all ranks, or in place all of them; backward the gradient is gathered."""
+    """A rank's tokens of the sum over all ranks, or all of them in place; backward gathers the gradient."""
     if not m.sizes.split_tokens:
         return x
     part = _scattered(m, x)

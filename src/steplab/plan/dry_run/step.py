@@ -1,4 +1,4 @@
-"""A step's phases, run dry as measurement.step.step runs them."""
+"""A step's phases, run dry in the order of measurement.step.step."""
 
 import dataclasses
 from collections.abc import Callable, Iterator
@@ -22,25 +22,25 @@ from steplab.specs.step import StepSpec
 from steplab.specs.step_choices import WITH_MASTERS
 
 _STEPS = 3
-"""The optimizer's state is made in the first; after another the allocator has seen everything."""
+"""The first step makes the optimizer's state; another fills the allocator's pools."""
 _BATCHES = 2
 _MICRO_STEPS = 4
-"""Micro-steps that are enough for memory: from the second on each adds to gradients that are there already."""
+"""Micro-steps that are enough for memory: from the second on, each adds to existing gradients."""
 
 
 OpenStep = Callable[[StepSpec, Count, Listener], AbstractContextManager[Callable[[], None]]]
-"""(spec, bytes of a cuBLAS handle, listener) -> a context in which the step is built, and a function that runs it"""
+"""(spec, bytes of a cuBLAS handle, listener) -> a context that builds the step, and a function that runs it."""
 
 
 @contextmanager
 def dry_step(spec: StepSpec, workspace: Count, listen: Listener) -> Iterator[Callable[[], None]]:
-    """A step of the plain Transformer, whose operators are not told, nor more micro-steps than make a difference."""
+    """A step of the plain Transformer that reports memory only, with the fewest micro-steps that make a difference."""
     spec = dataclasses.replace(spec, accumulation=min(spec.accumulation, _MICRO_STEPS))
     yield _Step(spec, workspace, listen, tells_operators=False).run
 
 
 def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_step) -> Ledger:
-    """The ledger of a step after some others, its peak among them; workspace: the bytes of a cuBLAS handle."""
+    """The ledger of a step in its steady state; workspace: bytes of a cuBLAS handle."""
     ledger = Ledger()
     with open_step(spec, workspace, ledger.listen) as run:
         for number in range(_STEPS):
@@ -51,19 +51,14 @@ def memory_of(spec: StepSpec, *, workspace: Count, open_step: OpenStep = dry_ste
 
 
 def run_dry(spec: StepSpec, listen: Listener, *, split: Split, gathering: Gathering | None) -> None:
-    """One step of a rank of tensor parallelism, told to `listen`; the spec's own layout is not looked at.
-
-    gathering: how FSDP2 gives the weights; None: they are kept whole.
-    """
+    """One step of a rank of tensor parallelism, reported to `listen`; the spec's own layout is ignored. gathering: how
+    FSDP2 gives the weights; None: they are kept whole."""
     _Step(spec, Count(0, ""), listen, split=split, gathering=gathering).run()
 
 
 def operators_of(spec: StepSpec) -> tuple[Operator, ...]:
-    """The operators of a step, in order.
-
-    Of a compiled step these are the eager step's: a compiler runs the same matrix products, and fuses what lies
-    between them. GradScaler's operators under fp16 are not among them.
-    """
+    """The operators of a step, in order, without GradScaler's under fp16. A compiled step returns the eager step's
+    operators: a compiler runs the same matrix products and fuses the rest."""
     found: list[Operator] = []
 
     def listen(event: Event) -> None:
@@ -78,13 +73,11 @@ def _head_loss_of(spec: StepSpec) -> HeadLoss | None:
     row = implementation(spec.loss)
     if not row.in_chunks:
         return None
-    # The gradient of the loss is 1, but where micro-steps or a gradient scaler come in between.
+    # The gradient of the loss is 1, except behind micro-steps or a gradient scaler.
     return partial(head_loss, row=row, scaled=spec.micro_steps > 1 or spec.precision == "fp16")
 
 
 class _Step:
-    """measurement.step.step.ModelStep."""
-
     def __init__(
         self,
         spec: StepSpec,
@@ -131,7 +124,7 @@ class _Step:
                 parameter.master = None
 
     def _keep_masters(self) -> None:
-        """Allocate masters of the linear layers' weights; under a loss in chunks the head's stays in fp32."""
+        """Allocate masters of the linear layers' weights; under a loss in chunks the head's weight stays in fp32."""
         parameters = self._model.parameters
         for parameter in parameters.linear:
             if parameter is not parameters.head or not implementation(self._spec.loss).in_chunks:
@@ -142,14 +135,13 @@ class _Step:
         for _ in range(self._spec.micro_steps):
             self._micro_step(gradients=pass_name != "forward")
         if pass_name == "train":
-            if not self._spec.updates_in_backward:  # parts of it before the rest of that pass, with the same peak
+            if not self._spec.updates_in_backward:  # runs within backward, with the same peak
                 m.begin("optimizer")
             self._optimizer.step()
         for parameter in self._parameters:
             parameter.slot.gradient = None
 
     def _micro_step(self, *, gradients: bool) -> None:
-        """Both passes. Gradients of the micro-steps before are there, and what comes is added to them."""
         m = self._machine
         m.begin("forward")
         with m.forward_pass(gradients=gradients):

@@ -1,10 +1,9 @@
-"""autograd as far as memory goes: what is saved for the backward pass, and when each gradient comes and goes.
+"""autograd as far as memory goes: saved tensors, and the lifetime of each gradient.
 
-The engine runs nodes in the reverse order of their making. A node takes the gradients of its outputs, is given what it
-saved, makes the gradients of its inputs, and frees first the gradients it took, then what it saved. A gradient
-that arrives where one is already is added to it: in place, unless that one is a view (torch/csrc/autograd/engine.cpp,
-input_buffer.cpp). What comes to one parameter from several nodes is added up first, and then to the gradient that it
-has from an earlier pass.
+Nodes run in reverse order. A node makes the gradients of its inputs, then frees the gradients it took, then its saved
+tensors. A gradient that arrives at an existing one is added in place, unless the existing one is a view
+(torch/csrc/autograd/engine.cpp, input_buffer.cpp). Gradients of one parameter from several nodes are summed first, then
+added to the gradient of an earlier pass.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,16 +14,15 @@ from steplab.plan.dry_run.tensors import Slot, Tensor
 
 
 class Engine(Protocol):
-    """What a backward pass needs of the machine that it runs on."""
+    """The part of a machine that a backward pass needs."""
 
     where: str
-    """What part of the model is under way."""
 
     def copy(self, tensor: Tensor, dtype: Dtype, added_to: Tensor | None = None) -> Tensor:
-        """A tensor of the same shape in fresh memory; added_to: the sum with another."""
+        """A copy in fresh memory; added_to: the sum with another tensor."""
 
     def ran(self, name: str, reads: tuple[Tensor, ...], writes: tuple[Tensor, ...]) -> None:
-        """An operator ran."""
+        """Report an operator."""
 
 
 Backward = Callable[..., Sequence[Tensor | None]]
@@ -32,8 +30,6 @@ Backward = Callable[..., Sequence[Tensor | None]]
 
 
 class Node:
-    """One operator of the forward pass, to be run backwards."""
-
     __slots__ = ("backward", "inputs", "kept", "outputs", "recomputed", "where")
 
     def __init__(
@@ -42,27 +38,22 @@ class Node:
         self.inputs, self.kept, self.backward, self.where = inputs, kept, backward, where
         self.outputs: list[Slot] = []
         self.recomputed: Callable[[], tuple[Tensor, ...]] | None = None
-        """Under checkpointing, gives what it saved."""
 
     def gives(self, *outputs: Tensor) -> None:
-        """These are its outputs."""
         for output in outputs:
             output.slot = Slot(output.dtype)
             self.outputs.append(output.slot)
 
 
 class Tape:
-    """The nodes of a forward pass, in the order they were made."""
-
     def __init__(self) -> None:
         self._nodes: list[Node] = []
 
     def add(self, node: Node) -> None:
-        """Write a node down."""
         self._nodes.append(node)
 
     def run_backward(self, machine: Engine) -> None:
-        """Run all nodes, the last first; the gradient of the last one's output must be in its slot."""
+        """Run all nodes, last first; the gradient of the last one's output must be in its slot."""
         while self._nodes:
             _run(self._nodes.pop(), machine)
 
@@ -84,7 +75,7 @@ def _run(node: Node, machine: Engine) -> None:
 
 
 def _in_dtype_of(slot: Slot, gradient: Tensor | None, machine: Engine) -> Tensor:
-    """A gradient has the number format of its tensor: the engine sees to that."""
+    """A gradient in the number format of its tensor, as the engine converts it."""
     assert gradient is not None
     return gradient if gradient.dtype is slot.dtype else machine.copy(gradient, slot.dtype)
 

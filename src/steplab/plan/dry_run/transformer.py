@@ -33,7 +33,7 @@ HeadLoss = Callable[[Machine, Tensor, Parameter], Tensor]
 
 
 class Parameters:
-    """The weights, made in the order in which the model makes them, and the rotary table."""
+    """The weights, in the model's order, and the rotary table."""
 
     def __init__(self, m: Machine) -> None:
         sizes, shape = m.sizes, m.sizes.shape
@@ -45,13 +45,11 @@ class Parameters:
         self.norm = _made(m, _of_norm(sizes, "norm"))
         self.head = self.embedding if tied else Parameter(m, "head.weight", sizes.vocabulary)
         self.tables = [self.embedding, *([self.positions] if self.positions else [])]
-        """The embeddings."""
         blocks = [parameter for block in self.of_blocks for parameter in block.values()]
         self.all = [*self.tables, *blocks, *self.norm.values(), *([] if tied else [self.head])]
-        """In that order."""
         of_linear = [p for block in self.of_blocks for name, p in block.items() if "norm" not in name]
         self.linear = [*of_linear, *([] if tied else [self.head])]
-        """Weights and biases that linear layers alone have."""
+        """Weights and biases that only linear layers have."""
         self._rotary = None if learned else m.new(sizes.rotary, FP32, "rotary table", category="parameters")
 
 
@@ -89,8 +87,6 @@ def _of_block(sizes: Sizes) -> dict[str, Count]:
 
 
 class Transformer:
-    """The model on one machine."""
-
     def __init__(
         self,
         m: Machine,
@@ -99,14 +95,13 @@ class Transformer:
         head_loss: HeadLoss | None,
         block: "type[Block] | None" = None,
     ) -> None:
-        """head_loss: the output head and the loss together; None: one after the other. block: its kind; None: Block."""
+        """head_loss: the output head and the loss as one operator; None: separate. block: its class; None: Block."""
         self._machine, self._checkpointing, self._head_loss = m, checkpointing, head_loss
         self.parameters = Parameters(m)
         self._kind = block or Block
         self._blocks = [self._kind(m, attend, parameters) for parameters in self.parameters.of_blocks]
 
     def forward(self) -> Tensor:
-        """The loss of one batch."""
         m = self._machine
         m.where = "embedding"
         x = self._kind.entered(m, self._embedded())
@@ -130,7 +125,6 @@ class Transformer:
         return add_positions(self._machine, x, learned_positions(self._machine, self.parameters.positions))
 
     def backward(self, loss: Tensor) -> None:
-        """The gradients of all parameters."""
         m = self._machine
         assert m.tape is not None
         assert loss.slot is not None
@@ -141,7 +135,6 @@ class Transformer:
 
 
 def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -> Tensor:
-    """The residual stream after the norm of that name."""
     weight = parameters[f"{name}.weight"]
     if m.sizes.shape.norm == "layernorm":
         return layer_norm(m, x, weight, parameters.get(f"{name}.bias"), what)
@@ -149,16 +142,13 @@ def normalised(m: Machine, x: Tensor, parameters: Named, name: str, what: str) -
 
 
 class Block:
-    """Attention, then feed-forward."""
-
     _amax_known: ClassVar[Mapping[str, tuple[bool, bool]]] = {}
-    """Linear layers whose input, and the gradient of whose output, come with their largest magnitudes."""
+    """Linear layers: (True if the input, True if the output's gradient) comes with its largest magnitude."""
 
     def __init__(self, m: Machine, attend: Attend, parameters: Named) -> None:
         self._machine, self._attend, self._parameters = m, attend, parameters
 
     def forward(self, x: Any) -> Any:
-        """The residual stream after the block."""
         m, parameters = self._machine, self._parameters
         x = add(m, x, self._attention(gather(m, normalised(m, x, parameters, "attention_norm", "attention norm"))))
         return add(
@@ -167,12 +157,11 @@ class Block:
 
     @staticmethod
     def entered(m: Machine, x: Tensor) -> Any:
-        """The residual stream as the first block takes it."""
+        """The residual stream in the form that the first block takes."""
         return x
 
     @staticmethod
     def last_norm(m: Machine, x: Any, norm: Named) -> Tensor:
-        """The norm after the last block, of the stream as that gives it."""
         return normalised(m, x, norm, "norm", "final norm")
 
     def _linear(self, name: str, x: Tensor, out: Count, what: str) -> Tensor:
@@ -197,7 +186,7 @@ class Block:
     def _feed_forward(self, x: Tensor) -> Tensor:
         m, inner, whole = self._machine, self._machine.sizes.inner, self._machine.sizes.gathered
 
-        # Nested as in the model, where the factors have no names that would hold them.
+        # Nested as in the model, where no variable holds the factors.
         if m.sizes.shape.feed_forward == "gelu":
             raised = gelu(m, self._linear("up", x, inner, "up"))
             return scatter(m, self._linear("down", raised, whole, "feed-forward branch"))

@@ -1,3 +1,2 @@
-"""Steps that are spread over ranks: what each rank holds, what it sends, how long a step takes, and which layout to
-take. The ranks run what measurement.step.laying_out and measurement.step.distribute set up.
-"""
+"""Steps that are spread over ranks: memory, messages and time of each rank, and the choice of a layout.
+measurement.step.laying_out and measurement.step.distribute set up the same ranks."""

@@ -1,9 +1,8 @@
-"""Gradients of data-parallel ranks in buckets: which travel together, and what memory the buckets take.
+"""Gradients of data-parallel ranks in buckets: their grouping and their memory.
 
-steplab's own are as the code that runs has them (parallel.sizes): a gradient alone in its
-bucket travels in the memory where it was born; others are copied into the bucket's buffer, which stays. torch's DDP
-(torch/csrc/distributed/c10d/reducer.cpp): the first bucket closes once it has 1 MiB, each other once it has its size,
-and all are buffers.
+steplab's buckets follow parallel.sizes: a gradient alone in its bucket travels in its own memory; others are copied
+into the bucket's buffer, which stays. torch's DDP (torch/csrc/distributed/c10d/reducer.cpp) closes the first bucket at
+1 MiB and each other at its size; all are buffers.
 """
 
 import functools
@@ -27,29 +26,27 @@ _DDP_FIRST_BUCKET_BYTES = 2**20
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Buckets:
-    """The buckets of a step."""
-
     sizes_bytes: tuple[int, ...]
-    """Size of each message, in the order of launch."""
     buffered_bytes: int
-    """Size of the buffers, which are there all the time."""
+    """Size of the permanent buffers."""
     waiting_bytes: int
     """Most bytes of gradients that wait for the others of their bucket."""
     during_backward: bool
-    """Whether buckets travel beside the backward pass."""
     copied_bytes: int
-    """Size of the gradients that are copied into a buffer."""
     shared_bytes: int = 0
-    """Size of buffers and landing places of peer copies, which are not torch's allocator's; 0: there are none."""
+    """Size of buffers and landing places of peer copies, outside torch's allocator."""
 
 
 @functools.lru_cache(maxsize=256)
 def buckets_of(
     elements: tuple[int, ...], kind: str, bucket_mb: float, element_bytes: int, *, peers: int = 0
 ) -> Buckets:
-    """The buckets of a kind of data parallelism (specs.ddp.Kind) but sharded, which is owned.py's; none: without
-    communication. elements: those of each weight that has a gradient, in the order of the model; peers: ranks that copy
-    into each other's memory; 0: collectives."""
+    """The buckets of a kind of data parallelism (specs.ddp.Kind; none: without communication). owned.py has `sharded`.
+
+    Args:
+        elements: of each weight that has a gradient, in the order of the model.
+        peers: ranks that copy into each other's memory; 0: collectives.
+    """
     sizes = [count * element_bytes for count in reversed(elements)]
     if kind == "torch_ddp":
         of_groups = [sum(group) for group in _ddp_groups(sizes, bucket_mb * BYTES_PER_MB)]
@@ -91,7 +88,6 @@ def buckets_of_peers(divisions: Sequence[Division], ranks: int) -> Buckets:
 
 
 def with_counters(num_bytes: int, ranks: int) -> int:
-    """Bytes that ranks share, and of the counters behind them."""
     return num_bytes + NUM_COUNTERS * ranks * COUNTER_BYTES
 
 

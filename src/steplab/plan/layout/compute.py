@@ -1,4 +1,4 @@
-"""How long the parts of a step take on one rank: its kernels one after the other, as plan.time has them."""
+"""Seconds of a step's parts on one rank: kernels one after the other, as in plan.time."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -12,25 +12,23 @@ from steplab.plan.fusion import Kernel, kernels_of
 from steplab.plan.kernel_time import kernel_in_step_s, on_tensor_cores, streaming_name
 
 DTENSOR_KERNEL_S, DTENSOR_KERNEL_SLOW_S = 105e-6, 150e-6
-"""Time that Python takes for each kernel of a step on split tensors, compiled or not. All layouts with tp of
-benchmarks/results/layout_h200_202611.jsonl.gz are bound by it: between 100 and 150 microseconds for each kernel."""
+"""Python's time per kernel of a step on split tensors, compiled or not. It bounds all layouts with tp in
+benchmarks/results/layout_h200_202611.jsonl.gz: between 100 and 150 microseconds per kernel."""
 
 HOOKS_S, HOOKS_SLOW_S = 0.5e-3, 1.6e-3
-"""Time that Python takes for FSDP2's hooks around one unit in one pass: what pipelines with FSDP2, of the same records,
-take beyond the time for their kernels is between the two."""
+"""Python's time for FSDP2's hooks around one unit in one pass: the range of the excess over kernel time in pipelines
+with FSDP2, from the same records."""
 
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """Kernels that run one after the other."""
-
     kernels: float = 0.0
     tensor_s: float = 0.0
     """Seconds of products and fused attention on tensor cores, at the full clock."""
     other_s: float = 0.0
     """Seconds of all others."""
     ideal_s: float = 0.0
-    """Seconds that the former would take at the tensor cores' peak."""
+    """`tensor_s` at the tensor cores' peak."""
 
     def __add__(self, other: "Work") -> "Work":
         return Work(
@@ -45,22 +43,19 @@ class Work:
 
     @property
     def seconds(self) -> float:
-        """All of them, at the full clock."""
         return self.tensor_s + self.other_s
 
 
 class PartTimes:
-    """The work of each part in each pass on one GPU, each found once."""
-
     def __init__(self, gpu: Gpu) -> None:
         self._gpu = gpu
         self._known: dict[tuple[int, str, str, bool], Work] = {}
         self._kernels: dict[tuple[object, ...], float] = {}
         self._parts: list[Parts] = []
-        """Kept, so that none takes the place of another in memory."""
+        """Referenced, so that no id is reused."""
 
     def of(self, parts: Parts, phase: str, part: PartName, *, compiled: bool) -> Work:
-        """The work of one part; compiled: its operators are joined as a compiler does."""
+        """The work of one part; compiled: with its operators fused."""
         key = (id(parts), phase, part, compiled)
         if key not in self._known:
             self._parts.append(parts)
@@ -69,16 +64,16 @@ class PartTimes:
         return self._known[key]
 
     def update_s(self, weight_bytes: int, num_elements: float, optimizer: str) -> Work:
-        """The optimizer's update of so many weights: what its kernels read and write. Raises Unsupported for
-        adamw_triton, of which that is not known across ranks."""
+        """The optimizer's update of `num_elements` weights, by the bytes that its kernels read and write. Raises
+        Unsupported for adamw_triton, whose traffic across ranks is not known."""
         if optimizer not in UPDATE_PASSES:
             what = f"predicting the time of several processes with optimizer {optimizer}"
-            raise Unsupported(what, "what its update reads and writes is known of one process", "use adamw_fused")
+            raise Unsupported(what, "its memory traffic is known only for one process", "use adamw_fused")
         moved_bytes = UPDATE_PASSES[optimizer] * weight_bytes * num_elements
         return Work(1, 0.0, streaming_s(_NAMES[optimizer], moved_bytes, self._gpu))
 
     def copy_s(self, num_bytes: float) -> float:
-        """Seconds to read and write so many bytes within the GPU's memory."""
+        """Seconds to copy bytes within the GPU's memory."""
         return streaming_s("copy", 2 * num_bytes, self._gpu) if num_bytes else 0.0
 
     def _work(self, kernels: Iterable[Kernel]) -> Work:

@@ -1,9 +1,9 @@
-"""How long a collective takes between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
+"""Time of a collective between ranks of a layout: t = alpha + bytes on the wire / w (Hockney 1994).
 
-Within a node w is what NCCL reaches of the GPU's stated link. Between nodes it is what NCCL reaches of the stated
-adapters that the group has there (specs/networks.toml): a ring enters and leaves each node once, through as many
-adapters as the group has ranks in it. alpha grows with the number of ranks as in NCCL's own tuning model (nccl,
-src/graph/tuning.cc: the latency of a hop, protocol Simple).
+Within a node w is NCCL's share of the GPU's stated link. Between nodes it is NCCL's share of the stated adapters
+(specs/networks.toml): a ring enters and leaves each node once, through as many adapters as the group has ranks there.
+alpha grows with the number of ranks as in NCCL's tuning model (src/graph/tuning.cc: the latency of a hop, protocol
+Simple).
 """
 
 import dataclasses
@@ -17,32 +17,29 @@ from steplab.records.comm import CommFit
 from steplab.specs.hardware import HardwareSpec, network_alike, network_of
 
 REACHED = {"all_reduce": 0.691, "all_gather": 0.603, "reduce_scatter": 0.605, "send_recv": 0.669}
-"""Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks: 1 / beta of the
-communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s."""
+"""Share of the stated bandwidth, one direction, that NCCL reaches over NVLink 4 with 2 and 4 ranks. It is 1 / beta of
+the communication profile in benchmarks/results/comm_h200_202611.jsonl.gz over 450 GB/s."""
 CALL_S = 10.8e-6
-"""alpha of two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter of two ranks."""
+"""alpha of two ranks: the median of the same profile's all-reduce, all-gather and reduce-scatter."""
 NODE_HOP_S, NETWORK_HOP_S = 3.4e-6, 14e-6
-"""A further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
+"""Seconds of a further hop of a ring, within a node and to the next (hwLat of NVLink and NET, Ring, Simple)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Cluster:
-    """GPUs in nodes, and the links between them."""
-
     gpus_per_node: int
     node: str
-    """Name of the link within a node."""
     node_bytes_per_s: Mapping[str, float]
-    """Bus bandwidth that is reached within a node, by collective."""
+    """Bus bandwidth that NCCL reaches within a node, by collective."""
     network: str
-    """Name of the network; empty: none is known."""
+    """Name of the network; empty: not known."""
     network_bytes_per_s: float | None
-    """Bandwidth that is reached by one adapter in one direction; None: not known."""
+    """Bandwidth that NCCL reaches through one adapter in one direction; None: not known."""
     network_stated_bytes_per_s: float | None
-    """Bandwidth that is stated for it, of which that is a share; None: what is reached was given, or nothing."""
+    """Stated bandwidth of an adapter; None: not known, or the reached bandwidth was given."""
     sources: tuple[str, ...]
     calls_s: Mapping[str, float] = field(default_factory=dict)
-    """Measured alpha by collective, within a node; those that are missing are as NCCL's model has them."""
+    """Measured alpha by collective, within a node; missing ones follow NCCL's model."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -52,11 +49,11 @@ class Group:
     size: int
     stride: int
     in_line: int = 0
-    """How many ranks stand in a line of which these are neighbours, of whom some are in different nodes if the line is
-    longer than a node; 0: they are all of it."""
+    """Length of the line of ranks in which these are neighbours; in one longer than a node, some neighbours are in
+    different nodes. 0: the group is the line."""
 
     def ranks_in_node(self, gpus_per_node: int) -> int:
-        """How many of them share a node, at the least."""
+        """Ranks of the group that share a node, at the least."""
         if self.in_line * self.stride > gpus_per_node:
             return 1
         return min(max(gpus_per_node // self.stride, 1), self.size)
@@ -69,9 +66,16 @@ def machine_of(
     *,
     network_stated_bytes_per_s: float | None = None,
 ) -> Cluster:
-    """A cluster of these GPUs; links: bus bandwidths in bytes per second, `node` or `network`, that are reached, in
-    place of a share of stated ones; network_stated_bytes_per_s: an adapter's, in place of the catalogue's, of which
-    as large a share is reached. Raises UserError for another name of a link."""
+    """A cluster of these GPUs.
+
+    Args:
+        links: bus bandwidths that NCCL reaches, in bytes per second, by `node` or `network`; they replace shares of
+            stated ones.
+        network_stated_bytes_per_s: an adapter's stated bandwidth instead of the known one; NCCL reaches the same share
+            of it.
+
+    Raises UserError for another name of a link.
+    """
     given = dict(links or {})
     if unknown := set(given) - {"node", "network"}:
         raise UserError(f"there is no link '{unknown.pop()}'; choose node or network, as in --link network=45")
@@ -103,10 +107,8 @@ def machine_of(
 
 
 def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Cluster:
-    """The machine with a stored communication profile in place of stated figures, within a node.
-
-    Of each collective the line over all world sizes is taken, else that of most ranks.
-    """
+    """The machine with a stored communication profile instead of stated figures, within a node. Each collective uses
+    its line over all world sizes, or else the line of most ranks."""
     chosen: dict[str, CommFit] = {}
     for fit in sorted(fits, key=lambda fit: fit.world_size or math.inf):
         if fit.beta_s_per_byte > 0:
@@ -123,7 +125,7 @@ def with_profile(machine: Cluster, fits: Sequence[CommFit], source: str) -> Clus
 
 
 def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
-    """Bytes on the wire a second, of one rank; None: the group spans nodes, and the network is not known."""
+    """Bytes on the wire per second, of one rank; None: the group spans nodes, and the network is not known."""
     within = machine.node_bytes_per_s[collective]
     ranks = group.ranks_in_node(machine.gpus_per_node)
     if ranks == group.size:
@@ -134,19 +136,19 @@ def bandwidth(machine: Cluster, collective: str, group: Group) -> float | None:
 
 
 def call_s(machine: Cluster, collective: str, group: Group) -> float:
-    """alpha: what a call takes whatever it carries."""
+    """alpha: seconds of a call of any size."""
     ranks = group.ranks_in_node(machine.gpus_per_node)
     nodes = math.ceil(group.size / ranks)
     steps, turns = (1, 1) if collective == "send_recv" else (group.size - 1, 2 if collective == "all_reduce" else 1)
     between = (1 if nodes > 1 else 0) if collective == "send_recv" else nodes - 1
     ring = turns * (between * NETWORK_HOP_S + (steps - between) * NODE_HOP_S)
     tree = 2 * ((ranks - 1) * NODE_HOP_S + math.ceil(math.log2(nodes)) * NETWORK_HOP_S)
-    first = turns * NODE_HOP_S  # of two ranks, which CALL_S has
+    first = turns * NODE_HOP_S  # two ranks' hops, which CALL_S includes
     return machine.calls_s.get(collective, CALL_S) + max((min(ring, tree) if turns == 2 else ring) - first, 0.0)
 
 
 def message_s(machine: Cluster, collective: str, message_bytes: float, group: Group) -> float | None:
-    """Time of one message with nothing beside it; None where the link is not known."""
+    """Seconds of one message alone; None: the link is not known."""
     rate = bandwidth(machine, collective, group)
     if rate is None:
         return None

@@ -1,13 +1,12 @@
-"""What each rank of a layout holds at its highest moment: the parts of a step put together as the layout has them.
+"""Peak memory of each rank of a layout, composed of the parts of a step.
 
-A rank with n blocks holds, while one of them is under way, what that block holds then, what each block before it keeps,
-as often again as further microbatches are in flight, and the state that the layout divides: weights, gradients,
-optimizer state. On top come the weights that are gathered from other ranks, and the buffers of messages.
+While a rank runs one block, it holds that block's tensors, the tensors that earlier blocks keep, once for each
+microbatch in flight, the state that the layout divides, weights gathered from other ranks, and message buffers.
 
-FSDP2 (torch/distributed/fsdp/_fully_shard), with G the bytes of a unit's weights as they are gathered and R those of
-its gradients as they are reduced: forward, the unit under way has its weights and the message that brought them, 2 G;
-backward its weights, the message of the unit that comes next, and the gradients of the one before on their way:
-2 G + R. Weights of the head stay gathered between the passes, and so do all without --reshard-after-forward.
+FSDP2 (torch/distributed/fsdp/_fully_shard), with G a unit's bytes of weights as gathered and R of gradients as reduced:
+forward holds the weights of the current unit and the message that brought them, 2 G. Backward holds its weights, the
+next unit's message, and the previous unit's gradients in transit: 2 G + R. The head's weights stay gathered between the
+passes; without --reshard-after-forward all weights do.
 """
 
 import functools
@@ -35,21 +34,22 @@ from steplab.specs.step_choices import WITH_MASTERS
 _BATCHES = 2
 _FP32_BYTES, _BF16_BYTES = 4, 2
 _MOST_ROUNDED = 8
-"""Blocks whose tensors are placed in memory to find the rounding; that of more grows in proportion."""
+"""Blocks that are placed in memory to find the rounding, which grows in proportion beyond them."""
 
 CACHED_SHARE = 0.04
-"""Share of what is allocated at most, by which the allocator holds more in gaps and cache: the median over the ranks of
-benchmarks/results/layout_h200_202611.jsonl.gz is 0.035, and 0.03 over the single GPUs of docs/memory_formulas.md."""
+"""Largest excess of reserved over allocated memory (gaps and cache), as a share of allocated memory.
+
+The median over the ranks of benchmarks/results/layout_h200_202611.jsonl.gz is 0.035; over the single GPUs of
+docs/memory_formulas.md it is 0.03.
+"""
 
 _Sizes = tuple[tuple[int, ...], ...]
-"""Bytes of the tensors that are made of each weight."""
+"""Bytes of the tensors that are made for each weight."""
 Holdings = list[tuple[Bundle, int]]
-"""Tensors that are there together, and how many times."""
+"""Tensors that are alive together, and their multiplicity."""
 
 
 class RankPeak(NamedTuple):
-    """The highest moment of a rank."""
-
     num_bytes: int
     phase: str
     where: str
@@ -67,7 +67,7 @@ def memory_by_rank(
     sequence_parallel: bool = True,
     model: SpreadModel | None = None,
 ) -> tuple[RankMemory, ...]:
-    """The highest moment of each group of ranks, in the order of the pipeline; model: one that is not steplab's own."""
+    """The peak of each group of ranks, in pipeline order; model: None for steplab's own."""
     sharing = sharing_of(spec, variant, gathering, sequence_parallel=sequence_parallel, model=model)
     groups = rank_groups(spec, sharing.model.num_layers)
     return tuple(_Rank(spec, group, sharing, workspace_bytes).memory() for group in groups)
@@ -76,13 +76,12 @@ def memory_by_rank(
 def peaks_by_rank(
     spec: StepSpec, groups: Sequence[RankGroup], workspace_bytes: int, model: SpreadModel | None = None
 ) -> list[RankPeak]:
-    """The highest moments of these groups alone, without what they are made of."""
     sharing = sharing_of(spec, model=model)
     return [_Rank(spec, group, sharing, workspace_bytes).peak() for group in groups]
 
 
 def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
-    """The parts of a microbatch of one rank, with blocks that are checkpointed as this one is."""
+    """The parts of a rank's microbatch, with blocks checkpointed as block `block` is."""
     checkpointing = spec.checkpointing if spec.checkpoints_apply else "none"
     if checkpointing != "selective":
         checkpointing = "full" if is_recomputed(checkpointing, block) else "none"
@@ -92,7 +91,7 @@ def parts_of_rank(spec: StepSpec, sharing: Sharing, block: int) -> Parts:
 
 
 def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple[Parts, int]]:
-    """The parts of these blocks, and how many have each."""
+    """The distinct parts of these blocks, and the number of blocks with each."""
     if not _differ(spec):
         return [(parts_of_rank(spec, sharing, 0), len(blocks))]
     found = [parts_of_rank(spec, sharing, block) for block in blocks]
@@ -101,7 +100,6 @@ def counted_parts(spec: StepSpec, sharing: Sharing, blocks: range) -> list[tuple
 
 
 def _differ(spec: StepSpec) -> bool:
-    """Whether checkpointing treats some blocks otherwise than others."""
     return spec.checkpoints_apply and differs_by_block(spec.checkpointing)
 
 
@@ -115,7 +113,6 @@ class _Rank:
         self._batch = spec.batch // self._microbatches
         self._gradients = spec.pass_name != "forward"
         self._adds_up, self._less = False, 0
-        """The scene that is looked at; see `_scenes`."""
         self._embedding = model.weights("embedding", tp) if group.stages[0].first else ()
         self._head = model.weights("head", tp) if group.stages[-1].last else ()
         self._block = model.weights("block", tp)
@@ -123,11 +120,9 @@ class _Rank:
         self._has_masters = spec.precision in WITH_MASTERS
         self._num_bytes: int | None = None
         self._alike = None if _differ(spec) else parts_of_rank(spec, sharing, 0)
-        """The parts where all blocks are treated alike."""
         self._always = [*self._state(), (self._others(workspace_bytes), 1)]
 
     def peak(self) -> RankPeak:
-        """The highest moment."""
         phases: dict[str, int] = {}
         highest: tuple[int, str, str, Holdings] | None = None
         most_of_main_stream = 0
@@ -143,7 +138,6 @@ class _Rank:
         return RankPeak(*highest[:3], reserved_bytes, phases, highest[3])
 
     def memory(self) -> RankMemory:
-        """The highest moment, and what it is made of."""
         peak = self.peak()
         return RankMemory(
             ranks=self._group.label,
@@ -163,8 +157,8 @@ class _Rank:
         )
 
     def _aside_bytes(self) -> int:
-        """What the allocator holds for FSDP2's own streams, whose memory the step's stream cannot use, and they not
-        its: two messages of weights, and the shards of all gradients."""
+        """Memory that the allocator holds for FSDP2's own streams, which the step's stream cannot use: two messages of
+        weights, and the shards of all gradients."""
         sharing = self._sharing
         if not sharing.gathers or not self._gradients:
             return 0
@@ -174,7 +168,6 @@ class _Rank:
     # --- moments ------------------------------------------------------------------------------------------
 
     def _moments(self) -> Iterator[tuple[str, str, Holdings]]:
-        """Phase, place in words, and all that is held, of each moment that may be the highest."""
         for adds_up, less in self._scenes():
             yield from self._passes(adds_up, less)
         if self._spec.pass_name == "train":
@@ -183,8 +176,8 @@ class _Rank:
             yield "optimizer", self._spec.optimizer, [*self._always, *gradients, *self._of_optimizer()]
 
     def _scenes(self) -> list[tuple[bool, int]]:
-        """Whether gradients of an earlier microbatch are there when another's come, and by how many fewer are in flight
-        than at most: where all microbatches are in flight at once, each may be, but not both."""
+        """(True if an earlier microbatch's gradients exist when another's arrive, reduction of the microbatches in
+        flight). Where all microbatches may be in flight at once, either can happen, but not both."""
         if not self._gradients or (self._spec.micro_steps == 1 and self._microbatches == 1):
             return [(False, 0)]
         if self._microbatches > max(stage.in_flight for stage in self._group.stages) or self._microbatches == 1:
@@ -226,13 +219,11 @@ class _Rank:
         return parts_of_rank(self._spec, self._sharing, block) if self._alike is None else self._alike
 
     def _counted(self, blocks: range) -> list[tuple[Parts, int]]:
-        """The parts of these blocks, and how many have each."""
         if self._alike is not None:
             return [(self._alike, len(blocks))]
         return counted_parts(self._spec, self._sharing, blocks)
 
     def _kept_by(self, blocks: range, *, embedding: bool, head: bool = False, forward: bool = False) -> Holdings:
-        """What these parts keep of one microbatch for the backward pass; forward: what is there of them before it."""
         held: Holdings = [
             (parts.held_by_block if forward else parts.kept_by_block, count) for parts, count in self._counted(blocks)
         ]
@@ -259,7 +250,7 @@ class _Rank:
         return self._has_masters and weight.of_linear_layer and not is_whole
 
     def _bytes_of(self, weights: Sequence[Weight]) -> int:
-        """Bytes of this rank's shards of these weights; the gradients of those that are trained take as many."""
+        """Bytes of this rank's shards of weights; gradients of trained ones take as many."""
         width = self._sharing.weight_bytes
         return sum((_BF16_BYTES if self._has_master(weight) else width) * self._local(weight) for weight in weights)
 
@@ -269,7 +260,7 @@ class _Rank:
         return self._local_bytes()
 
     def _gradient_bytes(self) -> int:
-        """When the step's backward passes are over: all of them whole, or their shards."""
+        """Bytes after the step's backward passes: whole gradients, or their shards."""
         buckets = self._sharing.buckets
         if buckets and buckets.shared_bytes:
             return buckets.shared_bytes
@@ -287,7 +278,6 @@ class _Rank:
         return self._of_all(self._gradient_bytes_of)
 
     def _of_all(self, measure: Callable[[Sequence[Weight]], int]) -> int:
-        """The sum of a measure over all weights of this rank."""
         return measure(self._embedding) + self._num_blocks * measure(self._block) + measure(self._head)
 
     def _optimizer_bytes(self) -> int:
@@ -303,7 +293,6 @@ class _Rank:
         return moments + (_FP32_BYTES * number if in_one_kernel else 0) + self._table_bytes()
 
     def _table_bytes(self) -> int:
-        """Tables of ops/adamw, which serves one process: those of weights with masters and of the others."""
         if self._spec.optimizer != "adamw_triton":
             return 0
         sizes: dict[bool, list[int]] = {}
@@ -313,7 +302,6 @@ class _Rank:
         return sum(table.size.value * table.dtype.num_bytes for table in tables)
 
     def _state(self) -> Holdings:
-        """Weights and optimizer state, with what the allocator adds to them and to gradients."""
         return [
             *self._share(
                 "parameters", self._parameter_bytes() if self._in_allocator() else 0, formula=self._formula(1)
@@ -323,7 +311,6 @@ class _Rank:
         ]
 
     def _in_allocator(self) -> bool:
-        """Whether parameters lie in memory of torch's allocator."""
         return not (self._sharing.owned and self._sharing.owned.by_peer_copies)
 
     def _share(self, category: str, num_bytes: int, what: str = "", formula: str = "") -> Holdings:
@@ -338,7 +325,8 @@ class _Rank:
         return f"{copies * self._sharing.weight_bytes} W" + (f" / {ranks}" if ranks > 1 else "")
 
     def _rounding(self, *, with_state: bool) -> int:
-        """What the allocator adds to the weights, or to their gradients; with_state: and to the optimizer's tensors."""
+        """The allocator's rounding of the weights, or of their gradients; with_state: and of the optimizer's
+        tensors."""
 
         def sizes(weight: Weight) -> tuple[int, ...]:
             own = self._bytes_of([weight])
@@ -350,7 +338,6 @@ class _Rank:
         return _rounding(*parts, self._num_blocks)
 
     def _others(self, workspace_bytes: int) -> Bundle:
-        """Inputs, the rotary table, the workspaces of cuBLAS, and a pipeline's messages."""
         spec, model = self._spec, self._sharing.model
         held = {
             Held("inputs", "tokens and targets", "a batch", model.input_bytes(spec), 0): _BATCHES,
@@ -369,7 +356,6 @@ class _Rank:
         return bundle_of(held)
 
     def _of_optimizer(self) -> Holdings:
-        """Temporary tensors of an optimizer that is not fused."""
         width = self._sharing.weight_bytes
         if self._spec.optimizer == "adamw_foreach":
             return self._share("temporaries", self._trained_bytes(), "roots of the second moments")
@@ -380,7 +366,6 @@ class _Rank:
     # --- gradients and messages ---------------------------------------------------------------------------
 
     def _gradients_there(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
-        """Gradients besides those that the part under way makes."""
         sharing, buckets = self._sharing, self._sharing.buckets
         if not self._gradients:
             return []
@@ -407,7 +392,7 @@ class _Rank:
             return [*self._share("gradients", there_bytes), *self._share("rounding", rounding)]
         alone = 0 if buckets.shared_bytes or sharing.owned else width * whole - buckets.buffered_bytes
         if self._adds_up:
-            born = width * whole  # in the memory where autograd made them, until the last micro-step
+            born = width * whole  # in autograd's own memory, until the last micro-step
             return self._share("gradients", buckets.buffered_bytes + born)
         share = later / whole
         waiting = min(width * later, buckets.waiting_bytes)
@@ -417,7 +402,6 @@ class _Rank:
         ]
 
     def _after(self, stage: Stage, part: PartName, block: int, measure: Callable[[Sequence[Weight]], int]) -> int:
-        """A measure of the weights whose gradients are there when the backward pass has come to a part."""
         if part == "head":
             return 0
         after = measure(self._head)
@@ -425,13 +409,12 @@ class _Rank:
         return after + measure(self._block) * len(blocks)
 
     def _gathered(self, stage: Stage, phase: str, part: PartName, block: int) -> Holdings:
-        """Weights that FSDP2 gathered, and its messages under way; see the head of this file."""
         sharing = self._sharing
         if not sharing.gathers:
             return []
         unit, width = self._padded(self._block), sharing.gathered_bytes
         of_head, of_embedding = width * self._padded(self._head), sharing.weight_bytes * self._padded(self._embedding)
-        if not sharing.model.is_own:  # torch's root unit has both, from the begin to the end
+        if not sharing.model.is_own:  # torch's root unit has both, from beginning to end
             of_head, of_embedding = of_head + of_embedding, 0
         if not sharing.reshard:
             all_of = of_embedding + of_head + width * unit * self._num_blocks
@@ -455,7 +438,7 @@ class _Rank:
 
 
 _SHARDS, _ON_THEIR_WAY = "shards of gradients", "weights on their way"
-"""What FSDP2 allocates in streams of its own."""
+"""Tensors that FSDP2 allocates in its own streams."""
 
 
 def _is_aside(bundle: Bundle) -> bool:
@@ -475,7 +458,7 @@ def _single(category: str, what: str, formula: str, num_bytes: int) -> Bundle:
 
 @functools.lru_cache(maxsize=4096)
 def _rounding(embedding: _Sizes, block: _Sizes, head: _Sizes, num_blocks: int) -> int:
-    """What the allocator adds to the tensors of these sizes, of which the first of each weight are made first."""
+    """The allocator's rounding of tensors of these sizes; the first tensor of each weight is allocated first."""
     placed = min(num_blocks, _MOST_ROUNDED)
     sizes = (*embedding, *block * placed, *head)
     allocator = CachingAllocator()

@@ -1,7 +1,7 @@
-"""The model that a layout spreads: its weights, and what its parts hold and compute.
+"""The model that a layout spreads: its weights, and the memory and operators of its parts.
 
-Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a trace of its step (fake_step). FSDP2 has
-a unit for each block; what is outside of blocks is the root's in a foreign model, gathered as long as the step lasts.
+Steplab's own Transformer is known by its sizes (plan.dry_run), any other by a trace (fake_step). FSDP2 has a unit for
+each block. A third-party model's other parts belong to the root, which stays gathered throughout the step.
 """
 
 from dataclasses import dataclass, field, replace
@@ -22,24 +22,24 @@ _FP32_BYTES = 4
 
 
 class SpreadModel(Protocol):
-    """What plan.layout asks of a model."""
+    """A model as plan.layout needs it."""
 
     @property
     def num_layers(self) -> int:
-        """Number of its blocks."""
+        """Number of blocks."""
 
     @property
     def is_own(self) -> bool:
-        """Whether it is steplab's Transformer."""
+        """True for steplab's Transformer."""
 
     def weights(self, part: PartName, tp: int) -> tuple[Weight, ...]:
-        """The weights of a part on a rank, of `block` those of one."""
+        """The weights of a part on a rank; `block`: of one block."""
 
     def parts(self, spec: StepSpec, *, split: Split, gathering: Gathering | None, batch: int, recomputed: str) -> Parts:
         """The parts of a micro-step; see `parts_of`."""
 
     def table_bytes(self, spec: StepSpec) -> int:
-        """Bytes of what it keeps besides weights, such as its rotary table."""
+        """Bytes of its buffers, such as a rotary table."""
 
     def input_bytes(self, spec: StepSpec) -> int:
         """Bytes of one batch."""
@@ -47,8 +47,6 @@ class SpreadModel(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class OwnModel:
-    """Steplab's Transformer."""
-
     shape: TransformerShape
     is_own: bool = True
 
@@ -71,24 +69,21 @@ class OwnModel:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Spread:
-    """What layouts need to know of a model that is traced, besides its parts."""
+    """Facts of a traced model that layouts need, without its parts."""
 
     num_layers: int
     embedding: tuple[Weight, ...]
-    """Weights of what comes before the blocks, those that the head shares among them."""
+    """Weights before the blocks, including weights shared with the head."""
     block: tuple[Weight, ...]
     head: tuple[Weight, ...]
     buffer_bytes: int
     batch_bytes: int
-    """Bytes of a batch of the step that was traced."""
+    """Bytes of a batch of the traced step."""
     batch: int
-    """Its sequences."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True, eq=False)
 class ForeignModel:
-    """Any other, as a trace has it."""
-
     spread: Spread
     trace: "Trace"
     """Runs a micro-step of the model with two of its blocks."""
@@ -117,7 +112,7 @@ class ForeignModel:
                 data_parallel="bucketed",
             )
             found = parts_of_run(partial(self.trace, of_two, compiled=False))
-            if spec.compile != "off":  # what compiled code keeps and holds; its operators are those of an eager step
+            if spec.compile != "off":  # the memory of compiled code; its operators are the eager step's
                 kept = parts_of_run(partial(self.trace, of_two, compiled=True))
                 found = replace(kept, operators=found.operators)
             self._known[key] = found
@@ -131,12 +126,11 @@ class ForeignModel:
 
 
 class Trace(Protocol):
-    """Runs a step and tells its events, of compiled code without operators."""
+    """Runs a step and reports its events, without operators if compiled."""
 
     def __call__(self, spec: StepSpec, listen: Listener, *, compiled: bool) -> None: ...
 
 
 def own_model(spec: StepSpec) -> SpreadModel:
-    """The model of a spec that is steplab's own."""
     assert spec.model.shape is not None
     return OwnModel(spec.model.shape)

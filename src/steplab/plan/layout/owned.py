@@ -1,9 +1,8 @@
-"""The memory of `sharded`: each weight has an owner, which has its averaged gradient and its optimizer state.
+"""The memory of `sharded`, where each weight's owner has its averaged gradient and its optimizer state.
 
-All of it is as the code that runs has it (parallel.sizes): owners are assigned bucket by bucket of gradients. By
-collectives a bucket is a buffer with a slot for each owner, and so are parameters that are exchanged together
-(parallel.sizes). By peer copies a rank has memory for its own averages, for gradients of others that land there,
-and for all parameters, all of it outside of torch's allocator (parallel.sizes, parallel.flat_parameters).
+Owners are assigned bucket by bucket of gradients (parallel.sizes). By collectives, a bucket of gradients or of
+parameters is a buffer with a slot for each owner. By peer copies, a rank has memory for its averages, for others'
+gradients that land there, and for all parameters, all outside of torch's allocator (parallel.flat_parameters).
 """
 
 import functools
@@ -17,26 +16,22 @@ from steplab.specs.ddp import BYTES_PER_MB
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Owned:
-    """What rank 0 owns, and what its buffers take."""
-
     weights_bytes: int
     """Bytes of the weights that rank 0 updates."""
     num_weights: int
-    """Number of the weights that rank 0 updates."""
     parameters_bytes: int
-    """Bytes of the buffers in which all parameters lie."""
+    """Bytes of the buffers that contain all parameters."""
     by_peer_copies: bool
-    """Whether parameters and averaged gradients lie outside of torch's allocator."""
+    """True if parameters and averaged gradients are outside of torch's allocator."""
     buckets: Buckets
-    """Buckets of gradients."""
 
 
 @functools.lru_cache(maxsize=256)
 def owned_of(
     elements: tuple[int, ...], bucket_mb: float, element_bytes: int, ranks: int, *, by_peer_copies: bool
 ) -> Owned:
-    """What `sharded` takes on each of so many ranks, with buckets of that size for gradients and for parameters;
-    elements: those of each weight, in the order of the model."""
+    """Memory of `sharded` on each of `ranks` ranks, with buckets of `bucket_mb` for gradients and for parameters.
+    elements: of each weight, in the order of the model."""
     sizes, limit = [count * element_bytes for count in elements], bucket_mb * BYTES_PER_MB
     groups = [[len(sizes) - 1 - place for place in group] for group in grouped(sizes[::-1], limit)]
     owners_of_groups = owners_in([[elements[index] for index in group] for group in groups], ranks)
@@ -47,7 +42,7 @@ def owned_of(
     }
 
     def slots_bytes(members: Sequence[int], *, pads: bool) -> int:
-        """Bytes of a buffer of these weights, or their gradients, with a slot for each owner."""
+        """Bytes of a buffer of these weights, or of their gradients, with a slot for each owner."""
         given = [elements[index] for index in members], element_bytes, [owner[index] for index in members], ranks
         even = pads and worth_padding(shares_of(*given), "cuda")
         return owner_slots(*given, even=even).size * element_bytes

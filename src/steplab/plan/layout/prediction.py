@@ -1,4 +1,4 @@
-"""The memory of a layout as a prediction: every group of ranks, the one that needs most, and the GPUs that it fits."""
+"""The memory of a layout as a prediction: every group of ranks, the largest peak, and the GPUs that it fits."""
 
 from collections.abc import Sequence
 
@@ -23,8 +23,8 @@ def predict_layout_memory(
     sequence_parallel: bool,
     model: SpreadModel | None = None,
 ) -> MemoryPrediction:
-    """The prediction for the ranks that need most, with all others beside it; of one process, compiled block by block,
-    the same without NCCL."""
+    """The prediction for the ranks that need most, with all others listed. A single process that is compiled block by
+    block gets the same, without NCCL."""
     ranks = memory_by_rank(spec, workspace_bytes, variant, sequence_parallel=sequence_parallel, model=model)
     worst = worst_of(ranks)
     outside = outside_bytes(num_communicators(spec.layout), pipeline=spec.layout.pp > 1)
@@ -52,11 +52,12 @@ def predict_layout_memory(
     )
 
 
-_WHOLE_TOKENS = "without sequence parallelism ranks of tp have all tokens between the products; steplab runs none such"
+_WHOLE_TOKENS = (
+    "without sequence parallelism ranks of tp have all tokens between the products; steplab does not run this"
+)
 
 
 def worst_of(ranks: Sequence[RankMemory]) -> RankMemory:
-    """The ranks that need most; of equal ones the first."""
     return max(ranks, key=lambda rank: (rank.peak_bytes, -rank.first_rank))
 
 
@@ -73,7 +74,7 @@ def _shared_bytes(sharing: Sharing) -> int:
 
 
 def _notes(spec: StepSpec, sharing: Sharing, outside: int, shared: int) -> list[str]:
-    notes = [f"outside of the allocator: {format_bytes(outside)}, of which NCCL has most"]
+    notes = [f"outside of the allocator: {format_bytes(outside)}, most of it NCCL's"]
     if shared:
         notes.append(f"peer copies share {format_bytes(shared)} between ranks, which torch's allocator does not count")
     if sharing.gathers and spec.precision == "bf16" and sharing.model.is_own:
@@ -83,7 +84,7 @@ def _notes(spec: StepSpec, sharing: Sharing, outside: int, shared: int) -> list[
         )
     if sharing.kind == "torch_ddp" and sharing.buckets:
         notes.append(
-            f"torch DDP makes its buckets anew after the first step; until the old ones are freed it may hold "
+            f"torch DDP rebuilds its buckets after the first step; until the old ones are freed it may hold "
             f"{format_bytes(sharing.buckets.buffered_bytes)} more"
         )
     return notes

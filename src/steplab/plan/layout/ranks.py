@@ -1,7 +1,5 @@
-"""Which ranks of a layout do the same: those of one place in the pipeline; and what is in flight there.
-
-Ranks are numbered as parallel.layout numbers them, pp outermost, so that the ranks of one place are neighbours.
-"""
+"""Groups of ranks with the same work, one for each place in the pipeline, and the microbatches in flight there. Ranks
+are numbered as in parallel.layout, pp outermost, so that the ranks of one place are neighbours."""
 
 import functools
 from dataclasses import dataclass
@@ -16,35 +14,28 @@ class Stage:
     """A stage of the pipeline on one rank; without a pipeline, the whole model."""
 
     blocks: range
-    """Which blocks it has."""
     first: bool
-    """Whether it has the embedding."""
     last: bool
-    """Whether it has the head."""
     in_flight: int
-    """Most microbatches whose forward pass is over, or under way, and whose backward pass is not."""
+    """Most microbatches in flight: their forward pass has begun, and their backward pass has not ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankGroup:
-    """Ranks that do the same."""
-
     first_rank: int
     num_ranks: int
     place: int
     """Along pp, from 0."""
     stages: tuple[Stage, ...]
-    """In the order of the model."""
 
     @property
     def label(self) -> str:
-        """The ranks, in words: 'ranks 0 to 3'."""
+        """For example 'ranks 0 to 3'."""
         last = self.first_rank + self.num_ranks - 1
         return f"rank {last}" if self.num_ranks == 1 else f"ranks {self.first_rank} to {last}"
 
     @property
     def has(self) -> str:
-        """What of the model they have, in words."""
         parts = ["embedding"] if self.stages[0].first else []
         for stage in self.stages:
             first, last = stage.blocks[0], stage.blocks[-1]
@@ -53,7 +44,6 @@ class RankGroup:
 
     @functools.cached_property
     def blocks(self) -> tuple[int, ...]:
-        """Numbers of all their blocks."""
         return tuple(block for stage in self.stages for block in stage.blocks)
 
     def __str__(self) -> str:
@@ -61,8 +51,7 @@ class RankGroup:
 
 
 def rank_groups(spec: StepSpec, num_layers: int | None = None) -> tuple[RankGroup, ...]:
-    """The groups of a step's layout, in the order of the pipeline; num_layers: those of a model that is not steplab's
-    own."""
+    """The groups of a step's layout, in pipeline order; num_layers: for a model that is not steplab's own."""
     num_layers = num_layers or (spec.model.shape.num_layers if spec.model.shape else 0)
     schedule = spec.pipeline_schedule if spec.layout.pp > 1 else "1f1b"
     microbatches = spec.num_microbatches
@@ -91,12 +80,9 @@ def _groups(layout: Layout, schedule: str, microbatches: int, num_layers: int) -
 
 
 def in_flight(schedule: str, place: int, pp: int, microbatches: int) -> tuple[int, ...]:
-    """Most microbatches in flight at once in each of the stages of one rank, as torch's schedules run them.
-
-    gpipe: all. 1f1b: as many forward passes as there are stages from this one to the last come first, and a backward
-    pass before each further one. interleaved: the warm-up of torch's ScheduleInterleaved1F1B, counted stage by stage
-    at the moment when all stages together have most in flight.
-    """
+    """Most microbatches in flight at once in each stage of one rank, in torch's schedules. gpipe: all. 1f1b: one
+    forward pass for each stage from this one to the last, then a backward pass before each further one. interleaved:
+    the warm-up of torch's ScheduleInterleaved1F1B, counted by stage when all stages together have most in flight."""
     if schedule == "gpipe":
         return (microbatches,)
     if schedule == "1f1b":

@@ -1,9 +1,8 @@
-"""Every layout of a job on a number of GPUs: which fit, how long a step takes on each, and why the others do not fit.
+"""Every layout of a job on a number of GPUs: step times, or the reason that it does not fit.
 
-A job is a step and a number of sequences that all ranks take together. On each layout the largest micro-batch that
-fits is taken, and the rest of a rank's sequences come in further micro-steps; in a pipeline the micro-batch and the
-schedule that are fastest among those that fit. Checkpointing `auto` is the choice with which a layout is fastest, and
-where all blocks would be recomputed, with as few of the first as it fits with.
+A job is a step and a global number of sequences. Each layout uses the largest micro-batch that fits, and further
+micro-steps for the rest. A pipeline uses the fastest micro-batch and schedule that fit. Checkpointing `auto` is each
+layout's fastest choice; where that recomputes all blocks, it recomputes the fewest with which the layout fits.
 """
 
 import bisect
@@ -37,33 +36,31 @@ from steplab.units import format_bytes
 
 MOST_GPUS = 1 << 16
 _CHECKPOINTING = ("none", "selective", "full")
-"""What is tried on each layout for checkpointing `auto`, full in the end for as few blocks as it fits with."""
+"""Candidates for checkpointing `auto`; full is reduced in the end to the fewest blocks."""
 _SCHEDULES: tuple[PipelineSchedule, ...] = ("1f1b", "interleaved")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LayoutJob:
-    """What is to be spread."""
-
     spec: StepSpec
-    """The step, without a layout and with its update afterwards; its batch, micro-steps and microbatches follow from
-    the layout."""
+    """The step, without a layout and with its update afterwards; the layout determines batch, micro-steps and
+    microbatches."""
     update: Update
-    """When parameters are updated: not every layout can do so before all gradients are there."""
+    """When parameters are updated; some layouts can only update after all gradients."""
     gpus: int
     global_batch: int
     """Sequences in a step of all ranks together."""
     gpu: Gpu
     machine: Cluster
     model: SpreadModel | None = None
-    """The model, where it is not steplab's own."""
+    """The model, unless it is steplab's own."""
 
     def __post_init__(self) -> None:
         check_job(self.gpus, self.global_batch)
 
 
 def check_job(gpus: int, global_batch: int) -> None:
-    """Raise UserError for a number of GPUs or of sequences that no job has."""
+    """Raise UserError for an impossible number of GPUs or sequences."""
     if not 1 <= gpus <= MOST_GPUS:
         raise UserError(f"gpus must be between 1 and {MOST_GPUS}, not {gpus}")
     if global_batch < 1:
@@ -71,29 +68,28 @@ def check_job(gpus: int, global_batch: int) -> None:
 
 
 def plan_of_layouts(job: LayoutJob) -> LayoutPlan:
-    """Every layout of the job, those that fit first, the fastest first."""
+    """Every layout of the job: fitting ones first, fastest first."""
     spec, said = with_attention_chosen(job.spec, job.spec.model.shape, job.gpu.device_names)
     search = _Search(dataclasses.replace(job, spec=spec))
-    notes = [*said, "whether a layout is slower than another is decided without the errors that both predictions share"]
+    notes = [*said, "layouts are compared without the errors that both predictions share"]
     return _plan(job, notes, search, [search.candidate(layout) for layout in layouts_of(job.gpus)])
 
 
 def plan_of_given(job: LayoutJob, spec: StepSpec) -> LayoutPlan:
-    """The job on the one layout of `spec`, whose batch, micro-steps and schedule are given with it."""
+    """The job on the one layout of `spec`, with its batch, micro-steps and schedule."""
     chosen, said = with_attention_chosen(spec, spec.model.shape, job.gpu.device_names)
     search = _Search(job)
     return _plan(job, said, search, [search.judged(chosen)])
 
 
 def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequence[LayoutCandidate]) -> LayoutPlan:
-    """The plan of these layouts; `said` are the notes on them all."""
     timed = [(each.verdict != "fits", each.time.seconds, each) for each in found if each.time]
     fitting = [each for _, _, each in sorted(timed, key=lambda one: one[:2])]
     others = [each for each in found if not each.time]
     others.sort(key=lambda each: (each.verdict == "not possible", each.peak_bytes or 0))
     notes = [*said]
     if job.update == OVERLAPPED:
-        notes.append("what an overlapped update hides across ranks is not in the times: it is taken to come afterwards")
+        notes.append("times assume the update after the backward pass: its overlap across ranks is not predicted")
     reached, stated = job.machine.network_bytes_per_s, job.machine.network_stated_bytes_per_s
     between_nodes = job.gpus > job.machine.gpus_per_node
     if between_nodes and reached is None:
@@ -103,9 +99,9 @@ def _plan(job: LayoutJob, said: Sequence[str], search: "_Search", found: Sequenc
         )
     elif between_nodes and reached and stated:
         notes.append(
-            f"between nodes adapters are taken to reach {reached / stated:.3g} of their stated bandwidth, as is "
-            "published of NCCL's large messages and was not measured here; `steplab plan layout` takes another stated "
-            "one as --link network=200Gb/s, and one that is reached as --link network=45, in GB/s of one GPU"
+            f"between nodes adapters are assumed to reach {reached / stated:.3g} of their stated bandwidth, as "
+            "published for NCCL's large messages, not measured here; set the stated bandwidth by `steplab plan layout "
+            "--link network=200Gb/s`, or the reached one by --link network=45, in GB/s of one GPU"
         )
     return LayoutPlan(
         spec=job.spec,
@@ -132,7 +128,6 @@ def _utilizations(fitting: Sequence[LayoutCandidate], gpu: Gpu) -> tuple[Utiliza
 
 
 def _num_as_fast(fitting: Sequence[LayoutCandidate]) -> int:
-    """How many of those that are sure to fit cannot be told from the fastest."""
     times = [each.time for each in fitting if each.time and each.verdict == fitting[0].verdict]
     return sum(not is_slower(time, times[0]) for time in times)
 
@@ -148,16 +143,14 @@ def layouts_of(gpus: int) -> Iterator[Layout]:
 
 
 def is_slower(one: LayoutTime, fastest: LayoutTime) -> bool:
-    """Whether a layout is slower than the fastest by more than their predictions may be off against each other: by
-    what their communication may be, and what they compute differently."""
+    """True if a layout is slower than the fastest by more than the predictions' relative error in communication and
+    computation."""
     unsure = one.communication_spread * one.exposed_s + fastest.communication_spread * fastest.exposed_s
     unsure += one.compute_spread * abs(one.seconds - one.exposed_s - fastest.seconds + fastest.exposed_s)
     return one.seconds - fastest.seconds > unsure
 
 
 class _Search:
-    """What the layouts of one job share."""
-
     def __init__(self, job: LayoutJob) -> None:
         self._job = job
         self._clock = LayoutClock(job.gpu, job.machine)
@@ -166,7 +159,6 @@ class _Search:
         self.usable_bytes, _ = usable_of(self._hardware)
 
     def candidate(self, layout: Layout) -> LayoutCandidate:
-        """The best way to run the job on a layout, or why there is none."""
         job = self._job
         if job.global_batch % layout.data_ranks:
             why = f"{job.global_batch} sequences cannot be shared by {layout.data_ranks} data-parallel ranks"
@@ -181,18 +173,18 @@ class _Search:
         return self._with_fewest_recomputed(best) if job.spec.checkpointing == AUTO else best
 
     def _with_fewest_recomputed(self, best: LayoutCandidate) -> LayoutCandidate:
-        """The same, where it recomputes all blocks, with as few of the first as it fits with."""
+        """The same, or, if it recomputes all blocks, with the fewest with which it fits."""
         spec = best.spec
         if spec is None or spec.checkpointing != "full" or best.verdict != "fits" or spec.layout.pp > 1:
             return best
-        if spec.model.shape is None:  # transformers recomputes every layer, or none
+        if spec.model.shape is None:  # transformers recomputes every layer, or no layer
             return best
         numbers = range(1, spec.model.shape.num_layers)
 
         def with_first(number: int) -> LayoutCandidate:
             return self.judged(dataclasses.replace(spec, checkpointing=f"first_{number}"))
 
-        # A block more that is recomputed needs less memory, but for the last, with which backward begins.
+        # One more recomputed block needs less memory, except the last, with which backward begins.
         fewest = bisect.bisect_left(numbers, True, key=lambda number: with_first(number).verdict == "fits") + 1
         found = with_first(fewest) if fewest in numbers else best
         return found if _better(found, best) else best
@@ -219,7 +211,6 @@ class _Search:
         return self.judged(spec)
 
     def judged(self, spec: StepSpec) -> LayoutCandidate:
-        """Whether a step fits on its layout, and how long it takes there."""
         layout = spec.layout
         model = self._job.model
         groups = _telling(rank_groups(spec, model.num_layers if model else None))
@@ -259,13 +250,12 @@ class _Search:
 
 
 def _micro_batches(per_rank: int) -> list[int]:
-    """Sizes of a micro-batch that divide a rank's sequences, the largest first: powers of two, and all of them."""
+    """Sizes of a micro-batch that divide a rank's sequences, largest first: powers of two, and all sequences."""
     powers = [1 << power for power in range(per_rank.bit_length()) if per_rank % (1 << power) == 0]
     return sorted({*powers, per_rank}, reverse=True)
 
 
 def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
-    """Whether one way to run a layout is better than another: it fits, or is faster; else it needs less."""
     if (one.time is None) != (other.time is None):
         return one.time is not None
     if one.time is not None and other.time is not None:
@@ -278,8 +268,8 @@ def _better(one: LayoutCandidate, other: LayoutCandidate) -> bool:
 
 
 def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
-    """Those groups among which the one is that needs most memory: the first, the last, and of the others with as many
-    blocks the one with most in flight, which is the first of them."""
+    """Candidates for the group that needs most memory: the first, the last, and the first of each number of blocks,
+    which has most microbatches in flight."""
     chosen = {0: groups[0], len(groups) - 1: groups[-1]}
     seen: set[tuple[int, ...]] = set()
     for place, group in enumerate(groups[1:-1], start=1):
@@ -291,7 +281,7 @@ def _telling(groups: tuple[RankGroup, ...]) -> tuple[RankGroup, ...]:
 
 
 def _options(spec: StepSpec, *, chosen: bool) -> str:
-    """What the step adds to the job's options; chosen: its checkpointing was."""
+    """The step's options that the job leaves open; chosen: including checkpointing."""
     found = [f"--layout {spec.layout}", f"--batch {spec.batch}"]
     if spec.layout.pp > 1:
         found.append(f"--microbatches {spec.num_microbatches}")

@@ -11,49 +11,42 @@ from steplab.specs.step import StepSpec
 
 _FP32_BYTES = 4
 GATHERING = Gathering()
-"""FSDP2 as measurement.step.laying_out sets it up, with a torch of today."""
+"""FSDP2 as measurement.step.laying_out sets it up, with a current torch."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sharing:
-    """How the ranks of a step share its state."""
-
     kind: str
     """A kind of data parallelism (specs.ddp.Kind); none without data-parallel ranks."""
     fsdp: int
-    """Ranks over which FSDP2 shards."""
     replicas: int
     """Groups of such ranks, which average the gradients of their shards."""
     reshard: bool
-    """Whether weights that FSDP2 gathered are freed after the forward pass."""
+    """True if weights that FSDP2 gathered are freed after the forward pass."""
     weight_bytes: int
-    """Bytes of an element of a weight as it is kept, and of its gradient and moments."""
+    """Bytes of an element of a stored weight, and of its gradient and moments."""
     gathered_bytes: int
     """Bytes of an element as FSDP2 gathers it."""
     splits_tokens: bool
-    """Whether tensor parallelism splits the tokens between the products (sequence parallelism), as steplab runs it."""
+    """True if tensor parallelism splits the tokens between the products (sequence parallelism), as in steplab."""
     model: SpreadModel
-    """What is shared."""
     gathering: Gathering | None
-    """How FSDP2 gives the weights; None: it does not."""
     buckets: Buckets | None
-    """Buckets of gradients; None: there are none."""
     owned: Owned | None
-    """What rank 0 owns of the weights; None: they have no owners."""
+    """Rank 0's share of the weights; None: they have no owners."""
 
     @property
     def gathers(self) -> bool:
-        """Whether FSDP2 keeps the weights."""
         return self.gathering is not None
 
     @property
     def reduced_bytes(self) -> int:
-        """Bytes of an element of a gradient as FSDP2 reduces it: of weights gathered in another format, in fp32."""
+        """Bytes of an element of a gradient as FSDP2 reduces it: fp32 if weights are gathered in another format."""
         return self.weight_bytes if self.gathered_bytes == self.weight_bytes else _FP32_BYTES
 
 
 def weight_bytes(spec: StepSpec) -> int:
-    """Bytes of an element of a weight as it is kept, and of the residual stream."""
+    """Bytes of an element of a stored weight, and of the residual stream."""
     return 2 if spec.precision == "bf16_pure" else _FP32_BYTES
 
 
@@ -65,8 +58,12 @@ def sharing_of(
     sequence_parallel: bool = True,
     model: SpreadModel | None = None,
 ) -> Sharing:
-    """How the ranks of the spec's layout share state; a variant is of a data-parallel study, whose ranks are all
-    along dp; model: one that is not steplab's own, which FSDP2 gathers in the format in which it is kept."""
+    """How the ranks of the spec's layout share state.
+
+    Args:
+        variant: of a data-parallel study, whose ranks are all along dp.
+        model: None for steplab's own; FSDP2 gathers any other in the format in which it is kept.
+    """
     layout, model = spec.layout, model or own_model(spec)
     kind = variant.kind if variant else spec.strategy or ("fsdp2" if layout.data_ranks > 1 else "none")
     width = weight_bytes(spec)

@@ -1,10 +1,9 @@
-"""The time of a step on a layout: what each rank computes, what it waits for, and what a pipeline adds.
+"""The time of a step on a layout: each rank's computation and waits, and the pipeline's fill and drain.
 
-Compute is that of plan.time for the rank's part of the model. Messages that nothing runs beside take their own time.
-Those beside computation are hidden as far as they keep up with it, and slow it: NCCL takes multiprocessors and memory
-bandwidth from the kernels that it runs beside, and peer copies bandwidth alone, in proportion to the bytes that they
-move. A pipeline of S stages and m microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan
-et al. 2021, section 2.2); interleaved stages fill it in shorter turns.
+Compute follows plan.time. Messages without concurrent computation take their own time. Others are hidden as far as they
+keep up with the computation, and slow it: NCCL takes multiprocessors and memory bandwidth, peer copies only bandwidth.
+A pipeline of S stages and m microbatches takes (m - 1) turns of its slowest rank and one of every rank (Narayanan et
+al. 2021, section 2.2); interleaved stages shorten the turns.
 """
 
 import dataclasses
@@ -35,43 +34,44 @@ from steplab.specs.layout import SINGLE
 from steplab.specs.step import STAGES_A_RANK, StepSpec
 
 CONTENTION = {"buckets": 0.52, "fsdp2": 0.76, "peer_copy_to_owners": 0.164}
-"""Seconds by which messages beside computation slow it, for each second that they would take over a node's link:
-medians of (exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
+"""Slowdown of concurrent computation, in seconds per second that the messages take over a node's link alone. Medians of
+(exposed - copies) / alone over the variants of benchmarks/results/ddp_h200_202611.jsonl.gz on two GPUs."""
 PEER_COPY_CONTENTION = 0.68
-"""The same of peer copies of buckets, for each second that their bytes would take through the GPU's memory: the median
-over the backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs."""
+"""The same for peer copies of buckets, per second that their bytes take through the GPU's memory. The median over the
+backward passes of benchmarks/results/ddp_update_h200_202611.jsonl.gz, two and four GPUs."""
 COMMUNICATION_SPREAD = 0.3
-"""Half of the 90 % interval of what communication adds, as a share of it: all but three of them are within."""
+"""Half of the 90 % interval of communication's added time, as a share of it; all except three records are within."""
 UNMEASURED_SPREAD = 0.5
-"""The same where a message crosses a network, of which there is no measurement."""
+"""The same for messages across a network, which were not measured."""
 
 
 def layout_step_s(spec: StepSpec, gpu: Gpu) -> float | None:
-    """Seconds of a step on its layout, in nodes of the GPU as the catalogue has them; None where messages cross a
-    network that is not known. Raises Unsupported for a step whose time cannot be predicted."""
+    """Seconds of a step on its layout, in nodes of the known GPU; None: messages cross an unknown network. Raises
+    Unsupported for a step whose time cannot be predicted."""
     refuse_unknown_step(dataclasses.replace(spec, layout=SINGLE), gpu)
     found = LayoutClock(gpu, machine_of(hardware_named(gpu.name), None)).time(as_chosen(spec, gpu))
     return found.seconds if found else None
 
 
 class LayoutClock:
-    """Times of layouts on one GPU and one machine."""
-
     def __init__(self, gpu: Gpu, machine: Cluster, *, head_start: bool = False, dtensor: bool = True) -> None:
-        """head_start: whether Python is ahead of the device before each step, as in a data-parallel study; dtensor:
-        whether tensors are split by torch's DTensor, as steplab's are, which costs Python time."""
+        """The overheads that Python adds.
+
+        Args:
+            head_start: Python is ahead of the device before each step, as in a data-parallel study.
+            dtensor: torch's DTensor splits tensors, as in steplab, which costs Python time.
+        """
         self.gpu, self.machine, self._head_start, self._dtensor = gpu, machine, head_start, dtensor
         self._times = PartTimes(gpu)
 
     def time(self, spec: StepSpec, variant: Variant | None = None, sharing: Sharing | None = None) -> LayoutTime | None:
-        """The step's time; None where messages cross a network that is not known. The upper end of its interval is of
-        a slow host."""
+        """The step's time; None: messages cross an unknown network. The interval's upper end is for a slow CPU."""
         shared = sharing or sharing_of(spec, variant)
         peer_copy = variant is not None and variant.transport == "peer_copy"
         alike: dict[tuple[object, ...], list[RankGroup]] = {}
         for group in rank_groups(spec, shared.model.num_layers):
             alike.setdefault(_kind(spec, group), []).append(group)
-        found: tuple[list[_Share], list[_Share]] = ([], [])  # of a quick host, and of a slow one
+        found: tuple[list[_Share], list[_Share]] = ([], [])  # for a quick CPU, and for a slow one
         for groups in alike.values():
             turns = self._turns(spec, groups[0], shared, peer_copy)
             if turns is None:
@@ -103,7 +103,7 @@ class LayoutClock:
     def _turns(
         self, spec: StepSpec, group: RankGroup, sharing: Sharing, peer_copy: bool
     ) -> "tuple[_Turn, _Turn] | None":
-        """What a rank does in a step, on a quick and on a slow host; None where a link is not known."""
+        """A rank's turn in a step, with a quick and with a slow CPU; None: a link is not known."""
         messages = traffic_of(spec, group, sharing)
         alone = [self._alone(each) for each in messages]
         known = [(each, one) for each, one in zip(messages, alone, strict=True) if one is not None]
@@ -136,7 +136,6 @@ class LayoutClock:
         return found[0], found[1]
 
     def _passes(self, spec: StepSpec, group: RankGroup, sharing: Sharing) -> dict[str, Work]:
-        """The work of all micro-steps or microbatches, by phase."""
         calls = spec.num_microbatches * spec.micro_steps
         compiled = spec.compile != "off"
         found = {}
@@ -152,7 +151,6 @@ class LayoutClock:
         return found
 
     def _host_s(self, spec: StepSpec, group: RankGroup, sharing: Sharing, work: Work, slow: bool) -> float:
-        """How long Python takes to start it."""
         if self._head_start:
             return 0.0
         paces = self.gpu.rates.host.paces(compiled=spec.compile != "off")
@@ -173,8 +171,8 @@ class LayoutClock:
         return self._times.update_s(sharing.weight_bytes, local, spec.optimizer)
 
     def _copies_s(self, messages: Sequence[Traffic], sharing: Sharing) -> float:
-        """Seconds of copies: of gradients into buckets; with FSDP2 of each gathered weight out of its message, and of
-        each gradient into one."""
+        """Seconds of copies: gradients into buckets; with FSDP2 each gathered weight out of its message, and each
+        gradient into one."""
         if sharing.buckets is not None:
             return self._times.copy_s(sharing.buckets.copied_bytes)
         return sum(self._times.copy_s(each.message_bytes) * each.count for each in messages if each.axis == "fsdp")
@@ -196,7 +194,7 @@ class LayoutClock:
         sharing: Sharing,
         peer_copy: bool,
     ) -> list[float]:
-        """What each adds to the step. While the device waits for the host, messages add nothing."""
+        """Each message's addition to the step; 0 while the device waits for Python."""
         alone = {
             phase: sum(one for each, one in messages if not each.beside and each.phase == phase) for phase in times
         }
@@ -215,7 +213,7 @@ class LayoutClock:
         return found
 
     def _slowed_s(self, each: Traffic, sharing: Sharing, peer_copy: bool) -> float:
-        """The time by which messages slow the computation beside them."""
+        """Seconds that messages add to the concurrent computation."""
         if peer_copy and sharing.owned is None:
             moved_bytes = peer_copy_memory_bytes(each.total_bytes, each.group.size)
             return PEER_COPY_CONTENTION * moved_bytes / self.gpu.bandwidth_bytes_per_s
@@ -239,14 +237,13 @@ class LayoutClock:
 
 
 def _kind(spec: StepSpec, group: RankGroup) -> tuple[object, ...]:
-    """What the time of a group's step follows from."""
     if differs_by_block(spec.checkpointing):
         return (group.place,)
     return tuple((len(stage.blocks), stage.first, stage.last) for stage in group.stages)
 
 
 def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
-    """The turn of the ranks that take longest, and how long a pipeline fills and drains besides."""
+    """The turn of the slowest ranks, and the seconds in which a pipeline fills and drains."""
     slowest, _ = max(shares, key=lambda one: one[0].step_s)
     if spec.layout.pp == 1:
         return slowest, 0.0
@@ -256,8 +253,6 @@ def _of_all(spec: StepSpec, shares: "list[_Share]") -> "tuple[_Turn, float]":
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _Turn:
-    """All that one rank does in a step."""
-
     group: RankGroup
     compute_s: float
     waiting_s: float
@@ -272,7 +267,7 @@ class _Turn:
 
     @property
     def pass_s(self) -> float:
-        """Both passes of all microbatches, with what stage and tensor parallelism send in them."""
+        """Seconds of both passes of all microbatches, with the messages of stage and tensor parallelism."""
         sent_s = sum(each.exposed_s for each in self.traffic if each.axis in ("pp", "tp"))
         return self.compute_s + self.waiting_s + sent_s
 
@@ -282,4 +277,3 @@ class _Turn:
 
 
 _Share = tuple[_Turn, int]
-"""What ranks do in a step, and how many groups of them there are."""

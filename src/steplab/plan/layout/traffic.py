@@ -1,7 +1,5 @@
-"""What one rank of a layout sends in a step, axis by axis, as measurement.step.laying_out and parallel have it sent.
-
-Sizes are those of the messages (nccl-tests): of an all-gather what it gives, of a reduce-scatter what it takes.
-"""
+"""Messages of one rank of a layout in a step, axis by axis, as in measurement.step.laying_out and parallel. Sizes
+follow nccl-tests: an all-gather's output, a reduce-scatter's input."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -21,28 +19,20 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Traffic:
-    """Messages alike of one axis."""
-
     axis: str
-    """dp, fsdp, tp or pp."""
     collective: str
-    """all_reduce, all_gather, reduce_scatter or send_recv."""
     carries: str
-    """What is in them, in words."""
     phase: str
     """forward, backward, after backward, or optimizer."""
     message_bytes: int
-    """Size of one."""
     count: int
     """Number in a step of one rank."""
     group: Group
-    """Who exchanges them."""
     beside: bool
-    """Whether computation runs beside them."""
+    """True if computation runs at the same time."""
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of all messages."""
         return self.message_bytes * self.count
 
     @property
@@ -62,7 +52,6 @@ def groups_of(spec: StepSpec) -> dict[str, Group]:
 
 
 def traffic_of(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> tuple[Traffic, ...]:
-    """All messages of one step of a rank."""
     return (*_data_parallel(spec, sharing), *_sharded(spec, rank, sharing), *_split(spec, rank), *_staged(spec, rank))
 
 
@@ -97,7 +86,7 @@ def _sharded(spec: StepSpec, rank: RankGroup, sharing: Sharing) -> Iterator[Traf
     ends = [model.weights("embedding", tp) if rank.stages[0].first else ()]
     ends.append(model.weights("head", tp) if rank.stages[-1].last else ())
     block = model.weights("block", tp)
-    # weights, bytes of one gathered, number, whether freed between the passes
+    # weights, bytes of a gathered one, number, True if freed between the passes
     units: list[tuple[Sequence[Weight], int, int, bool]] = [(block, width, len(rank.blocks), True)]
     if model.is_own:
         units = [*(((table,), sharing.weight_bytes, 1, True) for table in ends[0]), *units, (ends[1], width, 1, False)]
@@ -156,7 +145,7 @@ def _split(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
                 count=number * calls, group=group, beside=False,
             )  # fmt: skip
 
-    # Forward the norms' outputs are gathered and the last products' sums scattered; backward the other way round.
+    # Forward gathers the norms' outputs and scatters the last products' sums; backward is the reverse.
     yield from sent("all_gather", "forward", stream, 2 * blocks + ends[1])
     yield from sent("reduce_scatter", "forward", product, 2 * blocks)
     yield from sent("reduce_scatter", "forward", stream, int(ends[0]))
@@ -197,7 +186,7 @@ def _staged(spec: StepSpec, rank: RankGroup) -> Iterator[Traffic]:
 
 
 def updated_elements(spec: StepSpec, rank: RankGroup, model: SpreadModel) -> int:
-    """Elements that the optimizer updates of the weights of a rank's part of the model, before sharding."""
+    """Elements of a rank's part of the model that the optimizer updates, before sharding."""
     tp = spec.layout.tp
     found = trained(model.weights("block", tp)) * len(rank.blocks)
     found += trained(model.weights("embedding", tp)) if rank.stages[0].first else 0

@@ -1,4 +1,4 @@
-"""The weights of one rank: which there are, how tensor parallelism splits them, and what a shard of each takes."""
+"""The weights of one rank, after tensor parallelism, and the size of their shards."""
 
 import functools
 import math
@@ -13,42 +13,36 @@ PartName = Literal["embedding", "block", "head"]
 
 @dataclass(frozen=True, slots=True)
 class Weight:
-    """One parameter of a rank, after tensor parallelism and before sharding."""
-
     name: str
-    """As the model names it, without the block's number."""
+    """The model's name for it, without the block's number."""
     rows: int
     """Size of the first dimension, along which FSDP2 shards."""
     row_elements: int
-    """Elements of one row."""
     trained: bool = True
-    """Whether it has a gradient, and the optimizer state."""
+    """True if it has a gradient and optimizer state."""
 
     @property
     def elements(self) -> int:
-        """Elements."""
         return self.rows * self.row_elements
 
     @property
     def of_linear_layer(self) -> bool:
-        """Whether a linear layer has it: all but norms and embeddings."""
+        """False for norms and embeddings."""
         return not any(word in self.name for word in ("norm", "embedding", "positions"))
 
     def shard(self, ranks: int) -> int:
-        """Elements of the largest shard, which the first rank has: rows are dealt out whole."""
+        """Elements of the largest shard, the first rank's: rows are not split."""
         return math.ceil(self.rows / ranks) * self.row_elements
 
     def padded(self, ranks: int) -> int:
-        """Elements that travel when all shards do, each padded to the largest."""
+        """Elements in transit when all shards travel, each padded to the largest."""
         return self.shard(ranks) * ranks
 
 
 @functools.lru_cache(maxsize=1024)
 def weights_of(shape: TransformerShape, part: PartName, tp: int) -> tuple[Weight, ...]:
-    """The weights of the embedding, of one block or of the head on a rank, in the order in which the model has them.
-
-    Tensor parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout).
-    """
+    """The weights of the embedding, of one block or of the head on a rank, in the order of the model. Tensor
+    parallelism splits matrices by outputs or by inputs and leaves norms whole (model.layout)."""
     d, f, v, learned = shape.d_model, shape.d_ff, shape.vocab_size, shape.learned_positions
     if part == "embedding":
         positions = (Weight("positions.weight", learned // tp, d),) if learned else ()
@@ -81,10 +75,8 @@ def _norm(shape: TransformerShape, name: str) -> tuple[Weight, ...]:
 
 
 def elements(weights: Sequence[Weight]) -> int:
-    """Elements of all."""
     return sum(weight.elements for weight in weights)
 
 
 def trained(weights: Sequence[Weight]) -> int:
-    """Elements of those that have gradients."""
     return sum(weight.elements for weight in weights if weight.trained)

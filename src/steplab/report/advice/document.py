@@ -29,7 +29,7 @@ def advice_title(advice: Advice) -> str:
 
 
 def advice_verdict(advice: Advice) -> Verdict:
-    """What the step takes now, what it takes with the changes that paid, and what they cost besides."""
+    """The step time before and after the changes that paid, and their other costs."""
     return Verdict(sentences=tuple(_answer(advice)), cautions=tuple(_cautions(advice)))
 
 
@@ -63,14 +63,13 @@ def _answer(advice: Advice) -> Iterator[str]:
 
 
 def _for_the_first(advice: Advice) -> str:
-    """The time of the fastest step for that of the first, and their ratio."""
     best_s, start_s, overall = advice.best_s or 0.0, advice.start_s or 0.0, advice.overall
     ratio = f": {ratio_words(overall, start_s, best_s)}" if overall else ""
     return f"{units.format_time(best_s)} for {units.format_time(start_s)}{ratio}"
 
 
 def tried_words(tried: Tried) -> str:
-    """What came of a change, in one line: what it saves or costs, and whether it was kept."""
+    """The result of a change, in one line: its saving or cost, and the decision."""
     result, ratio = _result(tried), tried.ratio
     if ratio and ratio.decision in ("lower", "higher"):
         share = abs(1 - ratio.ratio)
@@ -82,7 +81,6 @@ def tried_words(tried: Tried) -> str:
 
 
 def _kept_with(tried: Tried, advice: Advice) -> list[str]:
-    """The changes together with which one that was not kept by itself was kept; empty: there are none."""
     own = set(tried.all_words)
     found = (kept.all_words for kept in advice.kept if own < set(kept.all_words))
     return [words for words in next(found, ()) if words not in own]
@@ -216,7 +214,6 @@ def _result(tried: Tried) -> str:
 
 
 def _decision(tried: Tried) -> str:
-    """What came of a change, in a word or two."""
     if tried.failure:
         return "failed"
     decision: Decision = "lower" if tried.kept else tried.ratio.decision if tried.ratio else "undecided"

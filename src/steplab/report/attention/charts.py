@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from steplab import units
 from steplab.records.attention import AttentionCell
-from steplab.report.attention.figures import PASS_WORDS, flops_per_s, shape_label
+from steplab.report.attention.figures import PASS_WORDS, shape_label
 from steplab.report.kit import axes as ax
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import MUTED, Drawing, put_line, put_mark, series_legend
@@ -61,7 +61,7 @@ class _Plot:
 
 def rate_chart(cells: Sequence[AttentionCell], name: str, device: str | None = None) -> Chart | None:
     """FLOP/s of a pass, with the dense peak of the device where all cells share a dtype; None if no cell timed it."""
-    figure = partial(flops_per_s, name=name)
+    figure = partial(AttentionCell.flops_per_s, name=name)
     values = [value for cell in cells if (value := figure(cell)) is not None]
     if not values:
         return None

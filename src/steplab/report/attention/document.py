@@ -1,39 +1,291 @@
-"""What a report says of attention by itself: a benchmark, and the memory that plain attention would need."""
+"""The report of a benchmark of attention, and of the memory that plain attention would need."""
 
+import math
+import re
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from statistics import geometric_mean
 
 from steplab import units
+from steplab.ops.attention.implementations import implementation
 from steplab.records.attention import AttentionAccount, AttentionCell, AttentionRun
+from steplab.records.comparison import Ratio
 from steplab.report.attention.charts import memory_chart, rate_chart
-from steplab.report.attention.figures import PASS_WORDS, attention_rows, default_peer, median_s, notes_of, telling_pass
-from steplab.report.attention.tables import account_table, cell_tables, mean_speeds, speed_table
-from steplab.report.attention.verdict import attention_verdict, speed_bars
+from steplab.report.attention.figures import (
+    PASS_WORDS,
+    SCATTERED,
+    account_table,
+    attention_rows,
+    cell_tables,
+    default_peer,
+    mean_speeds,
+    notes_of,
+    peers_of,
+    scatter,
+    shape_label,
+    speed,
+    speed_table,
+    telling_pass,
+    time_ratio,
+)
 from steplab.report.kit.document import (
     MOST_IN_FULL,
+    Bar,
+    Bars,
     Block,
     Document,
     Section,
+    Segment,
     Sentences,
     Verdict,
     later,
     records_in_full,
 )
-from steplab.report.kit.text import dotted, made, quoted_name, why_failed
+from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
 from steplab.report.report import Context, RecordReport
 from steplab.specs.attention import PASSES
+
+_WIDE = 0.1
+"""Share of a mean from which its interval is told by its ends, which need not be as far from it."""
+_MOST_TOLD = 3
+_ABSENT = re.compile(r"(flash-attn-4) (?:cannot|is not to) be imported \(No module named 'flash_attn\b")
+"""The failure without a package (ops.attention.peers), also in the words of older records."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class _Comparison:
+    """One implementation against the peer, over the shapes that both ran."""
+
+    column: str
+    ratios: tuple[Ratio, ...]
+    """Its times over the peer's, by shape."""
+    speeds: tuple[float, ...]
+    slowest_at: str
+    """The shape with the least speed."""
+    chose_peer: bool
+    """True if it is `auto`, and chose the peer on every shape."""
+
+    @property
+    def mean(self) -> float:
+        return geometric_mean(self.speeds)
+
+    @property
+    def bounds(self) -> tuple[float, float] | None:
+        """95 % interval of the mean: shapes were timed one after the other, so their errors are independent."""
+        ends = [(r.high / r.ratio, r.ratio / r.low) for r in self.ratios if r.low and r.high]
+        if len(ends) < len(self.ratios):
+            return None
+        below, above = (math.hypot(*map(math.log, side)) / len(ends) for side in zip(*ends, strict=True))
+        return self.mean / math.exp(below), self.mean * math.exp(above)
+
+    @property
+    def num_faster(self) -> int:
+        return sum(ratio.decision == "lower" for ratio in self.ratios)
+
+    @property
+    def num_slower(self) -> int:
+        return sum(ratio.decision == "higher" for ratio in self.ratios)
+
+    @property
+    def one_sided(self) -> bool:
+        """True if it is faster on no shape or slower on none, so that a mean has a meaning."""
+        return not (self.num_faster and self.num_slower)
+
+    @property
+    def is_decided(self) -> bool:
+        """True if the interval of the mean does not include 1."""
+        return self.bounds is not None and not self.bounds[0] <= 1 <= self.bounds[1]
+
+
+def attention_verdict(run: AttentionRun, peer: str | None) -> Verdict:
+    """Speeds relative to `peer`, and the implementations that ran out of memory."""
+    name = telling_pass(run.cells)
+    told: list[str] = []
+    if name is not None:
+        comparisons = _comparisons(run.cells, peer, name)
+        told += _speed_words(comparisons, peer, name) if peer and comparisons else _rate_words(run.cells, name)
+    cautions = [*interruption(run, "cell"), *(_cautions(run.cells, name) if name else ())]
+    return Verdict(sentences=(*told, *_failure_words(run.cells)), cautions=tuple(cautions))
+
+
+def _comparisons(cells: Sequence[AttentionCell], peer: str | None, name: str) -> list[_Comparison]:
+    """One comparison per implementation, the fastest first."""
+    peers, shapes = peers_of(cells, peer), [cell.spec.shape for cell in cells]
+    found = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
+        pairs = [
+            (cell, peers[cell.spec.shape], value)
+            for cell in cells
+            if cell.spec.column == column and (value := speed(cell, peers, name)) is not None
+        ]
+        if not pairs:
+            continue
+        slowest, _, _ = min(pairs, key=lambda pair: pair[2])
+        found.append(
+            _Comparison(
+                column=column,
+                ratios=tuple(time_ratio(cell, theirs, name) for cell, theirs, _ in pairs),
+                speeds=tuple(value for _, _, value in pairs),
+                slowest_at=shape_label(slowest.spec.shape, shapes),
+                chose_peer=all(_chose(cell, theirs) for cell, theirs, _ in pairs),
+            )
+        )
+    return sorted(found, key=lambda one: -one.mean)
+
+
+def _chose(cell: AttentionCell, peer: AttentionCell) -> bool:
+    """True if `auto` chose the peer, by the note that the measurement leaves."""
+    chosen = f"auto is {peer.spec.implementation}: "
+    return cell.spec.compile == peer.spec.compile and any(note.startswith(chosen) for note in cell.notes)
+
+
+def _speed_words(comparisons: Sequence[_Comparison], peer: str, name: str) -> Iterator[str]:
+    """The fastest implementations with their means, then those not decided, then those that win on some shapes only."""
+    others = [one for one in comparisons if not one.chose_peer]
+    decided = [one for one in others if one.one_sided and one.is_decided][:_MOST_TOLD]
+    undecided = [one for one in others if one.one_sided and not one.is_decided]
+    mixed = [one for one in others if not one.one_sided]
+    if decided:
+        first, *further = decided
+        yield (
+            f"{_called(first.column)} is {_with_error(first)} as fast as {_called(peer)} in {PASS_WORDS[name]}"
+            + "".join(f", {_called(one.column)} {_with_error(one)}" for one in further)
+            + f": {_over(decided)}."
+        )
+    for one in undecided[: max(_MOST_TOLD - len(decided), 1)]:
+        yield (
+            f"Not decided whether {_called(one.column)} is faster than {_called(peer)} in {PASS_WORDS[name]}: "
+            f"{_with_error(one)}, {_over([one])}."
+        )
+    for one in mixed[: max(_MOST_TOLD - len(decided) - len(undecided), 1)]:
+        rest = len(one.speeds) - one.num_faster - one.num_slower
+        yield (
+            f"{_called(one.column)} is faster than {_called(peer)} on {one.num_faster} of {len(one.speeds)} shapes and "
+            f"slower on {one.num_slower}{f' (neither on {rest})' if rest else ''}: {_times(min(one.speeds))} "
+            f"(at {one.slowest_at}) to {_times(max(one.speeds))} in {PASS_WORDS[name]}."
+        )
+    for one in comparisons:
+        if one.chose_peer:
+            yield f"{one.column} chose {_called(peer)} on every shape: their times differ by the choosing, or by noise."
+
+
+def _over(comparisons: Sequence[_Comparison]) -> str:
+    """'geometric mean of 6 shapes', or 'at 1 shape'."""
+    counts = {len(one.speeds) for one in comparisons}
+    if max(counts) == 1:
+        return "at 1 shape, 95 % interval"
+    shapes = units.counted(max(counts), "shape") if len(counts) == 1 else "the shapes that both ran"
+    return f"geometric mean{'s' if len(comparisons) > 1 else ''} of {shapes}"
+
+
+def _with_error(one: _Comparison) -> str:
+    if one.bounds is None:
+        return _times(one.mean)
+    low, high = one.bounds
+    off = max(high - one.mean, one.mean - low, 0.01)
+    if len(one.speeds) == 1 or off > _WIDE * one.mean:
+        return f"{_times(one.mean)} ({_times(low)} to {_times(high)})"
+    return f"{_times(one.mean)} ± {off:.2f}"
+
+
+def _with_range(one: _Comparison) -> str:
+    return f"{_called(one.column)} {_with_error(one)} ({min(one.speeds):.2f} to {max(one.speeds):.2f})"
+
+
+def _rate_words(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
+    shapes = [cell.spec.shape for cell in cells]
+    for column in list(dict.fromkeys(cell.spec.column for cell in cells))[:_MOST_TOLD]:
+        rates = [(rate, cell) for cell in cells if cell.spec.column == column and (rate := cell.flops_per_s(name))]
+        if not rates:
+            continue
+        fastest, best = max(rates, key=lambda pair: pair[0])
+        least = units.format_rate(min(rate for rate, _ in rates), "FLOP/s")
+        most = units.format_rate(fastest, "FLOP/s")
+        between = most if len(rates) == 1 else f"{least} to {most}"
+        yield (
+            f"{_called(column)} computes {PASS_WORDS[name]} at {between}"
+            f"{'' if len(rates) == 1 else ', the most'} at {shape_label(best.spec.shape, shapes)}."
+        )
+
+
+def speed_bars(run: AttentionRun, peer: str | None) -> Bars | None:
+    """The mean speed of each implementation relative to the peer, the fastest first, with a stroke at the peer's."""
+    name = telling_pass(run.cells)
+    comparisons = _comparisons(run.cells, peer, name) if peer and name else []
+    if not peer or not name or not comparisons:
+        return None
+    bars = tuple(
+        Bar(
+            label=_called(one.column),
+            figure=_times(one.mean) if one.one_sided else f"{_times(min(one.speeds))} to {_times(max(one.speeds))}",
+            segments=(Segment(value=one.mean, color=1, tip=_with_range(one)),),
+            detail=units.counted(len(one.speeds), "shape"),
+            mark=1.0,
+            mark_tip=_called(peer),
+            strong=place == 0,
+        )
+        for place, one in enumerate(comparisons)
+    )
+    note = f"Speed relative to {_called(peer)}, which the stroke marks, in {PASS_WORDS[name]}: the geometric mean over "
+    note += "the shapes that both ran; where some are faster and others slower, their range is at the right."
+    return Bars(bars=bars, note=note)
+
+
+def _failure_words(cells: Sequence[AttentionCell]) -> Iterator[str]:
+    absent = Counter(package for cell in cells if (package := _absent_package(cell)))
+    for package, number in absent.items():
+        yield f"{package} is not installed: {units.counted(number, 'cell')} {'was' if number == 1 else 'were'} not run."
+    failed = [cell for cell in cells if cell.failure and not _absent_package(cell)]
+    if not failed:
+        return
+    no_memory = list(dict.fromkeys(c.spec.column for c in failed if c.failure and c.failure.kind == "out_of_memory"))
+    count = f"{len(failed)} of {units.counted(len(cells), 'cell')}"
+    if no_memory and all(c.failure and c.failure.kind == "out_of_memory" for c in failed):
+        yield f"{', '.join(map(_called, no_memory))} ran out of memory in {count}."
+    else:
+        yield f"{count} failed" + (f", some of them out of memory ({', '.join(no_memory)})." if no_memory else ".")
+
+
+def _absent_package(cell: AttentionCell) -> str | None:
+    found = _ABSENT.search(cell.failure.message) if cell.failure else None
+    return found[1] if found else None
+
+
+def _cautions(cells: Sequence[AttentionCell], name: str) -> Iterator[str]:
+    timed = [cell for cell in cells if cell.samples(name)]
+    noisy = [cell for cell in timed if scatter(cell, name) > SCATTERED]
+    if noisy:
+        yield (
+            f"Warning: in {len(noisy)} of {units.counted(len(timed), 'timed cell')} the middle half of the samples "
+            f"spans more than {units.format_limit(SCATTERED)} of the median; those medians are marked ~."
+        )
+
+
+def _called(column: str) -> str:
+    """Name of an implementation, with what it is where the name does not say: cuDNN's (sdpa_cudnn)."""
+    known = {"sdpa_flash", "sdpa_cudnn"}
+    if column not in known:
+        return column
+    about = implementation(column).summary.removeprefix("torch's ").removesuffix("'s")
+    return f"{about} ({column})"
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.2f}×"
+
 
 _SYMBOLS = "B batch, H heads, G heads of keys and values, S queries, K keys, D dimension, e bytes per element"
 
 
 def _title(run: AttentionRun) -> str:
-    """What was benchmarked, in words that begin with attention."""
     told = run.study.description or run.study.name
     return f"{told[:1].upper()}{told[1:]}" if told.lower().startswith("attention") else f"Attention: {told}"
 
 
 def attention_cell_line(cell: AttentionCell) -> str:
     """The result of one cell, for a line of progress."""
-    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := median_s(cell, name)) is not None]
+    times = [f"{name} {units.format_time(seconds)}" for name in PASSES if (seconds := cell.median_s(name)) is not None]
     failed = [why_failed(cell.failure)] if cell.failure else []
     return f"{cell.spec.label} {cell.spec.column}: {', '.join(times + failed)}"
 

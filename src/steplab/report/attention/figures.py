@@ -1,20 +1,19 @@
-"""Figures of a benchmark of attention, and its cells as rows."""
+"""Figures and tables of a benchmark of attention: medians, rates, speeds relative to a peer, memory and errors."""
 
-from collections.abc import Iterable, Mapping, Sequence
-from statistics import median, quantiles
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from statistics import geometric_mean, median, quantiles
 
 from steplab import units
 from steplab.comparison.samples import compare_samples
-from steplab.records.attention import AttentionCell
+from steplab.records.attention import ERRORS, MEMORY, PASS_RATES, PASS_TIMES, TENSORS, AttentionAccount, AttentionCell
 from steplab.records.comparison import Ratio
-from steplab.records.rows import Row
-from steplab.report.kit.document import row_of
+from steplab.records.figure import Figure, values
+from steplab.records.rows import Row, Scalar
+from steplab.report.kit.document import RESULT, Column, Section, Table, row_of
 from steplab.report.kit.grouping import told_once
-from steplab.report.kit.quantities import quotient
+from steplab.report.kit.quantities import LABEL, NUMBER, TIME, TIMES, Quantity
 from steplab.specs.attention import PASSES, AttentionSpec
 
-TENSORS = {"output": "output", "queries": "dQ", "keys": "dK", "values": "dV"}
-"""The tensors whose errors are measured, and their names beside a figure."""
 PASS_WORDS = {"forward": "forward", "backward": "backward", "both": "forward + backward"}
 """The names of the passes in captions."""
 _BY_INTEREST = ("both", "forward", "backward")
@@ -30,18 +29,6 @@ def default_peer(cells: Sequence[AttentionCell]) -> str | None:
     return next((name for name in _PEERS if name in columns), None) if len(columns) > 1 else None
 
 
-def median_s(cell: AttentionCell, name: str) -> float | None:
-    """Median time of a pass; None where it was not timed."""
-    samples = cell.samples(name)
-    return median(samples) if samples else None
-
-
-def flops_per_s(cell: AttentionCell, name: str) -> float | None:
-    """FLOPs of a pass, by the convention of the record, over its median time."""
-    seconds, flops = median_s(cell, name), cell.flops.get(name)
-    return flops / seconds if seconds and flops else None
-
-
 def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[AttentionSpec, AttentionCell]:
     """The peer's cell for each shape."""
     return {cell.spec.shape: cell for cell in cells if cell.spec.column == peer}
@@ -50,7 +37,7 @@ def peers_of(cells: Sequence[AttentionCell], peer: str | None) -> dict[Attention
 def speed(cell: AttentionCell, peers: Mapping[AttentionSpec, AttentionCell], name: str) -> float | None:
     """Speed relative to the peer on the same shape: the peer's median time over the cell's."""
     peer = peers.get(cell.spec.shape)
-    own_s, peer_s = median_s(cell, name), median_s(peer, name) if peer else None
+    own_s, peer_s = cell.median_s(name), peer.median_s(name) if peer else None
     return peer_s / own_s if own_s and peer_s else None
 
 
@@ -64,40 +51,38 @@ def time_ratio(cell: AttentionCell, peer: AttentionCell, name: str) -> Ratio:
 
 def attention_rows(cells: Sequence[AttentionCell], peer: str | None = None) -> list[Row]:
     """One row per cell: its spec, medians, rates, memory and errors; with `peer`, speeds relative to it."""
-    peers = peers_of(cells, peer)
-    return [_row(cell, peer, peers) for cell in cells]
-
-
-def _row(cell: AttentionCell, peer: str | None, peers: Mapping[AttentionSpec, AttentionCell]) -> Row:
-    spec = cell.spec
-    row: Row = {
-        "shape": spec.sizes_label,
-        **row_of(spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
-        "causal": "yes" if spec.causal else "no",
-        **row_of(spec, "dtype", "implementation", "compile", "column"),
-        "status": cell.status,
-        "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
-    }
-    row |= {f"{name}_s": median_s(cell, name) for name in PASSES}
-    row |= {f"{name}_flops_per_s": flops_per_s(cell, name) for name in PASSES}
-    row |= {"against": peer} | {f"{name}_speed": speed(cell, peers, name) for name in PASSES}
-    row |= {
-        "first_call_s": cell.first_call_s,
-        **row_of(cell.memory, "saved_bytes", "forward_peak_bytes", "both_peak_bytes"),
-        "checked_heads": cell.checked_heads,
-    }
-    errors = {error.tensor: error for error in cell.errors}
-    for tensor in TENSORS:
-        error = errors.get(tensor)
-        row |= {
-            f"{tensor}_error": error.relative if error else None,
-            f"{tensor}_plain_error": error.plain_relative if error else None,
-            f"{tensor}_error_ratio": quotient(error.relative, error.plain_relative) if error else None,
-            f"{tensor}_max_abs": error.max_abs if error else None,
-            f"{tensor}_plain_max_abs": error.plain_max_abs if error else None,
+    figures = (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES, *MEMORY, *ERRORS)
+    return [
+        {
+            "shape": cell.spec.sizes_label,
+            **row_of(cell.spec, "batch", "heads", "kv_heads", "queries", "keys", "dim"),
+            "causal": "yes" if cell.spec.causal else "no",
+            **row_of(cell.spec, "dtype", "implementation", "compile", "column"),
+            "status": cell.status,
+            "repeats": max((len(cell.samples(name)) for name in PASSES), default=0) or None,
+            "against": peer,
+            **values(figures, cell),
+            "checked_heads": cell.checked_heads,
+            "failure": failure_words(cell),
         }
-    row["failure"] = failure_words(cell)
-    return row
+        for cell in cells
+    ]
+
+
+def speeds(cells: Sequence[AttentionCell], peer: str | None) -> tuple[Figure[AttentionCell], ...]:
+    """The speed of each pass relative to the peer's; tables show it only with a peer."""
+    peers = peers_of(cells, peer)
+
+    def of_pass(name: str) -> Figure[AttentionCell]:
+        return Figure(
+            key=f"{name}_speed",
+            header=f"{name} vs {peer}" if peer else None,
+            unit="times",
+            rank=1,
+            find=lambda cell: speed(cell, peers, name),
+        )
+
+    return tuple(map(of_pass, PASSES))
 
 
 def failure_words(cell: AttentionCell) -> str | None:
@@ -138,3 +123,170 @@ def notes_of(cells: Iterable[AttentionCell]) -> list[str]:
     return [
         f"{note} ({names[0]}{f' and {len(names) - 1} more' if len(names) > 1 else ''})" for note, names in found.items()
     ]
+
+
+_SHAPE = (
+    Column(key="shape", header="B×H×S×D", shared="{} (batch, heads, sequence, dimension)", wraps_from=14),
+    Column(key="mask", shared="{}"),
+    Column(key="dtype", header="type", shared="{}"),
+)
+Value = Callable[[AttentionCell], Scalar]
+
+
+def by_shape(
+    cells: Sequence[AttentionCell], value: Value, quantity: Quantity, caption: str, *, ratio: Value | None = None
+) -> Table:
+    """One row per shape, one column per implementation, and beside it one for its `ratio` where there is any.
+
+    A failed cell shows its failure instead of a value.
+    """
+    columns = list(dict.fromkeys(cell.spec.column for cell in cells))
+    rows: dict[object, dict[str, Scalar]] = {}
+    for cell in cells:
+        shape = cell.spec.shape
+        row = rows.setdefault(shape, _shape_row(shape, cells))
+        known = value(cell)
+        row[cell.spec.column] = cell.failure.kind.replace("_", " ") if known is None and cell.failure else known
+        row[f"{cell.spec.column} ratio"] = ratio(cell) if ratio and known is not None else None
+    by_implementation = [
+        column
+        for name in columns
+        for column in (
+            Column(key=name, header=name, quantity=quantity),
+            Column(key=f"{name} ratio", header="×", quantity=TIMES, rank=1),
+        )
+    ]
+    return Table(name="shapes", columns=(*_SHAPE, *by_implementation), rows=tuple(rows.values()), caption=caption)
+
+
+def _shape_row(shape: AttentionSpec, cells: Sequence[AttentionCell]) -> dict[str, Scalar]:
+    shapes = [cell.spec.shape for cell in cells]
+    return {
+        "shape": shape_label(shape, shapes),
+        "mask": ("causal" if shape.causal else "not causal") if len({s.causal for s in shapes}) == 1 else None,
+        "dtype": shape.dtype if len({s.dtype for s in shapes}) == 1 else None,
+    }
+
+
+def speed_table(cells: Sequence[AttentionCell], peer: str | None, name: str) -> Table | None:
+    """Median time of a pass and speed relative to the peer, shapes by implementations; None for one implementation.
+
+    Medians of samples that scatter are marked.
+    """
+    columns = {cell.spec.column for cell in cells}
+    if len(columns) < 2 or not any(cell.samples(name) for cell in cells):
+        return None
+    peers = peers_of(cells, peer)
+
+    def time(cell: AttentionCell) -> Scalar:
+        seconds = cell.median_s(name)
+        scatters = seconds is not None and scatter(cell, name) > SCATTERED
+        return f"~{units.format_time(seconds)}" if seconds is not None and scatters else seconds
+
+    def ratio(cell: AttentionCell) -> Scalar:
+        return None if cell is peers.get(cell.spec.shape) else speed(cell, peers, name)
+
+    caption = f"Median time of {PASS_WORDS[name]}."
+    if peer in columns:
+        caption += f" × is the speed relative to {peer}."
+    if any(scatter(cell, name) > SCATTERED for cell in cells):
+        caption += f" ~ marks a median whose interquartile range exceeds {SCATTERED:.0%} of it."
+    return by_shape(cells, time, TIME, caption, ratio=ratio)
+
+
+def mean_speeds(cells: Sequence[AttentionCell], peer: str | None) -> Table | None:
+    """Speed of each implementation relative to the peer, over the shapes that both ran; None without a comparison."""
+    peers = peers_of(cells, peer)
+    rows: list[Row] = []
+    for column in dict.fromkeys(cell.spec.column for cell in cells if cell.spec.column != peer):
+        own = [cell for cell in cells if cell.spec.column == column]
+        found = {name: [s for cell in own if (s := speed(cell, peers, name)) is not None] for name in PASSES}
+        if any(found.values()):
+            row: Row = {"implementation": column, "shapes": max(map(len, found.values()))}
+            for name, speeds in found.items():
+                row |= {name: geometric_mean(speeds), f"{name}_min": min(speeds)} if speeds else {}
+            rows.append(row)
+    if not peer or not rows:
+        return None
+    return Table(
+        name="mean_speeds",
+        columns=(
+            Column(key="implementation"),
+            Column(key="shapes", quantity=LABEL, rank=2),
+            *(
+                column
+                for name in PASSES
+                for column in (
+                    Column(key=name, header=name, quantity=TIMES),
+                    Column(key=f"{name}_min", header=f"{name}, min", quantity=TIMES, rank=1),
+                )
+            ),
+        ),
+        rows=tuple(rows),
+        caption=f"Speed relative to {peer}: geometric mean and minimum over the shapes that both ran.",
+    )
+
+
+_HEAD = (*_SHAPE, Column(key="column", header="implementation", shared="{}"))
+
+
+def cell_tables(cells: Sequence[AttentionCell], peer: str | None) -> Iterator[Section]:
+    """Tables of time, memory and errors of every cell; a table without values is left out."""
+    rows = [
+        row | _shape_row(cell.spec.shape, cells)  # the sizes that distinguish the shapes
+        for row, cell in zip(attention_rows(cells, peer), cells, strict=True)
+    ]
+
+    def table(
+        name: str, figures: Sequence[Figure[AttentionCell]], shown: Sequence[Row], caption: str, *last: Column
+    ) -> Table:
+        return Table(name=name, columns=(*_HEAD, *Column.of(figures), *last), rows=tuple(shown), caption=caption)
+
+    caption = (
+        "Median times of implementations measured in turns. On a GPU caches are cold, and the device is kept "
+        "busy until the host has launched the pass. FLOPs are 4 B H Sq Sk D forward, half of that if causal, and 2.5 "
+        "times as many backward, whatever is executed."
+    )
+    yield Section.of(
+        "Time and rate", table("times", (*PASS_TIMES, *speeds(cells, peer), *PASS_RATES), rows, caption, RESULT)
+    )
+    measured = [row for row in rows if row["saved_bytes"] is not None or row["forward_peak_bytes"] is not None]
+    if measured:
+        known = [row for row in rows if row in measured or row["status"] == "out_of_memory"]
+        yield Section.of("Memory beyond the inputs", table("memory", MEMORY, known, "Bytes beyond the inputs.", RESULT))
+    checked = [row for row in rows if any(row[f"{tensor}_error"] is not None for tensor in TENSORS)]
+    caption = (
+        "Multiples of the error of plain attention in the same type. Relative is the norm of the difference "
+        "over the norm of the result; largest is the largest difference of one element."
+    )
+    yield Section.of("Error against float64", table("errors", ERRORS, checked, caption))
+
+
+def account_table(account: AttentionAccount) -> Table:
+    """One row per tensor that plain attention holds at its peak, and their sum."""
+    rows: list[Row] = [
+        {
+            "tensor": term.what,
+            "formula": term.formula,
+            "shape": "×".join(map(str, term.shape)),
+            "element_bytes": term.element_bytes,
+            "num_bytes": term.num_bytes,
+            "size_bytes": term.num_bytes,
+            "saved": "yes" if term.kept else None,
+        }
+        for term in account.terms
+    ]
+    rows.append({"tensor": "sum", "num_bytes": account.total_bytes, "size_bytes": account.total_bytes})
+    return Table(
+        name="tensors",
+        columns=(
+            Column(key="tensor"),
+            Column(key="formula", header="bytes in symbols"),
+            Column(key="shape", rank=1),
+            Column(key="element_bytes", header="e", quantity=LABEL, rank=2),
+            Column(key="num_bytes", header="bytes", quantity=NUMBER, rank=3),
+            Column(key="size_bytes", header="size"),
+            Column(key="saved", header="saved for backward", rank=1),
+        ),
+        rows=tuple(rows),
+    )

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Any
 
 from steplab import units
 from steplab.records.comm import CommCell, CommFit
-from steplab.report.comm.figures import bus_bandwidth
 from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import AXES_HEIGHT, Drawing, drawing, put_line, put_mark, series_color, series_legend
 from steplab.report.kit.document import Chart, Picture
@@ -90,7 +89,7 @@ def bandwidth_over_size(cells: Sequence[CommCell]) -> Chart | None:
     note += "a logarithmic axis; the bandwidth starts at zero."
     if len({cell.spec.size_bytes for cell in cells}) < 2:
         return None
-    return _chart(panels, _SIZE, "bus bandwidth", note, y=bus_bandwidth)
+    return _chart(panels, _SIZE, "bus bandwidth", note, y=lambda cell: cell.bus_bandwidth)
 
 
 def time_over_ranks(cells: Sequence[CommCell]) -> Chart | None:
@@ -202,7 +201,7 @@ def _paint(picture: Drawing, axes: "Axes", plot: _Plot, series: str, cells: Sequ
         x = plot.x(cell)
         picture.tip(
             put_mark(axes, x, y, index),
-            f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s",
+            f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(cell.bus_bandwidth)} GB/s",
         )
         points.append((x, y))
     put_line(axes, points, index)

@@ -1,20 +1,122 @@
-"""What a report says of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
+"""The report of a benchmark of collectives: bandwidth by size, pictures, every cell, the fitted profile."""
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from steplab import units
-from steplab.records.comm import CommCell, CommFit, CommRun
-from steplab.records.rows import Scalar
+from steplab.records.comm import COMM_FIGURES, CommCell, CommFit, CommRun
+from steplab.records.figure import values
+from steplab.records.rows import Row, Scalar
 from steplab.report.comm.charts import backends_side_by_side, bandwidth_over_size, time_over_ranks, time_over_size
-from steplab.report.comm.figures import bus_bandwidth, comm_rows
-from steplab.report.comm.verdict import comm_name, comm_verdict
-from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, later
+from steplab.report.kit.document import RESULT, Block, Column, Section, Sentences, Table, Verdict, later, row_of
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.quantities import GB_PER_S, LABEL, MESSAGE, PERCENT, TIME, quotient
-from steplab.report.kit.text import dotted, made, why_failed
+from steplab.report.kit.text import dotted, interruption, made, why_failed
 from steplab.report.report import Context, RecordReport
 from steplab.specs.comm import COLLECTIVES
+from steplab.stats import summarize
+
+_APART = 0.1
+"""Spread over ranks above which one rank delays the others."""
+
+
+def comm_name(run: CommRun) -> str:
+    """The benchmark's name, or the number of its ranks."""
+    return run.name or f"collectives over {units.counted(run.study.num_processes, 'rank')}"
+
+
+def comm_verdict(run: CommRun) -> Verdict:
+    """Bandwidth, latency and the effect of ranks, for the collective that gradients need most."""
+    measured = [cell for cell in run.cells if cell.slowest]
+    return Verdict(sentences=tuple(_sentences(run, measured)), cautions=tuple(_cautions(run, measured)))
+
+
+def _sentences(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
+    if not measured:
+        return
+    name = min((cell.spec.collective for cell in measured), key=COLLECTIVES.index)
+    of_name = [cell for cell in measured if cell.spec.collective == name]
+    ways = list(dict.fromkeys(cell.spec.transport for cell in of_name))
+    ranks = max(cell.spec.world_size for cell in of_name)
+    for way in ways[:2]:
+        alike = [cell for cell in of_name if cell.spec.transport == way and cell.spec.world_size == ranks]
+        if alike:
+            yield _bandwidth(name, way, ranks, alike, run)
+    if len(ways) == 1:
+        yield from _scaling(name, of_name)
+    if (told := _slowest(measured, ranks)) and len({cell.spec.collective for cell in measured}) > 1:
+        yield told
+
+
+def _bandwidth(name: str, way: str, ranks: int, cells: Sequence[CommCell], run: CommRun) -> str:
+    """The longest message's bandwidth with the interval of its time, and the shortest message's time."""
+    longest, shortest = (pick(cells, key=lambda cell: cell.message_bytes) for pick in (max, min))
+    told = f"{name} over {units.counted(ranks, 'rank')} ({way}) "
+    if (bandwidth := longest.bus_bandwidth) and longest.wire_bytes and longest.slowest:
+        times = summarize(longest.slowest.best_s)
+        low, high = (GB_PER_S.show(longest.wire_bytes / time_s) for time_s in (times.high, times.low))
+        between = f" ({low} to {high})" if low != high else ""
+        told += f"reaches {GB_PER_S.show(bandwidth)} GB/s of bus bandwidth{between} at "
+        told += f"{units.format_message(longest.message_bytes)}"
+    else:
+        told += f"takes {_time(longest)} for {units.format_message(longest.message_bytes)}"
+    if shortest is not longest:
+        told += f" and takes {_time(shortest)} for {units.format_message(shortest.message_bytes)}"
+    fit = next((f for f in run.profile if (f.collective, f.way, f.world_size) == (name, way, ranks)), None)
+    if fit and fit.rms_relative is not None:
+        residual = units.format_percent(fit.rms_relative)
+        told += f"; the fitted latency is {units.format_time(fit.alpha_s)} (residual {residual})"
+    return f"{told}."
+
+
+def _time(cell: CommCell) -> str:
+    assert cell.slowest is not None
+    times = summarize(cell.slowest.best_s)
+    return f"{units.format_time(times.median)} ({units.format_time(times.low)} to {units.format_time(times.high)})"
+
+
+def _scaling(name: str, cells: Sequence[CommCell]) -> Iterator[str]:
+    sizes = [cell.spec.world_size for cell in cells]
+    size_bytes = max(cell.spec.size_bytes for cell in cells)
+    found = {cell.spec.world_size: cell.bus_bandwidth for cell in cells if cell.spec.size_bytes == size_bytes}
+    few, many = found.get(min(sizes)), found.get(max(sizes))
+    if few and many and min(sizes) < max(sizes):
+        message = units.format_message(size_bytes)
+        yield (
+            f"From {min(sizes)} to {max(sizes)} ranks the bus bandwidth of {name} at {message} "
+            f"goes from {GB_PER_S.show(few)} to {GB_PER_S.show(many)} GB/s ({many / few:.2f}×)."
+        )
+
+
+def _slowest(measured: Sequence[CommCell], ranks: int) -> str | None:
+    """The collective with the least bandwidth at the longest message."""
+    size_bytes = max(cell.spec.size_bytes for cell in measured)
+    found = [
+        (bandwidth, cell)
+        for cell in measured
+        if cell.spec.size_bytes == size_bytes and cell.spec.world_size == ranks and (bandwidth := cell.bus_bandwidth)
+    ]
+    if len(found) < 2:
+        return None
+    bandwidth, cell = min(found, key=lambda pair: pair[0])
+    return (
+        f"{cell.spec.collective} ({cell.spec.transport}) has the least bus bandwidth at "
+        f"{units.format_message(size_bytes)}, {GB_PER_S.show(bandwidth)} GB/s."
+    )
+
+
+def _cautions(run: CommRun, measured: Sequence[CommCell]) -> Iterator[str]:
+    yield from interruption(run, "cell")
+    failed = len(run.cells) - len(measured)
+    if failed:
+        yield f"{failed} of {units.counted(len(run.cells), 'cell')} failed; the table has the reasons."
+    apart = [cell for cell in measured if (cell.rank_spread or 0.0) > _APART]
+    if apart:
+        yield (
+            f"Warning: in {len(apart)} of {units.counted(len(measured), 'cell')} the slowest rank took more than "
+            f"{units.format_limit(_APART)} longer than the fastest."
+        )
+
 
 TERMS = (
     (
@@ -47,7 +149,7 @@ def comm_cell_line(cell: CommCell) -> str:
     if cell.failure or cell.slowest is None:
         failed = why_failed(cell.failure) if cell.failure else "not measured"
         return f"{cell.spec.label}: {failed}"
-    return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(bus_bandwidth(cell))} GB/s"
+    return f"{cell.spec.label}: {units.format_time(cell.slowest.median_s)}, {GB_PER_S.show(cell.bus_bandwidth)} GB/s"
 
 
 def _page_heading(run: CommRun) -> str:
@@ -68,7 +170,7 @@ def _counted_devices(devices: Iterable[str]) -> str:
 
 
 def _sections(run: CommRun) -> Iterator[Section]:
-    if any(bus_bandwidth(cell) for cell in run.cells):
+    if any(cell.bus_bandwidth for cell in run.cells):
         yield Section.of("Bus bandwidth", later(bandwidth_over_size, run.cells), bandwidth_table(run.cells))
     yield Section.of("Time over message size", later(time_over_size, run.cells, run.profile))
     yield Section.of("Time over ranks", later(time_over_ranks, run.cells))
@@ -99,7 +201,7 @@ def bandwidth_table(cells: Sequence[CommCell]) -> Table:
             "world_size": spec.world_size,
         }
         row = rows.setdefault(tuple(head.values()), head)
-        row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else bus_bandwidth(cell)
+        row[str(cell.spec.size_bytes)] = cell.failure.kind.replace("_", " ") if cell.failure else cell.bus_bandwidth
     return Table(
         name="bus_bandwidth",
         columns=(
@@ -122,6 +224,21 @@ _TIMED_EACH = (
 )
 
 
+def comm_rows(cells: Sequence[CommCell]) -> list[Row]:
+    """One row per cell: the spec, times of the slowest rank, bandwidths, the spread over ranks, the check."""
+    return [
+        {
+            **row_of(cell.spec, "collective", "backend", "device"),
+            "way": cell.spec.transport,
+            **row_of(cell.spec, "world_size", "dtype", "size_bytes"),
+            **row_of(cell, "message_bytes", "wire_bytes", "status"),
+            **values(COMM_FIGURES, cell),
+            "failure": cell.failure.message if cell.failure else None,
+        }
+        for cell in cells
+    ]
+
+
 def _cells(run: CommRun) -> Table:
     ranks = [times for cell in run.cells for times in cell.ranks]
     on_device = [times for times in ranks if times.device_s]
@@ -131,13 +248,7 @@ def _cells(run: CommRun) -> Table:
     columns = (
         *_HEAD,
         Column(key="size_bytes", header="size", quantity=MESSAGE, shared="{}"),
-        Column(key="busbw_bytes_per_s", header="busbw GB/s", quantity=GB_PER_S),
-        Column(key="algbw_bytes_per_s", header="algbw GB/s", quantity=GB_PER_S, rank=2),
-        Column(key="time_s", header="median"),
-        Column(key="min_s", header="min", rank=1),
-        Column(key="p95_s", header="p95", rank=1),
-        Column(key="alone_s", header="alone", rank=3),
-        Column(key="rank_spread", header="spread", quantity=PERCENT, rank=2),
+        *Column.of(COMM_FIGURES),
         RESULT,
     )
     return Table(
@@ -185,7 +296,6 @@ def _where(run: CommRun) -> list[tuple[str, str]]:
 
 
 def _parts(runs: Sequence[CommRun], context: Context, section: Callable[[CommRun], Section]) -> Iterator[Block | None]:
-    """The benchmarks in their order; last, where backends were measured in different ones, all together."""
     yield from map(section, runs)
     together = backends_side_by_side([cell for run in runs for cell in run.cells])
     if len(runs) > 1 and together and not any(backends_side_by_side(run.cells) for run in runs):

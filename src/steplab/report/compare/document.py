@@ -136,7 +136,7 @@ def _sides(comparison: Comparison) -> Iterable[tuple[str, str]]:
 
 
 def _title(side: Side) -> str:
-    """What was asked for; where that is not the one name that all its records have, the name before it."""
+    """The request, after the name that all its records share if that differs."""
     if len(side.names) != 1 or side.names[0] == side.told:
         return side.told
     return f"{short_name(side.names[0])}, {side.told}"

@@ -24,7 +24,7 @@ _ELEMENTWISE = ("elementwise", "reduce", "copy", "mul", "add", "div", "sub", "su
 
 
 def verdict(comparison: Comparison) -> Verdict:
-    """Whether B is worse, in one sentence; then the largest causes."""
+    """The decision on B in one sentence; then the largest causes."""
     causes = [*(_where(change) for change in comparison.kernels[:_NAMED])]
     causes += [memory_words(change) for change in comparison.memory[:1]]
     told = (f"Largest differences: {'; '.join(causes)}.",) if causes else ()
@@ -163,7 +163,6 @@ def _what_changed(change: KernelChange) -> str:
 
 
 def _fusion(gone: Sequence[KernelCount], new: Sequence[KernelCount]) -> str:
-    """Whether one kernel became several small ones, or the reverse."""
     before, after = sum(kernel.calls for kernel in gone), sum(kernel.calls for kernel in new)
     if len(new) > len(gone) and after > before and all(map(_small, new)):
         return ", no longer fused"
@@ -178,7 +177,6 @@ def _small(kernel: KernelCount) -> bool:
 
 
 def _kernels(kernels: Sequence[KernelCount], short: dict[str, str]) -> str:
-    """The longest kernels with their calls and times."""
     named = [
         f"{short[kernel.name]} ({_count(kernel.calls)} calls, {units.format_time(kernel.time_s)})"
         for kernel in kernels[:_NAMED]

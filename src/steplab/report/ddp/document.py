@@ -1,22 +1,282 @@
-"""What a report says of a data-parallel study: time with and without communication, bucket sizes, memory."""
+"""The report of a data-parallel study: time with and without communication, bucket sizes, memory."""
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from steplab import units
-from steplab.records.ddp import MOMENTS, DdpCell, DdpRun
-from steplab.records.profile import PHASES
+from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory
+from steplab.records.figure import Figure
 from steplab.records.rows import Row
 from steplab.report.ddp import figures
-from steplab.report.ddp.bars import exposed_bars, memory_bars
 from steplab.report.ddp.curve import bucket_curve
-from steplab.report.ddp.rows import ddp_rows
 from steplab.report.ddp.timelines import timelines
-from steplab.report.ddp.verdict import ddp_verdict
-from steplab.report.ddp.words import MOMENT_WORDS, asked, facts, model_words, notes_of, ranks_words
-from steplab.report.kit.document import RESULT, Column, Section, Sentences, Table, later
-from steplab.report.kit.quantities import LABEL, SHARE, TIMES
-from steplab.report.kit.text import dotted, made, quoted_name, why_failed
+from steplab.report.kit.document import RESULT, Bar, Bars, Column, Section, Segment, Sentences, Table, Verdict, later
+from steplab.report.kit.grouping import told_once
+from steplab.report.kit.text import dotted, interruption, made, quoted_name, why_failed
 from steplab.report.report import RecordReport
+
+
+def asked(run: DdpRun) -> str:
+    """The step: model, context, batch per rank, micro-steps, precision, compile."""
+    step = run.study.step
+    parts = [step.model.label, f"context {step.context}", f"batch {step.batch} per rank", step.precision]
+    parts += [f"{step.micro_steps} micro-steps"] if step.micro_steps > 1 else []
+    parts += ["each block compiled"] if step.compile == "block" else []
+    return ", ".join(parts)
+
+
+def ranks_words(run: DdpRun) -> str:
+    """2 ranks, NVIDIA H200, nccl; the hosts where there are several."""
+    facts = run.facts
+    if facts is None:
+        return units.counted(run.study.processes, "rank")
+    devices = ", ".join(dict.fromkeys(place.device for place in facts.places))
+    hosts = Counter(place.host for place in facts.places)
+    over = " on " + ", ".join(f"{host} ({count})" for host, count in hosts.items()) if len(hosts) > 1 else ""
+    return f"{units.counted(len(facts.places), 'rank')}{over}, {devices}, {facts.backend}"
+
+
+def facts(run: DdpRun) -> Iterator[str]:
+    """The size of the gradients, and how the host was ahead of the devices."""
+    if found := run.facts:
+        yield (
+            f"{units.format_count(found.num_parameters)} parameters in {found.num_tensors} tensors: "
+            f"{units.format_bytes(found.gradient_bytes)} of gradients per rank and step."
+        )
+    if held := [rank.held_s for cell in run.cells for rank in cell.ranks if rank.held_s]:
+        yield (
+            f"Before each step the devices were held idle for {units.format_time(min(held))} to "
+            f"{units.format_time(max(held))}, so that the host was ahead of them."
+        )
+    elif run.facts and run.facts.backend == "nccl":
+        yield "Whether the host was ahead of the devices before each step is not recorded."
+    if uncounted := [cell.contender.label for cell in run.cells if any(rank.baseline_freed for rank in cell.ranks)]:
+        yield (
+            f"Other memory and the peak are not known for {', '.join(uncounted)}: an earlier variant's memory was "
+            "freed during the measurement."
+        )
+
+
+def model_words(run: DdpRun) -> Iterator[str]:
+    """The model of the overhead, and its best bucket size."""
+    model = run.model
+    if model is None:
+        return
+    yield (
+        "Model: s bytes of gradients in n buckets, with bandwidth w and overhead o per call, take n o + s / w alone. "
+        "Exposed, with the overhead of every call, are n o + s / (n w), least for buckets of sqrt(s w o). Here s = "
+        f"{units.format_message(model.gradient_bytes)}, w = {units.format_rate(model.bytes_per_s, 'B/s')}, "
+        f"o = {units.format_time(model.call_s)} and backward takes {units.format_time(model.backward_s)}: the best "
+        f"bucket size is {model.best_bucket_mb:.3g} MB."
+    )
+
+
+def notes_of(run: DdpRun) -> list[str]:
+    """Notes on the study and its variants, each text once, with the variants that it is about."""
+    found = told_once((cell.contender.label, note) for cell in run.cells for note in cell.notes)
+    return [*run.notes, *(f"{note} ({', '.join(labels)})" for note, labels in found.items())]
+
+
+EXPOSED_COLOR = 2
+_WORDS = {"optimizer": "optimizer state"}
+
+
+def exposed_bars(run: DdpRun) -> Bars | None:
+    """Exposed communication of each variant, the least first; the shortest step and torch DDP's best stand out."""
+    timed = [(added_s, cell) for cell in run.cells if (added_s := figures.exposed_s(cell)) is not None]
+    if not timed:
+        return None
+    cells = [cell for _, cell in timed]
+    winner, theirs = figures.best(cells), figures.best_ddp(cells)
+    bars = [_exposed_bar(cell, added_s, winner, theirs) for added_s, cell in sorted(timed, key=lambda pair: pair[0])]
+    bars += [
+        Bar(label=cell.contender.label, figure=why_failed(cell.failure), bad=True) for cell in run.cells if cell.failure
+    ]
+    note = (
+        "Exposed communication: the median step of the slowest rank minus the same step without communication, "
+        "measured in turns. In brackets are its bounds by the 95 % interval of their ratio."
+    )
+    return Bars(bars=tuple(bars), note=note)
+
+
+def _exposed_bar(cell: DdpCell, added_s: float, winner: DdpCell | None, theirs: DdpCell | None) -> Bar:
+    show, bounds, name = units.format_time, figures.exposed_range_s(cell), cell.contender.label
+    between = f" ({show(bounds[0])} to {show(bounds[1])})" if bounds else ""
+    told = [f"step {show(figures.step_s(cell) or 0.0)}"]
+    told += ["shortest step"] if cell is winner else []
+    told += ["torch DDP's best bucket size"] if cell is theirs else []
+    tip = f"{name}: {show(added_s)} exposed{between}"
+    return Bar(
+        label=name,
+        figure=f"{show(added_s)}{between}",
+        segments=(Segment(value=added_s, color=EXPOSED_COLOR, tip=tip),) if added_s > 0 else (),
+        detail=", ".join(told),
+        strong=cell is winner or cell is theirs,
+    )
+
+
+def memory_bars(run: DdpRun) -> Bars | None:
+    """Memory of the rank that holds most after the first update, by category, with a mark for the formulas."""
+    held = [(cell, memory) for cell in run.cells if (memory := figures.memory_at(cell, MOMENTS[-1]))]
+    if not held:
+        return None
+    kinds = [kind for kind in CATEGORIES if any(_bytes(memory, kind) for _, memory in held)]
+    note = (
+        "Memory of the rank that holds most, after the first update, which creates the optimizer state. The stroke "
+        "marks what the formulas give for parameters, gradients and optimizer state."
+    )
+    if any(memory.other_bytes is None for _, memory in held):
+        note += " Other memory is not known where the allocator keeps no count, or where memory of an earlier variant "
+        note += "was freed meanwhile."
+    return Bars(
+        bars=tuple(_memory_bar(cell, memory) for cell, memory in held),
+        legend=tuple((CATEGORIES.index(kind) + 1, "■", _WORDS.get(kind, kind)) for kind in kinds),
+        note=note,
+    )
+
+
+def _memory_bar(cell: DdpCell, memory: StateMemory) -> Bar:
+    name, expected = cell.contender.label, figures.expected_at(cell, memory.moment)
+    return Bar(
+        label=name,
+        figure=units.format_bytes(memory.known_bytes + (memory.other_bytes or 0)),
+        segments=tuple(_memory_segments(name, memory)),
+        mark=expected.known_bytes if expected and expected.known_bytes else None,
+        mark_tip=f"{name}, by formula: {units.format_bytes(expected.known_bytes)}" if expected else "",
+    )
+
+
+def _memory_segments(name: str, memory: StateMemory) -> Iterator[Segment]:
+    for number, kind in enumerate(CATEGORIES, start=1):
+        if size := _bytes(memory, kind):
+            tip = f"{name}: {_WORDS.get(kind, kind)} {units.format_bytes(size)}"
+            yield Segment(value=size, color=number, tip=tip)
+
+
+def _bytes(memory: StateMemory, kind: str) -> int:
+    size: int | None = getattr(memory, f"{kind}_bytes")
+    return size or 0
+
+
+_STEADY = 1.05
+"""Largest ratio between turns of the same step on an undisturbed machine."""
+_MOSTLY = 0.5
+"""Hidden share of communication below which most of it is exposed."""
+
+
+def ddp_verdict(run: DdpRun) -> Verdict:
+    """The variant with the shortest step against torch DDP, and how much of its communication is hidden."""
+    return Verdict(sentences=tuple(_sentences(run)), cautions=tuple(_cautions(run)))
+
+
+def _sentences(run: DdpRun) -> Iterator[str]:
+    compared = [cell for cell in figures.timed(run) if figures.exposed_s(cell) is not None]
+    winner, theirs = figures.best(compared), figures.best_ddp(compared)
+    if winner is None:
+        if first := figures.best(run.cells):
+            took = units.format_time(figures.step_s(first) or 0.0)
+            if len(figures.timed(run)) > 1:
+                yield f"{first.contender.label} has the shortest step, {took}."
+            else:
+                yield f"Of the step one variant alone was measured: {first.contender.label}, {took}."
+        return
+    next_best = figures.best(c for c in compared if c.contender.kind not in ("torch_ddp", winner.contender.kind))
+    verb = "has the shortest step and adds"
+    if _saves(winner):
+        yield _saved(winner)
+        winner, verb = next_best or winner, "adds"
+    told = _adds(winner, verb)
+    if theirs and theirs is not winner:
+        told += f", {_against(winner, theirs)} that torch DDP adds at its best bucket size, {_size(theirs)}"
+    yield f"{told}."
+    if theirs is winner and next_best:
+        yield f"Of the other variants, {next_best.contender.label} adds least, {_added(next_best)}."
+    yield from _hidden(winner)
+
+
+def _saves(cell: DdpCell) -> bool:
+    """True if a step is surely shorter than one without communication, as where each rank updates fewer parameters."""
+    ratio = figures.step_ratio(cell)
+    return ratio is not None and ratio.decision == "lower"
+
+
+def _saved(cell: DdpCell) -> str:
+    without_s, shorter_s = figures.baseline_s(cell) or 0.0, -(figures.exposed_s(cell) or 0.0)
+    why = ", because each rank updates only a part of the parameters" if cell.contender.kind == "sharded" else ""
+    return (
+        f"A step with {cell.contender.label} takes {units.format_time(without_s - shorter_s)}, "
+        f"{units.format_time(shorter_s)} less than one without communication{why}."
+    )
+
+
+def _adds(cell: DdpCell, verb: str) -> str:
+    without = units.format_time(figures.baseline_s(cell) or 0.0)
+    return f"{cell.contender.label} {verb} {_added(cell)} of exposed communication to a step of {without}"
+
+
+def _added(cell: DdpCell) -> str:
+    """'5.10 ms (4.86 ms to 5.22 ms)'."""
+    added_s, bounds = figures.exposed_s(cell) or 0.0, figures.exposed_range_s(cell)
+    if added_s <= 0:
+        return "nothing above the noise"
+    between = f" ({units.format_time(bounds[0])} to {units.format_time(bounds[1])})" if bounds else ""
+    return f"{units.format_time(added_s)}{between}"
+
+
+def _against(winner: DdpCell, theirs: DdpCell) -> str:
+    """'0.30 of the 17.1 ms (16.2 ms to 18.0 ms)', or that the bounds of the two overlap."""
+    added_s, theirs_s = figures.exposed_s(winner) or 0.0, figures.exposed_s(theirs) or 0.0
+    own, other = figures.exposed_range_s(winner), figures.exposed_range_s(theirs)
+    if own and other and own[1] >= other[0]:
+        return f"within the uncertainty of the {_added(theirs)}"
+    if added_s <= 0 or theirs_s <= 0:
+        return f"against the {_added(theirs)}"
+    return f"{added_s / theirs_s:.2f} of the {_added(theirs)}"
+
+
+def _size(cell: DdpCell) -> str:
+    size = cell.contender.bucket_size_mb
+    return "torch's own" if size is None else f"{size:g} MB"
+
+
+def _hidden(cell: DdpCell) -> Iterator[str]:
+    hidden, alone_s = figures.hidden(cell), figures.alone_s(cell)
+    if hidden is None or alone_s is None:
+        return
+    alone = units.format_time(alone_s)
+    if hidden < 0:
+        yield (
+            f"Nothing of it is hidden: the same messages take {alone} with nothing beside them, and in the step they "
+            "slow the computation as well."
+        )
+    elif hidden < _MOSTLY:
+        yield (
+            f"Most of the communication is exposed: only {units.format_percent(hidden)} of the {alone} that the "
+            "messages take alone is hidden behind computation."
+        )
+    else:
+        yield (
+            f"{units.format_percent(hidden)} of the {alone} that the messages take alone is hidden behind computation."
+        )
+
+
+def _cautions(run: DdpRun) -> Iterator[str]:
+    yield from interruption(run, "variant")
+    least, most = figures.baseline_range_s(run) or (0.0, 0.0)
+    if most > _STEADY * least:
+        yield (
+            f"Warning: the step without communication took {units.format_time(least)} beside one variant and "
+            f"{units.format_time(most)} beside another: it was disturbed, and so is the exposed communication."
+        )
+    if late := [cell.contender.label for cell in figures.timed(run) if figures.waits_for_host(cell)]:
+        yield (
+            f"Warning: nearly launch-bound (host lead under 1 % of the step): {', '.join(late)}. Exposed communication "
+            "there includes the device's waits for the host."
+        )
+    for cell in run.cells:
+        if cell.failure:
+            yield f"{cell.contender.label} failed: {why_failed(cell.failure)}."
+
 
 TERMS = (
     (
@@ -62,115 +322,27 @@ def ddp_cell_line(cell: DdpCell) -> str:
 
 def _sections(run: DdpRun) -> Iterator[Section]:
     yield Section.of("Exposed communication", exposed_bars(run), Sentences.of(facts(run), "note"))
-    rows = ddp_rows(run)
-    yield Section.of("Time and communication", _time(rows))
+    rows = figures.ddp_rows(run)
+    yield Section.of(
+        "Time and communication",
+        _table("time", figures.time_figures(run), rows, "Medians of the slowest rank.", RESULT),
+    )
     yield Section.of("Bucket size", later(bucket_curve, run), Sentences.of(model_words(run)))
     held = [row for row in rows if row[f"{MOMENTS[-1]}_bytes"] is not None]
-    yield Section.of("Memory per rank", memory_bars(run), _memory(held))
+    yield Section.of("Memory per rank", memory_bars(run), _table("memory", figures.MEMORY, held, _MEMORY_CAPTION))
     yield Section.of("One step of each strategy", later(timelines, run))
     yield Section.notes(notes_of(run))
 
 
 _VARIANT = Column(key="contender", header="variant")
-
-
-_HEADERS = {"gradient sync": "sync", "optimizer": "opt. step"}
-_TIME_COLUMNS = (
-    _VARIANT,
-    Column(key="step_s", header="step"),
-    Column(
-        key="baseline_s",
-        header="without",
-        rank=1,
-        note="Without is the same step without communication, in turns with the variant.",
-    ),
-    Column(key="exposed_s", header="exposed", note="Exposed is the difference."),
-    Column(
-        key="exposed_low_s",
-        header="exposed, min",
-        rank=1,
-        note="Min and max are its bounds by the 95 % interval of their ratio.",
-    ),
-    Column(key="exposed_high_s", header="exposed, max", rank=1),
-    Column(
-        key="of_best_ddp",
-        header="× DDP",
-        quantity=TIMES,
-        rank=1,
-        note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
-    ),
-    Column(
-        key="alone_s", header="alone", rank=1, note="Alone is the time of the same messages with nothing beside them."
-    ),
-    Column(
-        key="hidden",
-        quantity=SHARE,
-        rank=2,
-        note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
-        "communication slows the computation beside it by more than is hidden.",
-    ),
-    Column(
-        key="traced_exposed_s",
-        header="exposed in trace",
-        rank=3,
-        note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
-    ),
-    Column(key="num_calls", header="calls", quantity=LABEL, rank=2),
-    Column(key="sent_bytes", header="messages", rank=4, note="Messages is the sum of their sizes."),
-    Column(
-        key="wire_bytes",
-        header="on the wire",
-        rank=4,
-        note="On the wire is the sum of each size times nccl-tests' factor.",
-    ),
-    *(Column(key=f"{name.replace(' ', '_')}_s", header=_HEADERS.get(name, name), rank=5) for name in PHASES),
-    Column(
-        key="host_lead_s",
-        header="host ahead",
-        rank=3,
-        note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
-        "least, including the time for which the device was held before the step.",
-    ),
-    Column(key="rank_spread", header="spread over ranks", quantity=SHARE, rank=6),
-    Column(key="first_step_s", header="first step", rank=7),
-    RESULT,
+_MEMORY_CAPTION = (
+    "Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the categories "
+    "are those after it."
 )
 
 
-def _time(rows: Sequence[Row]) -> Table:
-    caption = "Medians of the slowest rank."
-    return Table(name="time", columns=_TIME_COLUMNS, rows=tuple(rows), caption=caption)
-
-
-def _memory(rows: Sequence[Row]) -> Table:
-    return Table(
-        name="memory",
-        columns=(
-            _VARIANT,
-            *(Column(key=f"{moment}_bytes", header=words) for moment, words in MOMENT_WORDS.items()),
-            Column(key="after_step_parameters_bytes", header="parameters", rank=2),
-            Column(key="after_step_gradients_bytes", header="gradients", rank=2),
-            Column(key="after_step_optimizer_bytes", header="optimizer state", rank=1),
-            Column(key="after_step_other_bytes", header="other", rank=3),
-            Column(
-                key="after_step_formula_bytes",
-                header="by formula",
-                rank=2,
-                note="The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the "
-                "optimizer state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of "
-                "ranks.",
-            ),
-            Column(
-                key="peak_bytes",
-                header="peak of a step",
-                rank=1,
-                note="The peak is the allocator's, without the memory that peer copies share.",
-            ),
-        ),
-        rows=tuple(rows),
-        caption="Memory of the rank that holds most, at the first step, whose update creates the optimizer state; the "
-        "categories are those after it.",
-    )
+def _table(name: str, shown: Sequence[Figure[DdpCell]], rows: Sequence[Row], caption: str, *last: Column) -> Table:
+    return Table(name=name, columns=(_VARIANT, *Column.of(shown), *last), rows=tuple(rows), caption=caption)
 
 
 REPORT = RecordReport(
@@ -182,6 +354,6 @@ REPORT = RecordReport(
     called=lambda run: run.name or asked(run),
     answer=ddp_verdict,
     sections=_sections,
-    rows=ddp_rows,
+    rows=figures.ddp_rows,
     terms=TERMS,
 )

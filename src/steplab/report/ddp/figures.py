@@ -1,4 +1,4 @@
-"""Figures of a data-parallel study, from its samples; no presentation.
+"""Figures of a data-parallel study, from its samples, and how tables show them.
 
 A step of several ranks is as long as that of the slowest rank. The figure of a variant is therefore the largest of the
 ranks' medians, and so is the baseline's, so that waiting for a slow device does not count as communication.
@@ -10,8 +10,14 @@ from statistics import median
 from steplab.comparison.samples import compare_samples
 from steplab.records import timing
 from steplab.records.comparison import Ratio
-from steplab.records.ddp import DdpCell, DdpRun, StateMemory
+from steplab.records.ddp import CATEGORIES, MOMENTS, DdpCell, DdpRun, StateMemory, TracedSteps
+from steplab.records.figure import Figure, values
+from steplab.records.profile import PHASES
+from steplab.records.rows import Row
+from steplab.report.kit.document import row_of
 
+MOMENT_WORDS = dict(zip(MOMENTS, ("initialised", "before the update", "after the update"), strict=True))
+"""The moments at which the memory of a rank is recorded, in words."""
 _WIDEST = 0.5
 """Distance of the bounds of exposed communication, relative to communication alone, above which no share is given."""
 
@@ -38,7 +44,7 @@ def host_lead_s(cell: DdpCell) -> float | None:
 
 
 def waits_for_host(cell: DdpCell) -> bool:
-    """Whether the host lead was near zero on some rank, whose messages the other ranks wait for."""
+    """True if the host lead was near zero on some rank, whose messages the other ranks wait for."""
     return any(timing.waits_for_host(rank.phases) for rank in cell.ranks)
 
 
@@ -112,7 +118,7 @@ def alone_s(cell: DdpCell) -> float | None:
 
 
 def spread_over_ranks(cell: DdpCell, *, baseline: bool = False) -> float | None:
-    """How much longer the slowest rank's median step is than the fastest's, as a share; None where it was not timed."""
+    """Median step of the slowest rank over that of the fastest, less 1; None if not timed."""
     medians = [median(samples) for rank in cell.ranks if (samples := rank.samples("step", baseline=baseline))]
     return max(medians) / min(medians) - 1 if medians and min(medians) > 0 else None
 
@@ -159,3 +165,202 @@ def expected_at(cell: DdpCell, moment: str) -> StateMemory | None:
 def timed(run: DdpRun) -> list[DdpCell]:
     """The variants that were timed."""
     return [cell for cell in run.cells if step_s(cell) is not None]
+
+
+def ddp_rows(run: DdpRun) -> list[Row]:
+    """One row per variant; the step without communication has the medians over its turns with all variants."""
+    figures = (*time_figures(run), *MEMORY)
+    return [
+        {
+            "contender": cell.contender.label,
+            "kind": cell.contender.kind,
+            "bucket_mb": cell.contender.bucket_size_mb,
+            **row_of(cell.contender, "transport", "update"),
+            "status": cell.status,
+            "turns": cell.turns or None,
+            "num_ranks": len(cell.ranks) or None,
+            "steps": len(cell.ranks[0].samples("step")) if cell.ranks else None,
+            **values(figures, cell),
+            "failure": cell.failure.message if cell.failure else None,
+        }
+        for cell in run.cells
+    ]
+
+
+def _is_baseline(cell: DdpCell) -> bool:
+    return cell.contender.kind == "none" and cell.failure is None
+
+
+def _bound(end: int) -> Callable[[DdpCell], float | None]:
+    return lambda cell: bounds[end] if (bounds := exposed_range_s(cell)) else None
+
+
+def _traced(read: Callable[[TracedSteps], float]) -> Callable[[DdpCell], float | None]:
+    return lambda cell: read(cell.traced) if cell.traced and cell.traced.communication_s else None
+
+
+_ADDED: tuple[Figure[DdpCell], ...] = (
+    Figure(
+        key="baseline_s",
+        header="without",
+        rank=1,
+        note="Without is the same step without communication, in turns with the variant.",
+        find=baseline_s,
+    ),
+    Figure(key="exposed_s", header="exposed", note="Exposed is the difference.", find=exposed_s),
+    Figure(
+        key="exposed_low_s",
+        header="exposed, min",
+        rank=1,
+        note="Min and max are its bounds by the 95 % interval of their ratio.",
+        find=_bound(0),
+    ),
+    Figure(key="exposed_high_s", header="exposed, max", rank=1, find=_bound(1)),
+)
+_SENT: tuple[Figure[DdpCell], ...] = (
+    Figure(
+        key="alone_s",
+        header="alone",
+        rank=1,
+        note="Alone is the time of the same messages with nothing beside them.",
+        find=alone_s,
+    ),
+    Figure(
+        key="hidden",
+        header="hidden",
+        unit="share",
+        rank=2,
+        note="Hidden is 1 − exposed / alone, where those bounds are less than half of alone apart; below zero, "
+        "communication slows the computation beside it by more than is hidden.",
+        find=hidden,
+    ),
+    Figure(
+        key="traced_exposed_s",
+        header="exposed in trace",
+        rank=3,
+        note="Exposed in trace is the time of messages with no computation beside them, under a profiler.",
+        find=_traced(lambda traced: traced.exposed_s),
+    ),
+    Figure(key="num_calls", header="calls", unit="label", rank=2, find=lambda cell: cell.num_calls),
+    Figure(
+        key="sent_bytes",
+        header="messages",
+        rank=4,
+        note="Messages is the sum of their sizes.",
+        find=lambda cell: sum(messages.total_bytes for messages in cell.messages) or None,
+    ),
+    Figure(
+        key="wire_bytes",
+        header="on the wire",
+        rank=4,
+        note="On the wire is the sum of each size times nccl-tests' factor.",
+        find=lambda cell: cell.wire_bytes,
+    ),
+)
+_HOST_LEAD: Figure[DdpCell] = Figure(
+    key="host_lead_s",
+    header="host ahead",
+    rank=3,
+    note="Host ahead is how far the host was ahead of the device at the end of the phase where that was "
+    "least, including the time for which the device was held before the step.",
+    find=host_lead_s,
+)
+_OTHERS: tuple[Figure[DdpCell], ...] = (
+    Figure(key="first_step_s", header="first step", rank=7, find=lambda cell: cell.first_step_s),
+    Figure(key="traced_step_s", find=lambda cell: cell.traced.step_s if cell.traced else None),
+    Figure(key="traced_communication_s", find=_traced(lambda traced: traced.communication_s)),
+)
+
+
+def time_figures(run: DdpRun) -> tuple[Figure[DdpCell], ...]:
+    """The figures of time and of messages."""
+    best_s = best_ddp_s(run.cells)
+    knows_tokens = run.facts is None or run.facts.knows_tokens
+
+    def usual_s(cell: DdpCell, phase: str = "step") -> float | None:
+        return usual_baseline_s(run, phase) if _is_baseline(cell) else phase_s(cell, phase)
+
+    def of_best(cell: DdpCell) -> float | None:
+        added_s = exposed_s(cell)
+        return added_s / best_s if added_s is not None and best_s else None
+
+    def tokens_per_s(cell: DdpCell) -> float | None:
+        step_s = usual_s(cell)
+        return run.study.tokens / step_s if step_s and knows_tokens else None
+
+    def of_phase(name: str) -> Figure[DdpCell]:
+        header = {"gradient sync": "sync", "optimizer": "opt. step"}.get(name, name)
+        return Figure(key=f"{name.replace(' ', '_')}_s", header=header, rank=5, find=lambda cell: usual_s(cell, name))
+
+    return (
+        Figure(key="step_s", header="step", find=usual_s),
+        *_ADDED,
+        Figure(
+            key="of_best_ddp",
+            header="× DDP",
+            unit="times",
+            rank=1,
+            note="× DDP is exposed over that of torch DDP at the bucket size with the shortest step.",
+            find=of_best,
+        ),
+        *_SENT,
+        *map(of_phase, PHASES),
+        _HOST_LEAD,
+        Figure(
+            key="rank_spread",
+            header="spread over ranks",
+            unit="share",
+            rank=6,
+            find=lambda cell: usual_spread(run) if _is_baseline(cell) else spread_over_ranks(cell),
+        ),
+        Figure(key="tokens_per_s", find=tokens_per_s),
+        *_OTHERS,
+    )
+
+
+def _held(moment: str, owner: str = "", header: str | None = None, rank: int = 0) -> Figure[DdpCell]:
+    """Memory at a moment; `owner` empty: the whole."""
+
+    def find(cell: DdpCell) -> int | None:
+        memory = memory_at(cell, moment)
+        if memory is None:
+            return None
+        if not owner:
+            return memory.known_bytes + (memory.other_bytes or 0)
+        size: int | None = getattr(memory, f"{owner}_bytes")
+        return size
+
+    return Figure(key=f"{moment}_{owner + '_' if owner else ''}bytes", header=header, rank=rank, find=find)
+
+
+def _by_formula(moment: str, header: str | None = None, note: str = "") -> Figure[DdpCell]:
+    def find(cell: DdpCell) -> int | None:
+        expected = expected_at(cell, moment)
+        return expected.known_bytes if expected else None
+
+    return Figure(key=f"{moment}_formula_bytes", header=header, rank=2, note=note, find=find)
+
+
+MEMORY = (
+    *(_held(moment, header=words) for moment, words in MOMENT_WORDS.items()),
+    _held("after_step", "parameters", "parameters", 2),
+    _held("after_step", "gradients", "gradients", 2),
+    _held("after_step", "optimizer", "optimizer state", 1),
+    _held("after_step", "other", "other", 3),
+    _by_formula(
+        "after_step",
+        "by formula",
+        "The formula counts parameters, gradients and optimizer state, of which ZeRO divides nothing, the optimizer "
+        "state (sharded), the gradients as well (sharded, peer_copy) or all (FSDP2) by the number of ranks.",
+    ),
+    Figure(
+        key="peak_bytes",
+        header="peak of a step",
+        rank=1,
+        note="The peak is the allocator's, without the memory that peer copies share.",
+        find=peak_bytes,
+    ),
+    *(_held(moment, owner) for moment in MOMENTS[:-1] for owner in CATEGORIES),
+    *map(_by_formula, MOMENTS[:-1]),
+)
+"""Memory of the rank that holds most; its categories have columns for the time after the first update."""

@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, Protocol
 
+from steplab.records.figure import Figure
 from steplab.records.rows import Scalar
-from steplab.report.kit.quantities import BY_NAME, Quantity, quantity_of
+from steplab.report.kit.quantities import BY_NAME, UNITS, Quantity, quantity_of
 
 Row = Mapping[str, Scalar]
 
@@ -50,6 +51,23 @@ class Column:
         """Take the quantity from the unit at the end of the field's name, unless one was given."""
         if self.quantity is BY_NAME:
             object.__setattr__(self, "quantity", quantity_of(self.key))
+
+    @classmethod
+    def of(cls, figures: Iterable[Figure[Any]]) -> "tuple[Column, ...]":
+        """The columns of those figures that have a header."""
+        return tuple(
+            cls(
+                key=figure.key,
+                header=figure.header,
+                quantity=UNITS.get(figure.unit, BY_NAME),
+                shared=figure.shared,
+                note=figure.note,
+                rank=figure.rank,
+                wraps_from=12 if figure.is_words else None,
+            )
+            for figure in figures
+            if figure.header is not None
+        )
 
     @property
     def heading(self) -> str:

@@ -32,12 +32,24 @@ _LATEX_ESCAPES = {
     "α": r"$\alpha$",
     "β": r"$\beta$",
     "γ": r"$\gamma$",
+    "√": r"$\surd$",
+    "≤": r"$\leq$",
+    "≥": r"$\geq$",
+    "²": r"\texttwosuperior{}",
+    "“": "``",
+    "”": "''",
+    "’": "'",
+    "[": "{[}",  # which would be an argument of a line's end before it
+    "*": "{*}",
+    "─": "--",
 } | {character: "\\" + character for character in "&%$#_{}"}
 
 
 def escape_latex(text: str) -> str:
-    """Escape a text for LaTeX, character by character, so that no escape is escaped twice."""
-    return " ".join("".join(_LATEX_ESCAPES.get(character, character) for character in plain(text)).split())
+    """Escape a text for LaTeX, character by character, so that no escape is escaped twice; pdflatex stops at
+    characters that its fonts lack."""
+    known = (_LATEX_ESCAPES.get(each, each if each < "\u0100" else "?") for each in plain(text))
+    return " ".join("".join(known).split())
 
 
 def to_markdown(document: Document) -> str:
@@ -47,9 +59,20 @@ def to_markdown(document: Document) -> str:
 
 
 def to_latex(document: Document) -> str:
-    """The document as LaTeX to include in another document, without a newline at the end. Tables need booktabs."""
-    head = [r"% needs \usepackage{booktabs}", _latex_heading(document.title, 1) if document.title else ""]
-    return _document(document, [*head, escape_latex(document.subtitle)], _latex_heading, _latex)
+    """The document as LaTeX that pdflatex sets, without a newline at the end."""
+    head = [_latex_heading(document.title, 1) if document.title else ""]
+    text = _document(document, [*head, escape_latex(document.subtitle)], _latex_heading, _latex)
+    return f"{_PREAMBLE}\n\n{text}\n\n\\end{{document}}"
+
+
+_PREAMBLE = r"""\documentclass{article}
+\usepackage[T1]{fontenc}
+\usepackage{textcomp,amsmath,array,booktabs,longtable}
+\usepackage[margin=2cm]{geometry}
+\setlength{\tabcolsep}{4pt}
+\begin{document}"""
+_LINE_CHARACTERS = 90
+"""About the number of characters in a line of a table."""
 
 
 def _document(
@@ -154,14 +177,16 @@ def _latex_table(table: Table) -> str:
     if not table.rows:
         return escape_latex(table.empty)
     shown = sheet(table)
-    alignment = "".join("r" if column.quantity.numeric else "l" for column in shown.columns)
-    lines = [
-        rf"\begin{{tabular}}{{{alignment}}}",
-        r"\toprule",
-        line([column.heading for column in shown.columns]),
-        r"\midrule",
-        *(line(cells) for cells in shown.rows),
-        r"\bottomrule",
-        r"\end{tabular}",
-    ]
-    return "\n".join(lines + ([r"\par\smallskip " + escape_latex(shown.below)] if shown.below else []))
+    head = [line([column.heading for column in shown.columns]), r"\midrule", r"\endhead"]
+    columns = zip(shown.columns, zip(*shown.rows, strict=True), strict=True)
+    widths = [max(map(len, (column.heading, *cells))) for column, cells in columns]
+    fits = sum(widths) <= _LINE_CHARACTERS
+    wrapped = r">{{\raggedright\arraybackslash}}p{{{:.2f}\linewidth}}"
+    alignment = "".join(
+        "r" if column.quantity.numeric else "l" if fits or width < 20 else wrapped.format(0.8 * width / sum(widths))
+        for column, width in zip(shown.columns, widths, strict=True)
+    )
+    caption = [rf"\caption*{{{escape_latex(shown.below)}}}\\\\"] if shown.below else []
+    rows = [line(cells) for cells in shown.rows]
+    start = [r"{\footnotesize", rf"\begin{{longtable}}{{{alignment}}}"]
+    return "\n".join((*start, *caption, r"\toprule", *head, *rows, r"\bottomrule", r"\end{longtable}", "}"))

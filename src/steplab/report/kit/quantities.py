@@ -77,6 +77,9 @@ _BY_UNIT = (
     *((share, SHARE) for share in ("mfu", "hfu", "_share")),
 )
 
+UNITS = {"times": TIMES, "share": SHARE, "percent": PERCENT, "label": LABEL, "error": ERROR, "GB/s": GB_PER_S}
+"""Quantities of figures whose keys do not end in the unit (records.figure)."""
+
 
 def quotient(over: Scalar, under: Scalar) -> float | None:
     """One number over another; None where one of them is absent, or the second is zero."""

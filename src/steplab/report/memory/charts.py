@@ -9,8 +9,16 @@ from steplab.report.kit import charts as kit
 from steplab.report.kit.charts import MUTED, color_number, drawing, put_mark, series_legend
 from steplab.report.kit.document import Bar, Bars, Chart, Picture, Segment
 from steplab.report.memory.categories import category_word, color_of, legend_of
-from steplab.report.memory.figures import error_text, parts, peak_of, whole
-from steplab.report.memory.pairs import alike_but_for, profile_of, watched, with_owners
+from steplab.report.memory.figures import (
+    alike_but_for,
+    error_text,
+    parts,
+    peak_of,
+    profile_of,
+    watched,
+    whole,
+    with_owners,
+)
 from steplab.report.run.cells import RunCell, label, said, varying
 
 _FIRST = 12

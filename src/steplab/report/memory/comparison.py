@@ -8,13 +8,60 @@ from steplab.records.memory_references import Fp32Forecast, MemoryReferences
 from steplab.records.run import Run
 from steplab.report.memory import figures
 from steplab.report.memory.categories import category_word, in_order
-from steplab.report.memory.forecast import balance, forecast_sentence, moved_words
-from steplab.report.memory.pairs import among, counterpart
-from steplab.report.memory.tensors import is_checkpointed, is_compiled, is_weight_shape, node_name
+from steplab.report.memory.figures import among, counterpart
+from steplab.report.memory.tables import is_checkpointed, is_compiled, is_weight_shape, node_name
 from steplab.report.run.cells import RunCell
-from steplab.report.run.words import precision_words
+from steplab.report.run.one_run import precision_words
 from steplab.specs.step import AUTOCAST
 from steplab.specs.step_choices import WITH_MASTERS
+
+_SAFELY = 2
+"""Smallest predicted difference, in multiples of the prediction's error, for which lower or higher is stated."""
+_ESTIMATES_ARE_OFF = 0.03
+"""Largest relative error of an estimate over the recorded compiled steps."""
+_CLOSE = 1e-3
+
+
+def forecast_sentence(name: str, profile: MemoryProfile, forecast: Fp32Forecast) -> str:
+    """By how much the low precision `name` lowers or raises the peak, compared with the dry run's peak in fp32.
+
+    Where the difference is within the prediction's error, the sentence says so.
+    """
+    own, fp32, measured = forecast.own.peak_bytes, forecast.fp32.peak_bytes, profile.peak_bytes
+    error = abs(own - measured)
+    is_estimate = "estimate" in (forecast.own.kind, forecast.fp32.kind)
+    how = "estimate" if is_estimate else "dry run"
+    doubt = max(_SAFELY * error, int(_ESTIMATES_ARE_OFF * measured) if is_estimate else 0)
+    met = "exactly" if not error else f"within {_up(100 * error / measured)} %"
+    predicts = f"predicts {units.format_bytes(fp32)} in fp32"
+    text = f"The same cell in fp32 was not measured. The {how} of the step, which gives this peak {met}, {predicts}"
+    moved = moved_words(measured, fp32)
+    if moved is None and not is_estimate:
+        return f"{text}: with {name} the peak is the same."
+    if moved is None or abs(measured - fp32) <= doubt:
+        return f"{text}, too close to this cell's peak to say whether {name} lowers or raises it."
+    size = units.format_bytes(abs(measured - fp32))
+    text += f": with {name} the peak is {moved}, by {size}."
+    if profile.peak_phase and profile.peak_phase != forecast.fp32.peak_phase:
+        text += f" In fp32 the peak would be in {forecast.fp32.peak_phase}."
+    return text
+
+
+def _up(percent: float) -> str:
+    """The percentage with two decimals, at least 0.01, so that a small error does not read as none."""
+    return f"{max(percent, 0.01):.2f}"
+
+
+def moved_words(after: int, before: int) -> str | None:
+    """'3.9 % lower'; None where both sizes are written alike."""
+    if abs(after - before) <= _CLOSE * before and units.format_bytes(after) == units.format_bytes(before):
+        return None
+    direction = "lower" if after < before else "higher"
+    if not before:
+        return f"{units.format_bytes(after)} {direction}"
+    percent = 100 * abs(after - before) / before
+    return f"{percent:.1f} % {direction}" if percent >= 0.1 else f"{percent:.1g} % {direction}"
+
 
 _SAME = 0.001  # relative change below which a category counts as unchanged
 _STATES = ("parameters", "gradients", "optimizer_state")
@@ -55,11 +102,11 @@ def precision_sentences(run: Run, baseline: Run | None, forecast: Fp32Forecast |
     elif forecast:
         yield forecast_sentence(name, profile, forecast)
     if run.spec.precision in AUTOCAST:
-        yield from _saved(run, profile, alone=alone, forecast=forecast)
+        yield from _saved(run, profile, alone=alone)
 
 
 def checkpointing_sentences(run: Run, baseline: Run | None) -> Iterator[str]:
-    """What checkpointing saves in memory and costs in time; `baseline` is the same cell without it."""
+    """Memory that checkpointing saves and time that it costs; `baseline` is the same cell without it."""
     profile = run.memory_profile
     if profile is None or run.spec is None or run.spec.checkpointing == "none" or not run.spec.checkpoints_apply:
         return
@@ -97,7 +144,6 @@ def _stays(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
 
 
 def _moves(after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """The categories that differ, the largest change first."""
     names = in_order((*before.at_peak, *after.at_peak))
     pairs = [(name, after.at_peak.get(name, 0), before.at_peak.get(name, 0)) for name in names]
     moved = [pair for pair in pairs if not _is_same(pair[1], pair[2])]
@@ -135,7 +181,6 @@ def _is_same(now: int, then: int) -> bool:
 
 
 def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile) -> Iterator[str]:
-    """A sentence where the two peaks are in different phases, so that their categories belong to different moments."""
     if after.peak_phase and before.peak_phase and after.peak_phase != before.peak_phase:
         yield (
             f"The two peaks are at different moments: with {other} in {before.peak_phase}, with {name} in "
@@ -143,8 +188,8 @@ def _moments(name: str, other: str, after: MemoryProfile, before: MemoryProfile)
         )
 
 
-def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forecast | None) -> Iterator[str]:
-    """How much of what is saved for backward autocast has in low precision, and what it leaves in float32."""
+def _saved(run: Run, profile: MemoryProfile, *, alone: bool) -> Iterator[str]:
+    """Shares of the saved activations in low precision and in float32."""
     every = [tensors for tensors in profile.saved if tensors.category == "activations" and tensors.stored_bytes]
     every.sort(key=lambda tensors: -tensors.stored_bytes)
     casts = [tensors for tensors in every if _is_cast(tensors, run)]
@@ -162,13 +207,15 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
         )
     low = [tensors for tensors in saved if tensors.dtype in figures.LOW_PRECISION]
     full = [tensors for tensors in saved if tensors.dtype == "float32"]
-    total, low_bytes = figures.saved_bytes(saved), figures.saved_bytes(low)
+    total = figures.saved_bytes(saved)
     if total:
-        share = f"{units.format_percent(low_bytes / total)} is {_dtypes(low)}" if low else "nothing is in low precision"
+        share = (
+            f"{units.format_percent(figures.saved_bytes(low) / total)} is {_dtypes(low)}"
+            if low
+            else "nothing is in low precision"
+        )
         yield f"Of the {units.format_bytes(total)} of activations saved for backward, {share}{_still_full(full, run)}."
     states = figures.at_peak(profile, *_STATES)
-    gone = max(figures.saved_bytes(every) - figures.at_peak(profile, "activations"), 0)  # by the time of the peak
-    copies = figures.at_peak(profile, "autocast_copies") + max(figures.saved_bytes(casts) - gone, 0)
     of_states = f"{units.format_bytes(states)}, {units.format_percent(states / profile.peak_bytes)} of the peak."
     if alone and run.spec is not None and run.spec.precision in WITH_MASTERS:
         yield (
@@ -177,12 +224,10 @@ def _saved(run: Run, profile: MemoryProfile, *, alone: bool, forecast: Fp32Forec
         )
     elif alone:
         yield f"Autocast does not change parameters, gradients and optimizer state: {of_states}"
-        if (low_bytes or copies) and not forecast:
-            yield balance(run, profile, low_bytes, copies)
 
 
 def _is_cast(tensors: SavedTensors, run: Run) -> bool | None:
-    """Whether these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
+    """True if these are weights that a compiled graph cast, by their shape; None where the shape does not tell. The
     casts of an eager step are known: they are autocast copies."""
     if tensors.dtype not in figures.LOW_PRECISION or not is_compiled(tensors):
         return False
@@ -196,7 +241,7 @@ def _dtypes(saved: Sequence[SavedTensors]) -> str:
 
 
 def _still_full(full: Sequence[SavedTensors], run: Run) -> str:
-    """How much stays in float32, and which operators saved most of it."""
+    """Bytes that stay in float32, and the operators that saved most of them."""
     if not full:
         return ""
     by_node: dict[str, int] = {}

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
+from steplab import units
 from steplab.errors import UserError
 from steplab.records.memory_profile import MemoryProfile
 from steplab.records.memory_references import MemoryReferences
@@ -18,18 +19,83 @@ from steplab.report.kit.document import (
     records_in_full,
 )
 from steplab.report.kit.grouping import spread
-from steplab.report.memory import words
+from steplab.report.memory import figures, words
+from steplab.report.memory.categories import category_word
 from steplab.report.memory.charts import checkpointing_tradeoff, peak_bars
-from steplab.report.memory.comparison import comparison_sentences
-from steplab.report.memory.figures import capacity
-from steplab.report.memory.pairs import alike_but_for, profile_of, watched
+from steplab.report.memory.comparison import comparison_sentences, moved_words
+from steplab.report.memory.figures import BASELINES, alike_but_for, among, capacity, counterpart, profile_of, watched
 from steplab.report.memory.tables import allocation_table, category_rows, category_table, phase_table, saved_table
 from steplab.report.memory.timeline import Shown, memory_timelines
-from steplab.report.memory.verdict import memory_verdict
 from steplab.report.run.cells import RunCell, cells_of, label, said, varying
 from steplab.report.run.charts import peak_memory
-from steplab.report.run.one_run import memory_blocks
-from steplab.report.run.words import run_subtitle, run_title
+from steplab.report.run.one_run import memory_blocks, run_subtitle, run_title
+
+_WORTH_TELLING = 0.05
+"""Share of the peak from which a category is told."""
+_MOST_PARTS = 3
+
+
+def memory_verdict(
+    run: Run, prediction: MemoryPrediction | None = None, references: MemoryReferences | None = None
+) -> Verdict:
+    """The peak and its greatest parts, which GPUs it fits, and the peak with fp32 or without checkpointing; of a run
+    with a memory profile."""
+    profile = run.memory_profile
+    assert profile is not None
+    return Verdict(sentences=(_peak(profile), *_fits(run, profile, prediction), *effect_sentences(run, references)))
+
+
+def _peak(profile: MemoryProfile) -> str:
+    where = f", in {profile.peak_phase}" if profile.peak_phase else ""
+    text = f"The peak is {units.format_bytes(profile.peak_bytes)}{where}"
+    if not figures.has_owners(profile):
+        return f"{text}."
+    parts = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
+    told = [part for part in parts if part.share >= _WORTH_TELLING][:_MOST_PARTS]
+    if not told:
+        return f"{text}."
+    first, others = told[0], told[1:]
+    text += f": {units.format_percent(first.share)} of it is {category_word(first.category)} "
+    text += f"({units.format_bytes(first.num_bytes)})"
+    rest = " and ".join(f"{category_word(part.category)} {units.format_percent(part.share)}" for part in others)
+    return f"{text}, then {rest}." if rest else f"{text}."
+
+
+def _fits(run: Run, profile: MemoryProfile, prediction: MemoryPrediction | None) -> Iterator[str]:
+    total = run.memory.total_bytes if run.memory else None
+    if profile.reserved_bytes is None or profile.outside_bytes is None:
+        return
+    taken = profile.reserved_bytes + profile.outside_bytes
+    text = f"With the allocator's cache and what lies outside of it, the step took {units.format_bytes(taken)}"
+    text += f" of the device's {units.format_bytes(total)}" if total else ""
+    least = figures.smallest_card(prediction) if prediction else None
+    if least:
+        text += f"; the smallest GPU that it is predicted to fit is the {least.gpu} "
+        text += f"({units.format_bytes(least.usable_bytes)})"
+    yield f"{text}."
+
+
+def effect_sentences(run: Run, references: MemoryReferences | None = None) -> Iterator[str]:
+    """By how much low precision and checkpointing move the peak, measured or, for precision, predicted."""
+    if run.spec is None or references is None or run.memory_profile is None:
+        return
+    own, every = among(run, references.others)
+    for field, baseline in BASELINES:
+        other = counterpart(own, every, field, baseline)
+        if other:
+            yield _moved(own, field, baseline, run.memory_profile.peak_bytes, profile_of(other).peak_bytes, "")
+        elif field == "precision" and (forecast := references.forecasts.get(run.id)):
+            before, after = forecast.fp32.peak_bytes, forecast.own.peak_bytes
+            yield _moved(own, field, baseline, after, before, " (both predicted)")
+
+
+def _moved(cell: RunCell, field: str, baseline: str, after: int, before: int, how: str) -> str:
+    choice, moved = said(field, cell.values[field]), moved_words(after, before)
+    against = f"{units.format_bytes(before)} with {said(field, baseline)}"
+    if moved is None:
+        return f"With {choice} the peak is the same as the {against}{how}."
+    return f"With {choice} the peak is {moved} than the {against}{how}."
+
 
 TERMS = (
     (
@@ -77,7 +143,7 @@ def memory_chapter(
 
     def record(cell: RunCell) -> Section:
         profile, title = profile_of(cell), label(cell, fields) if len(cells) > 1 else ""
-        told = Verdict(sentences=(words.peak_sentence(profile), words.parts_sentence(profile)))
+        told = Verdict(sentences=(words.peak_sentence(profile),))
         sections = _sections(cell, cells, predictions.get(cell.id), references)
         return Section.of_record(words.heading(cell.run, profile), told, sections, title=title)
 
@@ -96,7 +162,6 @@ def watched_in_full(cells: Sequence[RunCell]) -> list[RunCell]:
 
 
 def _across(cells: Sequence[RunCell], predictions: Mapping[str, MemoryPrediction]) -> Iterator[Section]:
-    """What several runs show together."""
     yield Section.of("What the peaks are made of", peak_bars(cells, predictions))
     for group in alike_but_for(watched(cells), "context"):
         shown = [_shown(cell, said("context", cell.values["context"])) for cell in spread(group, _MOST_BESIDE)]
@@ -124,16 +189,15 @@ def _sections(
     if saved := profile.saved:
         told = Sentences.of(words.saved_sentences(run, profile))
         yield Section.of("Saved for backward", told, saved_table(saved, profile.saved_left_out))
-    checks = [*words.check_sentences(profile, run.memory), *words.around_sentences(profile)]
+    checks = [*words.check_sentences(profile), *words.around_sentences(profile)]
     yield Section.notes([*checks, *profile.notes], "Notes on this memory")
     yield Section.notes(prediction.notes if prediction else (), "Notes on the prediction")
 
 
 def _allocations(run: Run, profile: MemoryProfile) -> Iterator[Section]:
-    """Tables of the allocations alive at the peak, and of other large ones."""
     alive = [made for made in profile.largest if made.at_peak]
     others = [made for made in profile.largest if not made.at_peak]
-    told = Sentences.of([words.residual_sentence(run, profile), *words.largest_sentences(run, profile)])
+    told = words.residual_sentence(run, profile)
     table = allocation_table(run, alive, remark=words.smaller_sentence(profile))
     yield Section.of("Largest allocations alive at the peak" if alive else "Sizes", told, table)
     others_table = allocation_table(run, others, folded=True)

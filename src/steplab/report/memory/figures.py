@@ -1,12 +1,16 @@
-"""Figures of a memory profile, computed from the record."""
+"""Figures of a memory profile, the pairs of runs that they are compared over, and the summary of several."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
+from steplab import units
 from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors
 from steplab.records.prediction import CardFit, MemoryPrediction
+from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.memory.categories import in_order
+from steplab.report.kit.document import Fact
+from steplab.report.memory.categories import category_word, in_order
+from steplab.report.run.cells import FIELDS, HOW, RunCell, cells_of, label, said
 
 LOW_PRECISION = ("bfloat16", "float16")
 """The dtypes in which autocast computes."""
@@ -71,7 +75,7 @@ def whole(profile: MemoryProfile, prediction: MemoryPrediction | None = None) ->
 
 
 def _is_covered(profile: MemoryProfile, category: str) -> bool:
-    """Whether a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
+    """True if a prediction, which is of a CUDA device, says anything of a category on the record's device. A CPU has
     neither the workspaces of CUDA's libraries nor the rounding of its allocator."""
     return profile.source != "cpu allocator" or category not in ("workspaces", "rounding")
 
@@ -82,7 +86,7 @@ def at_peak(profile: MemoryProfile, *categories: str) -> int:
 
 
 def has_owners(profile: MemoryProfile) -> bool:
-    """Whether the record has categories by owner, which an imported snapshot lacks."""
+    """True if the record has categories by owner, which an imported snapshot lacks."""
     return not set(profile.at_peak) & {"before", "during"}
 
 
@@ -121,3 +125,109 @@ def smallest_card(prediction: MemoryPrediction) -> CardFit | None:
     """The GPU of the catalogue with the least memory on which a step fits; None: it fits none."""
     fitting = [card for card in prediction.cards if card.verdict == "fits"]
     return min(fitting, key=lambda card: card.usable_bytes, default=None)
+
+
+BASELINES = (("precision", "fp32"), ("checkpointing", "none"))
+"""The choices whose effect on memory is told, each with the value that it is compared with."""
+
+
+def watched(cells: Sequence[RunCell]) -> list[RunCell]:
+    """The cells with a memory profile."""
+    return [cell for cell in cells if cell.run.memory_profile]
+
+
+def with_owners(cells: Sequence[RunCell]) -> list[RunCell]:
+    """The watched cells whose record has categories by owner."""
+    return [cell for cell in watched(cells) if has_owners(profile_of(cell))]
+
+
+def profile_of(cell: RunCell) -> MemoryProfile:
+    """The memory profile of a watched cell."""
+    assert cell.run.memory_profile is not None
+    return cell.run.memory_profile
+
+
+def among(run: Run, others: Iterable[Run]) -> tuple[RunCell, list[RunCell]]:
+    """The cell of a run among those of others, and the cells of all."""
+    every = cells_of(list({other.id: other for other in (*others, run)}.values()))
+    return next(cell for cell in every if cell.id == run.id), every
+
+
+def counterpart(cell: RunCell, cells: Sequence[RunCell], field: str, value: Scalar) -> RunCell | None:
+    """The newest watched cell that differs from this one in `field` alone, where it has `value`."""
+    wanted = _but_for(cell, field)
+    found = [other for other in watched(cells) if other.values[field] == value and _but_for(other, field) == wanted]
+    return max(found, key=lambda other: other.run.created_utc, default=None) if cell.values[field] != value else None
+
+
+def alike_but_for(cells: Sequence[RunCell], field: str) -> list[list[RunCell]]:
+    """Groups of cells that differ only in `field` and have at least two values of it; one cell per value.
+
+    Cells without a value of the field, such as imported snapshots, belong to no group.
+    """
+    groups: dict[tuple[Scalar, ...], dict[Scalar, RunCell]] = {}
+    for cell in cells:
+        if cell.values[field] is not None:
+            groups.setdefault(_but_for(cell, field), {})[cell.values[field]] = cell
+    return [list(group.values()) for group in groups.values() if len(group) > 1]
+
+
+def _but_for(cell: RunCell, field: str) -> tuple[Scalar, ...]:
+    return tuple(cell.values[name] for name in FIELDS if name not in (field, *HOW))
+
+
+_TOLD = 3  # categories named
+
+
+def memory_facts(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
+    """Facts about the cells whose memory was watched; empty without any."""
+    known = with_owners(cells)
+    changes = [_changes(known, field, baseline, fields) for field, baseline in BASELINES]
+    return [*_largest(known, fields), *(fact for found in changes for fact in found)]
+
+
+def _largest(known: Sequence[RunCell], fields: Sequence[str]) -> Iterator[Fact]:
+    cell = max(known, key=lambda cell: profile_of(cell).peak_bytes, default=None)
+    found = sorted(parts(profile_of(cell)), key=lambda part: -part.num_bytes) if cell else []
+    if not cell or not found:
+        return
+    profile = profile_of(cell)
+    where = f", in {profile.peak_phase}" if profile.peak_phase else ""
+    others = ", ".join(
+        f"{category_word(p.category)} {units.format_percent(p.share)}" for p in found[1 : 1 + _TOLD] if p.share >= 0.01
+    )
+    yield Fact(
+        wide=True,
+        figure=units.format_percent(found[0].share),
+        text=f"of the highest peak watched is {category_word(found[0].category)}: {label(cell, fields)} "
+        f"({units.format_bytes(profile.peak_bytes)}{where}{f'; then {others}' if others else ''}).",
+    )
+
+
+def _changes(known: Sequence[RunCell], field: str, baseline: str, fields: Sequence[str]) -> Iterator[Fact]:
+    """By how much each value of a field changes the peak, compared with the baseline's, of cells alike in all else."""
+    others = [name for name in fields if name != field]
+    for value in dict.fromkeys(cell.values[field] for cell in known):
+        pairs = sorted(_pairs(known, field, baseline, value), key=lambda pair: pair[0])
+        if not pairs:
+            continue
+        choice = f"{said(field, value)} instead of {said(field, baseline)}"
+        (low, lowest), (high, highest) = pairs[0], pairs[-1]
+        least, most = units.format_change(low), units.format_change(high)
+        text = f"peak memory, {choice}"
+        if len(pairs) == 1:
+            text += f", at {label(lowest, others)}."
+        else:
+            text += f", over {len(pairs)} pairs of otherwise equal runs: {least} at {label(lowest, others)}, "
+            text += f"{most} at {label(highest, others)}."
+            raised = sum(change > 0 for change, _ in pairs)
+            text += f" It raises the peak in {raised}." if 0 < raised < len(pairs) else ""
+        yield Fact(figure=" to ".join(dict.fromkeys((least, most))), text=text, wide=True)
+
+
+def _pairs(known: Sequence[RunCell], field: str, baseline: str, value: Scalar) -> Iterator[tuple[float, RunCell]]:
+    for cell in known:
+        other = counterpart(cell, known, field, baseline) if cell.values[field] == value else None
+        before = profile_of(other).peak_bytes if other else 0
+        if before:
+            yield profile_of(cell).peak_bytes / before - 1, cell

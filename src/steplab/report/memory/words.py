@@ -1,31 +1,20 @@
 """The sentences about a memory profile."""
 
-from collections import defaultdict
 from collections.abc import Iterator
 
 from steplab import units
-from steplab.records.memory import Memory
-from steplab.records.memory_profile import Allocation, MemoryProfile, SavedTensors, tensor_bytes
+from steplab.records.memory_profile import MemoryProfile, tensor_bytes
 from steplab.records.prediction import MemoryPrediction
 from steplab.records.run import Run
 from steplab.report.memory import figures
-from steplab.report.memory.categories import category_word
-from steplab.report.memory.tensors import derivation, is_compiled, saved_by, what_it_is
+from steplab.report.memory.tables import derivation, is_compiled
 from steplab.specs.step import AUTOCAST
 
 _SOURCES = {
     "cuda allocator": "by the allocator's own history",
     "cpu allocator": "by what torch's profiler saw of each allocation",
 }
-_WAS = {
-    "before": "was allocated before the history",
-    "during": "was allocated during the history",
-    "rounding": "is rounding",
-}
-"""The categories of a history without owners."""
-_MOST_SAVED = 5
 _MOST_BLOCKS = 4
-_TOLD = 0.01  # share of the peak below which categories are summed up
 
 
 def exactly(num_bytes: int) -> str:
@@ -34,7 +23,7 @@ def exactly(num_bytes: int) -> str:
 
 
 def heading(run: Run, profile: MemoryProfile) -> str:
-    """What was watched, where, and how."""
+    """The step or history, its device and its source."""
     one = profile.num_events == 1
     events = "one allocation or release" if one else f"{profile.num_events:,} allocations and releases"
     if profile.source == "snapshot":
@@ -71,23 +60,8 @@ def when(profile: MemoryProfile) -> str:
     return f"after {profile.peak_s:,.0f} of {profile.num_events:,} events"
 
 
-def parts_sentence(profile: MemoryProfile) -> str:
-    """The parts of the peak, largest first; for a history without owners, by when they were allocated."""
-    found = sorted(figures.parts(profile), key=lambda part: -part.num_bytes)
-    told = [part for part in found if part.share >= _TOLD]
-    rest = sum(part.share for part in found[len(told) :])
-    if figures.has_owners(profile):
-        texts = [f"{category_word(part.category)} {units.format_percent(part.share)}" for part in told]
-        texts += [f"the rest {units.format_share(rest)}"] if rest else []
-        return f"It is made of {', '.join(texts)}."
-    texts = [f"{units.format_percent(part.share)} {_WAS[part.category]}" for part in told]
-    texts += [f"{units.format_share(rest)} is the rest"] if rest else []
-    return f"Of the peak, {', '.join(texts)}."
-
-
-def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
-    """The watched peak, and each phase's, against what the allocator counted: over the same step, over steps that were
-    not watched, and, in `memory`, over steps timed phase by phase."""
+def check_sentences(profile: MemoryProfile) -> Iterator[str]:
+    """The watched peak against what the allocator counted: over the same step, and over steps that were not watched."""
     counted, unwatched = profile.counted_peak_bytes, profile.unwatched_peak_bytes
     if counted is not None:
         text = "The allocator's own high-water mark over the watched step "
@@ -96,21 +70,6 @@ def check_sentences(profile: MemoryProfile, memory: Memory | None) -> Iterator[s
     if unwatched is not None and unwatched != (profile.peak_bytes if counted is None else counted):
         size = _against(unwatched, profile.peak_bytes)
         yield f"Over the steps timed back to back, which were not watched, it was {size}."
-    yield from _phase_check(profile, memory)
-
-
-def _phase_check(profile: MemoryProfile, memory: Memory | None) -> Iterator[str]:
-    counts = {phase: memory.peak(phase) for phase in (phase.name for phase in profile.phases)} if memory else {}
-    watched = profile.phase_peaks
-    pairs = [(phase, count.peak_allocated_bytes) for phase in watched if (count := counts.get(phase))]
-    off = [(phase, size) for phase, size in pairs if size != watched[phase]]
-    if len(pairs) > 1 and not off:
-        yield "Each phase's peak equals, to the byte, what the allocator counted over the steps timed phase by phase."
-    for phase, size in off:
-        yield (
-            f"In {phase} the watched peak was {units.format_bytes(watched[phase])}; over the steps timed "
-            f"phase by phase the allocator counted {_against(size, watched[phase])}."
-        )
 
 
 def _against(size: int, other: int) -> str:
@@ -120,7 +79,7 @@ def _against(size: int, other: int) -> str:
 
 
 def around_sentences(profile: MemoryProfile) -> Iterator[str]:
-    """What the allocator held beyond the peak, and what the device had in use beyond the allocator."""
+    """Memory that the allocator held beyond the peak, and that the device used outside the allocator."""
     if profile.reserved_bytes is not None:
         beyond = profile.reserved_bytes - profile.peak_bytes
         more = f", {units.format_bytes(beyond)} more than the peak, as cache or in gaps" if beyond > 0 else ""
@@ -151,73 +110,25 @@ def residual_sentence(run: Run, profile: MemoryProfile) -> str | None:
     return text
 
 
-def largest_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """The largest allocation alive at the peak, what it is, where it was made; and the equal ones that hold most."""
-    alive = [made for made in profile.largest if made.at_peak]
-    if not alive:
-        return
-    told_alike = defaultdict[tuple[int, str], int](int)
-    for made in alive:
-        told_alike[made.requested_bytes, allocation_words(made, run)] += made.count
-    first = max(told_alike, key=lambda told: told[0])
-    num_alike = told_alike[first]
-    alike = f", one of {num_alike} equal ones" if num_alike > 1 else ""
-    yield f"The largest allocation alive at the peak is {units.format_bytes(first[0])}{alike}: {first[1]}."
-    most = max(told_alike, key=lambda told: told[0] * told_alike[told])
-    count, size = told_alike[most], most[0]
-    if count > 1 and most != first:
-        together = f"{count} × {units.format_bytes(size)} = {units.format_bytes(size * count)}"
-        yield f"The equal allocations that hold most together are {together}: {most[1]}."
-
-
 def smaller_sentence(profile: MemoryProfile) -> str | None:
-    """What was alive at the peak beyond the allocations of the record; None: nothing."""
+    """Bytes alive at the peak outside the record's allocations; None: none."""
     asked = profile.peak_bytes - profile.at_peak.get("rounding", 0)
     size = asked - figures.allocated_bytes(made for made in profile.largest if made.at_peak)
     return f"Smaller allocations alive at the peak hold {units.format_bytes(size)} together." if size > 0 else None
 
 
-def allocation_words(made: Allocation, run: Run) -> str:
-    """What it is, how its size is computed, who made it and where."""
-    what = what_it_is(made, run.spec) or category_word(made.category)
-    size = derivation(made.shape, made.dtype, run.spec) if made.shape else None
-    exact = size is not None and tensor_bytes(made.shape or (), made.dtype) == made.requested_bytes
-    by = None if made.category == "before" else maker(made)  # the category says it already
-    return ", ".join(filter(None, (what, size if exact else None, by)))
-
-
-def maker(made: Allocation) -> str:
-    """Phase, operator, module and line that made it, as far as they are known."""
-    if (made.phase, made.source, made.op, made.module) == (None, None, None, None):
-        during = made.category == "during"  # of an imported history, which has no phases
-        return "by code that the history does not name" if during else "allocated before the recording"
-    again = made.phase == "backward" and made.module is not None  # a module's forward pass, inside the backward pass
-    words = ["made again" if again else "made", f"in {made.phase}" if made.phase else ""]
-    words.append(f"by {made.op}" if made.op else "")
-    words += [f"in {made.module}" if made.module else "", f"at {made.source}" if made.source else ""]
-    if made.source is None and made.phase == "backward" and not again:
-        words.append("(by the autograd engine, so from no line of Python)")
-    return " ".join(filter(None, words))
-
-
 def saved_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What autograd saved: the total, the five largest contributors with their share, and what a block saves."""
+    """Memory that autograd saved in all, and that a block saves."""
     total = figures.all_saved_bytes(profile)
     if total and profile.saved:
-        first = sorted(profile.saved, key=lambda tensors: -tensors.stored_bytes)[:_MOST_SAVED]
-        share = units.format_percent(figures.saved_bytes(first) / total)
-        names = "; ".join(_contributor(tensors, total, run) for tensors in first if tensors.stored_bytes)
-        what = (
-            f"The {len(first)} largest contributors hold {share} of it" if len(first) > 1 else "All of it is one kind"
-        )
-        compiled = all(map(is_compiled, first))
+        compiled = all(map(is_compiled, profile.saved))
         whose = " A compiled graph saved it, so that shapes are known and modules are not." if compiled else ""
-        yield f"Autograd saved {units.format_bytes(total)} for the backward pass.{whose} {what}: {names}."
+        yield f"Autograd saved {units.format_bytes(total)} for the backward pass.{whose}"
     yield from _block_sentences(run, profile)
 
 
 def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
-    """What each of the first blocks saves and the gradients it leaves, and what other kinds of block save."""
+    """Memory that each of the first blocks saves, with its gradients, and that other kinds save."""
     copies = _copies_saved(run, profile)
     for block in profile.blocks[:_MOST_BLOCKS]:
         stream = block.input_bytes
@@ -239,7 +150,6 @@ def _block_sentences(run: Run, profile: MemoryProfile) -> Iterator[str]:
 
 
 def _copies_saved(run: Run, profile: MemoryProfile) -> str:
-    """That blocks save low-precision copies of weights as well, and how much each where all blocks are alike."""
     copies = [
         tensors
         for tensors in profile.saved
@@ -253,11 +163,6 @@ def _copies_saved(run: Run, profile: MemoryProfile) -> str:
         return ", not counting low-precision copies of its weights"
     size = units.format_bytes(figures.saved_bytes(copies) // shape.num_layers)
     return f", and {size} of low-precision copies of its weights"
-
-
-def _contributor(tensors: SavedTensors, total: int, run: Run) -> str:
-    share = units.format_share(tensors.stored_bytes / total)
-    return f"{saved_by(tensors, run.spec)} {units.format_bytes(tensors.stored_bytes)} ({share})"
 
 
 def prediction_sentence(profile: MemoryProfile, prediction: MemoryPrediction) -> str:

@@ -19,7 +19,7 @@ _FIELDS = (
 
 
 def check_document(checks: Sequence[TimeCheck]) -> Document:
-    """How far predictions are from measurements, by group; for programs one row a run."""
+    """Errors of predictions by group; for programs one row a run."""
     scored = [check for check in checks if check.error is not None]
     missing = Counter(check.unsupported for check in checks if check.unsupported).most_common()
     return Document(

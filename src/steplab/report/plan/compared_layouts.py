@@ -29,7 +29,6 @@ def compared_layouts_document(plans: Sequence[LayoutPlan]) -> Document:
 
 
 def _names(plans: Sequence[LayoutPlan]) -> list[str]:
-    """What tells each alternative from the others, in words."""
     steps = labels([plan.spec for plan in plans]) if len({plan.spec for plan in plans}) > 1 else [""] * len(plans)
     networks = [f"{_network(plan)} between nodes" for plan in plans]
     batches = [units.counted(plan.global_batch, "sequence") for plan in plans]
@@ -49,7 +48,6 @@ def _network(plan: LayoutPlan) -> str:
 
 
 def _shared(plans: Sequence[LayoutPlan]) -> str:
-    """The step and its batch as far as all alternatives have them."""
     words = [word for word in in_common([plan.spec for plan in plans]) if not word.startswith("batch ")]
     if len({plan.global_batch for plan in plans}) == 1:
         words.append(f"global batch of {units.counted(plans[0].global_batch, 'sequence')}")
@@ -57,7 +55,6 @@ def _shared(plans: Sequence[LayoutPlan]) -> str:
 
 
 def _best(plan: LayoutPlan) -> LayoutCandidate | None:
-    """The fastest layout that fits, for certain or nearly so."""
     first = plan.candidates[0] if plan.candidates else None
     return first if first and first.time else None
 

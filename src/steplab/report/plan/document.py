@@ -50,7 +50,6 @@ def _of_rank(prediction: MemoryPrediction) -> str:
 
 
 def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
-    """On which GPUs the step fits, first of all; nothing where no GPU was asked about."""
     named = {verdict: [card.gpu for card in cards if card.verdict == verdict] for verdict in ANSWERS}
     told = [answer.format(_some(verdict, named[verdict])) for verdict, answer in ANSWERS.items() if named[verdict]]
     if told:
@@ -58,7 +57,6 @@ def _fits(cards: Sequence[CardFit]) -> Iterator[str]:
 
 
 def _some(verdict: str, gpus: Sequence[str]) -> str:
-    """Few GPUs by their names; of many, the largest first, how many there are and the one at the edge."""
     if len(gpus) <= _MOST_NAMED:
         return ", ".join(gpus)
     edge, which = (gpus[0], "largest") if verdict == "does not fit" else (gpus[-1], "smallest")

@@ -1,4 +1,4 @@
-"""What a report says of the layouts of a job: those that fit, with memory and time, and why the others do not."""
+"""The report of a job's layouts: those that fit, with memory and time, and why the others do not."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,9 +21,9 @@ _PARTS = (
     ("exposed_s", "exposed communication", 2),
     ("bubble_s", "pipeline fills and drains", 8),
 )
-"""What a step's time is made of: field, words, number of the colour."""
+"""Components of a step's time: field, words, number of the colour."""
 _MEMORY = (("allocated", 1), ("reserved besides", 3), ("room to be sure", 5))
-"""What a GPU's memory is made of: words, number of the colour."""
+"""Components of a GPU's memory: words, number of the colour."""
 
 
 def layouts_document(plan: LayoutPlan) -> Document:
@@ -39,7 +39,6 @@ def layouts_document(plan: LayoutPlan) -> Document:
 
 
 def _subtitle(plan: LayoutPlan) -> str:
-    """The step without its batch, which follows from the layout."""
     step = describe(plan.spec).replace(f" batch {plan.spec.batch} ·", "")
     return f"{step} · global batch of {units.counted(plan.global_batch, 'sequence')}"
 
@@ -80,7 +79,6 @@ def _verdict(plan: LayoutPlan, fitting: list[LayoutCandidate]) -> Iterator[str]:
 
 
 def _how_many_fit(fitting: list[LayoutCandidate], number: int) -> str:
-    """The sentence that says how many layouts fit, and how many are too tight to promise."""
     fit = sum(each.verdict == "fits" for each in fitting)
     tight = len(fitting) - fit
     layouts = units.counted(number, "layout")
@@ -108,7 +106,7 @@ _SLOW = (
 
 
 def network_words(plan: LayoutPlan) -> str:
-    """What messages between nodes are taken to reach, and of what."""
+    """Assumed bandwidth of messages between nodes, and its source."""
     reached = units.format_rate(plan.network_bytes_per_s or 0.0, "B/s")
     stated = plan.network_stated_bytes_per_s
     if stated is None:
@@ -118,7 +116,6 @@ def network_words(plan: LayoutPlan) -> str:
 
 
 def _training(plan: LayoutPlan, tokens: float, time: LayoutTime) -> str:
-    """How long a training takes, and how many hours of all GPUs together."""
     days, low, high = (training_days(plan, tokens, each) for each in (time.seconds, time.low_s, time.high_s))
     show = units.three_digits
     hours = units.format_count(24 * days * plan.gpus)
@@ -131,7 +128,7 @@ def training_days(plan: LayoutPlan, tokens: float, step_s: float) -> float:
 
 
 def _may_recompute(plan: LayoutPlan) -> bool:
-    """Whether recomputation was left out, and some layouts do not fit without it."""
+    """True if recomputation was left out, and some layouts do not fit without it."""
     return plan.spec.checkpointing == "none" and any(each.verdict == "does not fit" for each in plan.candidates)
 
 

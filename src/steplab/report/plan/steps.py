@@ -33,7 +33,6 @@ def planned_document(steps: Sequence[PlannedStep]) -> Document:
 
 
 def _fit(steps: Sequence[PlannedStep]) -> Iterator[str]:
-    """How many of the steps fit the GPU that their times are of, and which do not."""
     gpus = {timed.gpu for step in steps if (timed := step.time or step.layout)}
     if len(gpus) != 1:
         return
@@ -96,12 +95,10 @@ def _smallest(memory: MemoryPrediction) -> str:
 
 
 def _named(steps: Sequence[PlannedStep]) -> Iterator[tuple[str, PlannedStep]]:
-    """Each step after what tells it from the others."""
     return zip(labels([step.spec for step in steps]), steps, strict=True)
 
 
 def _time(step: PlannedStep) -> PhaseTimes | LayoutTime | None:
-    """The predicted time of a step: on one GPU, or on those of its layout."""
     if step.time:
         return step.time.step
     return step.layout.candidates[0].time if step.layout else None
@@ -131,13 +128,13 @@ def _expected(step: PlannedStep, gpu: str) -> str:
 
 
 def _verdict(step: PlannedStep, gpu: str) -> FitVerdict | None:
-    """Whether the step fits a GPU; None where its memory was not predicted for that."""
+    """True if the step fits a GPU; None where its memory was not predicted for that."""
     cards = step.memory.cards if step.memory else ()
     return next((card.verdict for card in cards if card.gpu == gpu), None)
 
 
 def forecast_summary(steps: Sequence[PlannedStep], gpu: str) -> str:
-    """How many steps there are, and how many of them will not fit or are not predicted."""
+    """Number of steps, and of those that will not fit or are not predicted."""
     failing = sum(_verdict(step, gpu) == "does not fit" for step in steps)
     unknown = sum(_time(step) is None for step in steps)
     text = f"{units.counted(len(steps), 'cell')}, none measured"

@@ -1,4 +1,4 @@
-"""What a report says of a predicted step time: the interval, by phase, and what the time goes to."""
+"""The report of a predicted step time: its interval, phases and components."""
 
 from collections.abc import Iterator, Sequence
 
@@ -54,7 +54,6 @@ def mfu_words(utilizations: Sequence[Utilization]) -> str:
 
 
 def _lack_of_memory(prediction: StepTimePrediction) -> Iterator[str]:
-    """That the step is too large for the GPU, or nearly so."""
     fit, least = prediction.fit, prediction.least_device_bytes
     if fit is None or least is None or fit.verdict in ("fits", "not known"):
         return

@@ -1,13 +1,13 @@
 """The report of precision: each audit with its answer and tables, the sums, and the timed runs side by side."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
-from steplab.records.numerics import Accumulation, Audit, Numerics
+from steplab.records.numerics import Accumulation, Audit, Numerics, OperationAudit
 from steplab.records.run import Run
 from steplab.report.kit.document import Document, Section, Sentences, Verdict
 from steplab.report.kit.text import why_failed
 from steplab.report.precision import words
-from steplab.report.precision.sums import title_of_sums
+from steplab.report.precision.figures import SMALLEST_EXPONENT, all_elements, not_finite, title_of_sums
 from steplab.report.precision.tables import (
     data_tables,
     loss_table,
@@ -18,11 +18,80 @@ from steplab.report.precision.tables import (
     timing_table,
     type_table,
 )
-from steplab.report.precision.verdict import precision_verdict
+from steplab.report.precision.words import COMPUTED_IN, NORMS, title
 from steplab.report.report import NOTHING, Chapter, Context, several_answers
+from steplab.specs.step import AUTOCAST
+from steplab.units import format_share, listed
 
-_MOST_ANSWERS = 3
-"""Audits whose answers open a report of several."""
+_SUMS = ("softmax", "logsumexp", "norm", "loss", "entropy")
+"""Parts of the names of operations that add up many terms."""
+_SIGNIFICANT = {
+    "fp16": "fp16 keeps 11 significant bits of each partial sum and overflows above 65504",
+    "bf16": "bf16 keeps only 8 significant bits of each partial sum; its range is that of fp32",
+}
+
+
+def precision_verdict(numerics: Numerics) -> Verdict:
+    """Operations to keep in fp32, the scale of the loss, and its error against fp32."""
+    low = COMPUTED_IN.get(numerics.spec.precision) if numerics.spec else None
+    audit = numerics.audit
+    if audit is None:
+        return Verdict()
+    if low is None:
+        return Verdict(sentences=(f"{title(numerics)} keeps every tensor in fp32, so nothing underflows.",))
+    sentences = (*_keep(numerics, audit, low), *_scale(audit, low), *_loss(audit))
+    return Verdict(sentences=sentences, cautions=tuple(_cautions(numerics, audit, low)))
+
+
+def _summing(audit: Audit, chosen: Callable[[OperationAudit], bool] = lambda use: True) -> list[str]:
+    """The names of the operations that add up many terms, each once; of them those that are chosen."""
+    sums = [use for use in audit.operations if any(part in use.op for part in _SUMS)]
+    return list(dict.fromkeys(NORMS.get(use.op, use.op) for use in sums if chosen(use)))
+
+
+def _keep(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
+    if names := _summing(audit):
+        yield f"Keep {listed(names)} in fp32: they add up many terms, and {_SIGNIFICANT[low]}{_done(numerics, audit)}."
+
+
+def _done(numerics: Numerics, audit: Audit) -> str:
+    by_autocast = numerics.spec is not None and numerics.spec.precision in AUTOCAST
+    ruled = _summing(audit, lambda use: use.rule == "fp32") if by_autocast else []
+    return f". Autocast does so for {listed(ruled)}" if ruled else ""
+
+
+def _scale(audit: Audit, low: str) -> Iterator[str]:
+    total = sum(count for _, count in audit.gradient_exponents)
+    below = sum(count for exponent, count in audit.gradient_exponents if exponent < SMALLEST_EXPONENT[low])
+    if audit.loss_scaling and total:
+        yield (
+            f"Scale the loss by {audit.loss_scaling.suggested_scale:g}: without a scale {format_share(below / total)} "
+            f"of the gradients lie below {low}'s smallest number, 2^{SMALLEST_EXPONENT[low]}."
+        )
+    elif total and not below:
+        yield f"The loss needs no scale: no gradient lies below {low}'s smallest number, 2^{SMALLEST_EXPONENT[low]}."
+
+
+def _loss(audit: Audit) -> Iterator[str]:
+    if audit.loss is not None and audit.reference_loss:
+        off = format_share(abs(audit.loss / audit.reference_loss - 1))
+        yield f"The loss is {audit.loss:.6g}, {off} from the {audit.reference_loss:.6g} of fp32."
+
+
+def _cautions(numerics: Numerics, audit: Audit, low: str) -> Iterator[str]:
+    if names := _summing(audit, lambda use: not set(use.outputs) <= {"float32"}):
+        yield f"Warning: in this step {listed(names)} ran in {low}."
+    infinite = sum(
+        not_finite(found) for kind in ("outputs", "parameter gradients") if (found := all_elements(audit, kind))
+    )
+    if infinite:
+        yield f"Warning: {infinite:,} elements are infinite or NaN."
+    if audit.loss is None and audit.loss_dtype:
+        yield "Warning: the loss is not finite."
+
+
+def _verdict(records: Sequence[Numerics]) -> Verdict:
+    return several_answers([(title(record), precision_verdict(record)) for record in records])
 
 
 def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *, with_sums: bool = True) -> Document:
@@ -33,10 +102,7 @@ def precision_document(records: Sequence[Numerics], runs: Sequence[Run] = (), *,
     data = data_tables(audits, accumulations, runs)
     if len(audits) != 1:
         parts = [_part(numerics) for numerics in audits]
-        told = ((words.title(numerics), precision_verdict(numerics)) for numerics in audits)
-        first = tuple(f"{name}: {answer.sentences[0]}" for name, answer in told if answer.sentences)
-        answer = Verdict(sentences=first[:_MOST_ANSWERS])
-        return Document(title="Precision", verdict=answer, sections=(*parts, *further), data=data)
+        return Document(title="Precision", verdict=_verdict(audits), sections=(*parts, *further), data=data)
     (numerics,) = audits
     return Document(
         title=f"Precision: {words.title(numerics)}",
@@ -66,7 +132,6 @@ def _sections(numerics: Numerics) -> Iterator[Section]:
 
 
 def _of_audit(numerics: Numerics, audit: Audit) -> Iterator[Section]:
-    yield Section.of("Whether norms need fp32", Sentences.of(words.norm_answers(numerics)))
     yield Section.of("What was seen", Sentences.of(words.told(numerics, audit), "finding"))
     yield Section.of("Types by module", type_table(audit))
     yield Section.of("Operations of the forward pass, and autocast's rule for each", operation_table(numerics))
@@ -90,14 +155,13 @@ class _PrecisionReport:
         return (Chapter(name="precision", make=_chapter),)
 
     def verdict(self, records: Sequence[Numerics], context: Context = NOTHING) -> Verdict:
-        return several_answers([(words.title(record), precision_verdict(record)) for record in records])
+        return _verdict(records)
 
     def documents(self, records: Sequence[Numerics], context: Context = NOTHING) -> list[Document]:
         return [precision_document(records)]
 
 
 def _chapter(numerics: Sequence[Numerics], context: Context) -> Section:
-    """The timed runs of the audited steps, each audit, and the sums."""
     studies = {record.study for record in numerics if record.study}
     timed = [run for run in context.runs if run.study in studies]
     return Section.of(

@@ -1,10 +1,13 @@
 """Figures computed from an audit of precision: like modules grouped, and counts of elements summed."""
 
-from collections.abc import Iterable
+import math
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, fields
+from fractions import Fraction
+from itertools import takewhile
 
 from steplab.records.module_names import without_numbers
-from steplab.records.numerics import Audit, Elements, MatmulAudit, ModuleAudit
+from steplab.records.numerics import Accumulation, Audit, Binade, Elements, MatmulAudit, ModuleAudit
 from steplab.report.kit.grouping import grouped
 
 _SHORT = {"float16": "fp16", "bfloat16": "bf16", "float32": "fp32", "float64": "fp64"}
@@ -109,3 +112,72 @@ def num_lost(elements: Elements) -> int:
 def not_finite(elements: Elements) -> int:
     """Number of elements that are infinite or NaN."""
     return elements.num_inf + elements.num_nan
+
+
+_MOST_BINADES = 3
+
+
+def printed(result: float) -> str:
+    """A sum with four decimals, as torch prints it."""
+    return f"{result:.4f}"
+
+
+def title_of_sums(accumulations: Sequence[Accumulation]) -> str:
+    """Title of the sums: the number and how often it is added."""
+    return next((f"{a.number:g} added {a.num_additions} times" for a in accumulations), "Sums")
+
+
+def line(accumulation: Accumulation) -> str:
+    """'fp32 += fp16', or with its cast 'fp32 += fp16 cast to fp32'."""
+    total, addend = short(accumulation.accumulator), short(accumulation.addend)
+    return f"{total} += {addend}" + (f" cast to {total}" if accumulation.cast else "")
+
+
+def explanation(accumulation: Accumulation) -> str:
+    """Where the result comes from, in a few sentences."""
+    return " ".join(_sentences(accumulation))
+
+
+def _sentences(a: Accumulation) -> Iterator[str]:
+    if a.cast:
+        yield "This is the line above with the cast written out, because the addition casts implicitly."
+        return
+    exact = float(Fraction(a.addend_value) * a.num_additions)
+    addend, total = short(a.addend), short(a.accumulator)
+    yield f"{a.number:g} is {a.addend_value:.9g} in {addend}, and {a.num_additions} of it are {exact:.9g}."
+    if not a.num_rounded:
+        yield _never_rounded(a)
+        return
+    yield f"{a.num_rounded} additions are rounded to the spacing of {total}, which grows with the sum:"
+    stalled = [binade for binade in a.binades if binade.num_additions > 1 and binade.added == 0]
+    moving = list(takewhile(lambda binade: binade not in stalled, a.binades))
+    yield f"{'; '.join(_binade(binade) for binade in moving[-_MOST_BINADES:])}."
+    if not stalled:
+        yield f"Within one range all errors have the same sign, so they add up, to {a.result - exact:+.3g} in the end."
+    for binade in stalled:
+        yield (
+            f"At {binade.start:g} it is {_power(binade.spacing)}, more than twice the addend: each of the last "
+            f"{binade.num_additions} additions is rounded away, and the sum stays where it is."
+        )
+
+
+def _binade(binade: Binade) -> str:
+    return (
+        f"from {binade.start:g} to {2 * binade.start:g} it is {_power(binade.spacing)}, "
+        f"and each adds {binade.added:.9g}"
+    )
+
+
+def _power(spacing: float) -> str:
+    return f"2^{math.frexp(spacing)[1] - 1}"
+
+
+def _never_rounded(a: Accumulation) -> str:
+    """Why every partial sum is a number of the accumulator's type."""
+    last_bit = Fraction(a.addend_value).denominator.bit_length() - 1
+    first_bit = int(a.result).bit_length()
+    return (
+        f"No addition rounds: every sum is a multiple of 2^-{last_bit} below 2^{first_bit}, "
+        f"{first_bit + last_bit} binary digits, and {short(a.accumulator)} has {SIGNIFICANT_BITS[a.accumulator]}. "
+        "What is wrong is the addend alone."
+    )

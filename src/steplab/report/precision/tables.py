@@ -10,7 +10,6 @@ from steplab.records.rows import Row, Scalar, run_row
 from steplab.records.run import Run
 from steplab.report.kit.document import Column, Table, row_of
 from steplab.report.kit.quantities import NUMBER, SHARE, TIMES, Quantity, quotient
-from steplab.report.precision import sums
 from steplab.report.precision.figures import (
     KINDS,
     THE_MODEL,
@@ -18,10 +17,13 @@ from steplab.report.precision.figures import (
     ModuleGroup,
     all_elements,
     elements_of,
+    explanation,
+    line,
     matmul_groups,
     module_groups,
     not_finite,
     num_lost,
+    printed,
     short,
     shorts,
 )
@@ -152,6 +154,8 @@ def scaling_table(scaling: LossScaling) -> Table:
             {"loss_scale": int(scale) if scale >= 1 else scale, **_counts(elements)}
             for scale, elements in _by_scale(scaling)
         ),
+        caption=f"torch.amp.GradScaler(init_scale={scaling.suggested_scale:g}) brings the largest gradient, "
+        f"{scaling.largest_gradient:.3g}, to at most an eighth of fp16's largest number.",
     )
 
 
@@ -165,17 +169,17 @@ def sum_table(accumulations: Sequence[Accumulation]) -> Table:
         name="accumulation",
         columns=(
             Column(key="sum"),
-            Column(key="result", quantity=Quantity(sums.printed)),
+            Column(key="result", quantity=Quantity(printed)),
             Column(key="num_rounded", header="additions rounded", quantity=NUMBER, rank=1),
             Column(key="why", wraps_from=_TEXT),
         ),
         rows=tuple(
             {
-                "sum": sums.line(a),
+                "sum": line(a),
                 **row_of(a, "accumulator", "addend"),
                 "cast": "cast first" if a.cast else "as it is",
                 **row_of(a, "number", "addend_value", "num_additions", "num_rounded", "result"),
-                "why": sums.explanation(a),
+                "why": explanation(a),
             }
             for a in accumulations
         ),
@@ -243,7 +247,6 @@ def _head(numerics: Numerics) -> Row:
 
 
 def _module_rows(numerics: Numerics) -> list[Row]:
-    """One row per module with the counts of its elements by kind of tensor; a failed audit is one row."""
     if numerics.audit is None:
         return [_head(numerics) | {"module": None, "failure": numerics.failure.message if numerics.failure else None}]
     return [_head(numerics) | _module_row(module) for module in numerics.audit.modules]
@@ -267,7 +270,7 @@ def _operation_rows(numerics: Numerics) -> list[Row]:
             "inputs": _types(operation.inputs),
             "outputs": _types(operation.outputs),
             "calls": operation.calls,
-            "why": why(operation, numerics.spec.precision if numerics.spec else ""),
+            "why": why(operation),
         }
         for operation in (numerics.audit.operations if numerics.audit else ())
     ]
@@ -290,7 +293,6 @@ def _matmul_rows(numerics: Numerics) -> list[Row]:
 
 
 def _scaling_rows(numerics: Numerics) -> list[Row]:
-    """Two rows: the gradients without the factor on the loss, and with it; none without a suggestion."""
     scaling = numerics.audit.loss_scaling if numerics.audit else None
     pairs = _by_scale(scaling) if scaling else ()
     return [_head(numerics) | {"loss_scale": scale} | row_of(found, *_ELEMENTS) for scale, found in pairs]

@@ -12,7 +12,6 @@ from steplab.report.kit.grouping import spread
 from steplab.report.profile import words
 from steplab.report.profile.attention import attention_notes, attention_rows
 from steplab.report.profile.charts import category_bars, device_time, kernel_bars
-from steplab.report.profile.ranks import ranks_section
 from steplab.report.profile.roofline import roofline
 from steplab.report.profile.tables import (
     attention_table,
@@ -21,12 +20,13 @@ from steplab.report.profile.tables import (
     kernel_rows,
     kernel_table,
     phase_table,
+    ranks_section,
 )
 from steplab.report.profile.timeline import timeline_chart
 from steplab.report.profile.verdict import finding_sentences, findings_section
 from steplab.report.run.cells import RunCell, cells_of, label, varying
+from steplab.report.run.one_run import interval_words, run_subtitle, run_title
 from steplab.report.run.verdict import run_cautions
-from steplab.report.run.words import interval_words, run_subtitle, run_title
 from steplab.stats import summarize
 
 TITLE = "Where the time goes"
@@ -50,7 +50,7 @@ def profile_document(run: Run, findings: Findings | None = None) -> Document:
 
 
 def profile_verdict(run: Run, profile: Profile, findings: Findings | None = None) -> Verdict:
-    """What would save time, the step time, and why to doubt it."""
+    """The findings, the step time and its doubts."""
     timed = []
     if run.samples_s:
         summary = summarize(run.samples_s)

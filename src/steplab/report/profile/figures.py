@@ -123,7 +123,7 @@ class TopKernel:
     median_s: float
     """Median duration of a call; over several ranges, the median of their medians weighted by calls."""
     median_is_exact: bool
-    """Whether it ran in one range and stream only, so that the record holds its median."""
+    """True if it ran in one range and stream only, so that the record holds its median."""
 
 
 def top_kernels(profile: Profile, phases: tuple[str, ...] | None = None, *, by_phase: bool = True) -> list[TopKernel]:

@@ -1,10 +1,9 @@
 """The sentences about a profile, the same on a terminal and on a page. Every figure is per step."""
 
 from steplab import units
-from steplab.costs.roofline import Roofline
 from steplab.records.profile import ATTENTION_PARTS, Profile
 from steplab.records.run import Run
-from steplab.report.profile.attention import Work, part_of, work_of
+from steplab.report.profile.attention import part_of, work_of
 from steplab.report.profile.figures import (
     TOLERANCE,
     Span,
@@ -18,7 +17,6 @@ from steplab.report.profile.roofline import find_roofs
 
 PROFILED = "The profiler slows the host, so only shares, kernels and gaps count here. Step time is measured without it."
 _MOST_CATEGORIES = 3
-_NO_MATMUL = 0.005  # a difference of shares below this is no drop
 
 
 def device_word(profile: Profile) -> str:
@@ -27,7 +25,7 @@ def device_word(profile: Profile) -> str:
 
 
 def has_host(profile: Profile) -> bool:
-    """Whether the device is not the host itself, so that it can wait for the host."""
+    """True if the device is not the host itself, so that it can wait for the host."""
     return profile.device != "cpu"
 
 
@@ -37,7 +35,7 @@ def kernels_word(profile: Profile) -> str:
 
 
 def heading(run: Run, profile: Profile) -> str:
-    """What was profiled, on which device, and with which profiler."""
+    """The profiled steps, their device and the profiler."""
     steps = units.counted(profile.num_steps, "step")
     where = run.device_name or f"a {device_word(profile)} of unknown name"
     file = f", from {profile.file}" if profile.file else ""
@@ -115,7 +113,7 @@ def _share(part: float, total: float) -> str:
 
 
 def matmul_sentences(run: Run, profile: Profile) -> list[str]:
-    """The share of matrix multiplication in inference and in training, and why it drops if it does."""
+    """The share of matrix multiplication in inference and in training."""
     told = [(name, span, share) for name, span in passes(run, profile) if (share := span.share("matmul")) is not None]
     if not told:
         return []
@@ -127,38 +125,11 @@ def matmul_sentences(run: Run, profile: Profile) -> list[str]:
             f"The products inside fused attention ({units.format_percent(fused[-1])} of {_passes_words(told[-1][0])}) "
             "are not counted in it."
         )
-    (_, first, before), (name, last, after) = told[0], told[-1]
-    if len(told) > 1 and before - after > _NO_MATMUL:
-        sentences.append(_drop(profile, first, before, name, last))
     return sentences
 
 
 def _passes_words(name: str) -> str:
     return "the whole step" if name == "train" else name
-
-
-def _drop(profile: Profile, first: Span, before: float, name: str, last: Span) -> str:
-    """The phases that lower the share: a phase with share m and time t lowers it by (before - m) t over the total time.
-
-    Each is named with the category whose share grew most, which need not be the largest category.
-    """
-    costs = []
-    for phase in profile.phases:
-        if phase.phase == first.phase or phase.busy_s == 0:
-            continue
-        part_s, matmul_s = phase.busy_s / profile.num_steps, phase.categories.get("matmul", 0.0) / profile.num_steps
-        lowered = (before * part_s - matmul_s) / last.busy_s
-        if lowered > 0:
-            others = {c: s / phase.busy_s for c, s in phase.categories.items() if c != "matmul"}
-            most = max(others, key=lambda c: others[c] - (first.share(c) or 0.0), default="")
-            text = f"{phase.phase} spends {_share(matmul_s, part_s)} of its {units.format_time(part_s)} on it"
-            if most not in ("", phase.phase):
-                text += f", and {units.format_percent(others[most])} on {most}"
-                text += f", of which {first.phase} has {units.format_percent(first.share(most) or 0.0)}"
-            costs.append((lowered, f"{text} ({-100 * lowered:+.1f} points)"))
-    costs.sort(key=lambda cost: -cost[0])
-    why = "; ".join(text for _, text in costs)
-    return f"The share is smaller in {_passes_words(name)} than in {first.phase}: {why}."
 
 
 def top_kernel_sentences(profile: Profile) -> list[str]:
@@ -195,29 +166,11 @@ def softmax_sentence(run: Run, profile: Profile) -> str | None:
     if not (soft.flops and product.flops and soft.intensity and product.intensity):
         return None
     times = f"{soft.time_s / product.time_s:.2f} times the {units.format_time(product.time_s)} of the score product"
-    text = (
+    return (
         f"Softmax takes {units.format_time(soft.time_s)} of {phase}, {times}, with 1/{product.flops / soft.flops:.0f} "
         f"of its FLOPs: it does {units.three_digits(soft.intensity)} FLOP for each byte it moves, the product "
-        f"{units.three_digits(product.intensity)}"
+        f"{units.three_digits(product.intensity)}."
     )
-    return text + _bandwidth_limits(roofs, {"softmax": soft, "product": product}) + "."
-
-
-def _bandwidth_limits(roofs: Roofline, works: dict[str, Work]) -> str:
-    """Which of these the memory's bandwidth limits, each by the ridge of the number format it computes in."""
-    ridges = {name: ridge for name, work in works.items() if (ridge := roofs.ridge(work.dtype)) is not None}
-    limited = [name for name, ridge in ridges.items() if (works[name].intensity or 0.0) < ridge]
-    if not limited:
-        return ""
-    if len({works[name].dtype for name in ridges}) == 1:
-        below = units.three_digits(ridges[limited[0]])
-    else:
-        told = (f"{units.three_digits(ridge)} ({name}, in {works[name].dtype})" for name, ridge in ridges.items())
-        below = " and ".join(told)
-    which = "both" if len(limited) == len(works) else f"the {limited[0]} alone"
-    if len(ridges) < len(works):
-        which = f"the {limited[0]}"  # the other's ridge is not known
-    return f"; below {below} the memory's bandwidth is the limit, not the arithmetic: it limits {which}"
 
 
 def communication_sentence(run: Run, profile: Profile) -> str | None:

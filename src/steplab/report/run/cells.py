@@ -58,7 +58,7 @@ class RunCell:
     unsaid: frozenset[str] = frozenset()
     """Fields that a label leaves out, because others distinguish the cell."""
     called: str = ""
-    """What a label says in place of the number among equal runs."""
+    """Words of a label in place of the number among equal runs."""
 
     @property
     def id(self) -> str:
@@ -166,7 +166,6 @@ def label(cell: RunCell, fields: Sequence[str]) -> str:
 
 
 def _said_of(cells: Sequence[RunCell], field: str, value: Scalar) -> str:
-    """Text of a value that these cells share, together with its field; their name for it if they have one."""
     names = {cell.called for cell in cells} if field == "repeat" else set()
     return names.pop() if len(names) == 1 else said(field, value)
 
@@ -184,7 +183,7 @@ class Panel:
     """One set of axes."""
 
     title: str
-    """What the cells of the panel share; empty for a single panel."""
+    """Values that the cells of the panel share; empty for a single panel."""
     marks: tuple[tuple[int, int, RunCell], ...]
     """Position on the x axis, series, cell."""
 
@@ -229,7 +228,6 @@ def _key(cell: RunCell, fields: Sequence[str]) -> tuple[Scalar, ...]:
 
 
 def _distinct(cells: Sequence[RunCell], fields: Sequence[str]) -> list[tuple[Scalar, ...]]:
-    """The combinations that occur, in the order of their own fields (the cells are sorted by others too)."""
     ranks = [_ranks(field, cells) for field in fields]
     keys = dict.fromkeys(_key(cell, fields) for cell in cells)
     return sorted(keys, key=lambda key: [rank[value] for rank, value in zip(ranks, key, strict=True)])

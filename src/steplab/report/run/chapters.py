@@ -14,16 +14,27 @@ from steplab.report.kit.grouping import told_once
 from steplab.report.kit.quantities import FLOPS_PER_S, SHARE, TIME, TIMES, quotient
 from steplab.report.kit.text import why_failed
 from steplab.report.run import charts
-from steplab.report.run.by_size import effects_sections, passes_table
 from steplab.report.run.cells import RunCell, label, varying
 from steplab.report.run.columns import rows_table
 from steplab.report.run.curves import settling, warmup_curves, worth_a_curve
-from steplab.report.run.figures import WARMUP_COUNTS, achieved_flops_per_s, steady_sentence, steady_words, warmup_study
+from steplab.report.run.effects import effects_sections, passes_table
 from steplab.report.run.first_steps import first_steps_reasons, first_steps_table
-from steplab.report.run.gaps import choices, doubts, gaps
-from steplab.report.run.one_run import failure_blocks, phase_blocks, step_time_pairs, utilization_blocks, warmup_effects
+from steplab.report.run.one_run import (
+    WARMUP_COUNTS,
+    achieved_flops_per_s,
+    choices,
+    doubts,
+    failure_blocks,
+    gaps,
+    phase_blocks,
+    rank_blocks,
+    steady_sentence,
+    steady_words,
+    step_time_pairs,
+    utilization_blocks,
+    warmup_means,
+)
 from steplab.report.run.phases import phases
-from steplab.report.run.ranks import rank_blocks
 
 TERMS = (
     (
@@ -116,7 +127,7 @@ def _warmup(cells: Sequence[RunCell], timings: Sequence[Timing]) -> Iterator[Blo
         told = [f"The step time is steady {steady}."] if steady else []
         yield Sentences.of(told + [f"The step time did not settle in {runs}." for runs in restless])
     yield later(warmup_curves, cells)
-    yield warmup_effects(timings[0]) if alone else Section.of("Fewer warm-up steps", warmup_table(cells))
+    yield Section.of("Fewer warm-up steps", warmup_table(cells))
     if table := first_steps_table(worth_a_curve(cells)):
         yield Section.of("The first steps", table, Sentences.of(first_steps_reasons(cells), "finding"))
 
@@ -129,8 +140,8 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
         timing = cell.run.timing
         assert timing is not None  # chosen for its curve
         row: Row = {"run": label(cell, fields), "steady": steady_words(curve(timing))}
-        for effect in warmup_study(timing):
-            row |= {f"{effect.count}_s": effect.mean_s, f"{effect.count}": quotient(effect.mean_s, cell.run.median_s)}
+        for count, mean_s in warmup_means(timing).items():
+            row |= {f"{count}_s": mean_s, f"{count}": quotient(mean_s, cell.run.median_s)}
         rows.append(row)
     columns = [
         column
@@ -140,21 +151,20 @@ def warmup_table(cells: Sequence[RunCell]) -> Table:
             Column(key=f"{count}", header="×", quantity=TIMES, rank=1),
         )
     ]
+    if len(cells) > 1:
+        steady = Column(key="steady", header="steady state", wraps_from=16)
+        columns = [Column(key="run", wraps_from=20), *columns, steady]
     return Table(
         name="warmup",
-        columns=(
-            Column(key="run", wraps_from=20),
-            *columns,
-            Column(key="steady", header="steady state", wraps_from=16),
-        ),
+        columns=tuple(columns),
         rows=tuple(rows),
-        caption="Mean of as many steps as were measured, after leaving out the first 0, 1, 2 or 5 steps of the same "
-        "curve. × is the multiple of the run's own median. Compile time is not among these steps.",
+        caption="Mean of as many steps as were measured, after the first 0, 1, 2 or 5 steps of the curve. × is "
+        "relative to the run's median. Compile time is not included.",
     )
 
 
 def ranks_chapter(cells: Sequence[RunCell]) -> Section:
-    """What each process of a run of several measured."""
+    """Figures of each process of a run."""
     several, fields = [cell for cell in cells if cell.run.ranks], varying(cells)
     if len(cells) == 1 and several:
         return Section.of("Ranks", *rank_blocks(several[0].run.ranks), anchor="ranks")
@@ -237,12 +247,11 @@ def _spread(run: Run) -> Row:
 
 
 def missing_chapter(cells: Sequence[RunCell]) -> Section:
-    """What was not measured and why."""
+    """Missing measurements and their reasons."""
     return Section.of("Not measured", *_told_once(cells, _missing if len(cells) > 1 else gaps), anchor="missing")
 
 
 def _missing(run: Run) -> list[str]:
-    """What was not measured and why, the reason of a failure included."""
     return gaps(run) + ([why_failed(run.failure)] if run.failure else [])
 
 

@@ -26,7 +26,7 @@ from steplab.report.kit.charts import (
 )
 from steplab.report.kit.document import Chart, Legend
 from steplab.report.run.cells import Panel, RunCell, arrange, label, varying
-from steplab.report.run.words import interval_words
+from steplab.report.run.one_run import interval_words
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

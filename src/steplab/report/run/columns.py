@@ -1,32 +1,23 @@
-"""The columns of tables of runs and of studies, each defined once.
+"""The columns of tables of runs and of studies, each defined once, and the tables: records, and steps by attention.
 
 A row (`records.rows.run_row`) holds figures in base units. JSON and CSV have the figures unchanged; tables for people
 show the columns that differ, and what all rows share once, in the caption.
 """
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import replace
 
-from steplab.records.rows import Row
-from steplab.records.run_figures import RUN_FIGURES, RunFigure
+from steplab.records.rows import Row, run_row
+from steplab.records.run import Run
+from steplab.records.run_figures import RUN_FIGURES
 from steplab.report.kit.document import RESULT, Column, Document, Section, Table
-from steplab.report.kit.quantities import LABEL, Quantity
+from steplab.report.kit.grouping import grouped
+from steplab.report.kit.quantities import LABEL, TIMES, Quantity, quotient
 from steplab.specs.step import STEP_FIELDS
 from steplab.specs.step_fields import StepField
 
 _DAY = Quantity(lambda value: str(value)[:10], numeric=False)
-
-
-def _figure_column(figure: RunFigure) -> Column | None:
-    if figure.header is None:
-        return None
-    return Column(
-        key=figure.key,
-        header=figure.header,
-        shared=figure.shared,
-        rank=figure.rank,
-        wraps_from=12 if figure.is_words else None,
-    )
 
 
 def _field_column(field: StepField) -> Column:
@@ -56,7 +47,7 @@ COLUMNS: tuple[Column, ...] = (
     # How a step was measured stands behind what it computes.
     *map(_field_column, sorted(STEP_FIELDS, key=lambda field: field.about.role in ("how", "device"))),
     Column(key="device", shared="{}", rank=6, folds=True),
-    *(column for figure in RUN_FIGURES if (column := _figure_column(figure))),
+    *Column.of(RUN_FIGURES),
     Column(key="torch", shared="torch {}", rank=7, folds=True),
     Column(key="git_commit", header="commit", shared="commit {}", rank=7, folds=True),
     replace(RESULT, wraps_from=30),
@@ -94,7 +85,6 @@ def rows_table(rows: Sequence[Row], columns: Sequence[Column] | None = None, *, 
 
 
 def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
-    """COLUMNS, ranked for memory where most of the runs have a memory profile."""
     watched = sum(row.get("memory_source") is not None for row in rows)
     if 2 * watched <= len(rows):
         return COLUMNS
@@ -102,7 +92,6 @@ def _columns_of(rows: Sequence[Row]) -> tuple[Column, ...]:
 
 
 def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Column]:
-    """Name the FLOP convention of MFU and HFU, in the heading where all rows share it."""
     conventions = {row["mfu_convention"] for row in rows if row.get("mfu_convention") is not None}
     headings = {"hfu": "HFU (as executed)"}
     if len(conventions) == 1:
@@ -112,3 +101,97 @@ def _with_conventions(columns: Sequence[Column], rows: Sequence[Row]) -> list[Co
         for column in columns
         if not (column.key == "mfu_convention" and "mfu" in headings)
     ]
+
+
+_FIGURES = ("step_time_s", "warnings", "peak_allocated_bytes", "mfu")
+"""The figures that a list has; others are columns where they are asked for."""
+_OWN = (
+    Column(key="kind"),
+    Column(key="status"),
+    Column(key="tags", shared="tags {}", rank=1, folds=True),
+    Column(key="comment", wraps_from=16, rank=1),
+)
+_NONE = {None, ""}
+_FIRST = ("id", "created_utc", "kind", "name", "tags", "device")
+_KNOWN = {column.key: column for column in (*COLUMNS, *_OWN)}
+
+
+def list_document(rows: Sequence[Row], keys: Sequence[str] = ()) -> Document:
+    """A table of records of any kinds with these fields, in this order; without any, with those that tell them apart.
+
+    A value that all records share is in the caption. JSON and CSV have all fields, or those that were asked for.
+    """
+    if keys:
+        chosen = [replace(_column(key, rows), shared="", quiet=None, rank=0, folds=False) for key in keys]
+        table = rows_table([{key: row.get(key) for key in keys} for row in rows], chosen, empty="no records")
+    else:
+        choices = [column for column in _KNOWN.values() if column.folds and column.key not in _FIRST]
+        first = [_column(key, rows) for key in _FIRST]
+        differing = [c for c in (*first, *choices) if not c.folds or _differs(c.key, rows)]
+        last = [_KNOWN[key] for key in (*_FIGURES, "comment")]
+        table = rows_table(rows, [*differing, *last, replace(RESULT, wraps_from=12)], empty="no records")
+        shared = [_said(column, rows) for column in (*first, *choices) if column not in differing]
+        table = replace(table, caption=". ".join(filter(None, (" · ".join(filter(None, shared)), table.caption))))
+    return Document(title="", sections=(Section.of("", table),), data=table.rows)
+
+
+def _column(key: str, rows: Sequence[Row]) -> Column:
+    """The column of a field; one that no table has otherwise has the field's name as its heading."""
+    if key == "created_utc":
+        one_year = len({str(row.get(key))[:4] for row in rows}) == 1
+        shown = slice(5, 16) if one_year else slice(0, 10)
+        quantity = Quantity(lambda value: str(value)[shown].replace("T", " "), numeric=False)
+        return Column(key=key, header="UTC" if one_year else "measured", quantity=quantity)
+    return _KNOWN.get(key) or Column(key=key, header=key.replace("_", " "))
+
+
+def _differs(key: str, rows: Sequence[Row]) -> bool:
+    """True if a field tells records apart: by its value, or because most have none, or some of one kind."""
+    values = {row.get(key) for row in rows} - _NONE
+    if len(values) != 1:
+        return len(values) > 1
+    having = [row.get("kind") for row in rows if row.get(key) not in _NONE]
+    lacking = [row.get("kind") for row in rows if row.get(key) in _NONE and row.get("status", "ok") == "ok"]
+    return 2 * len(having) <= len(rows) or not set(having).isdisjoint(lacking)
+
+
+def _said(column: Column, rows: Sequence[Row]) -> str:
+    value = next((row[column.key] for row in rows if row.get(column.key) not in _NONE), None)
+    return "" if value is None or column.quantity.show(value) == column.quiet else column.said(value)
+
+
+_LAST = ("attention", "compile", "forward_s", "backward_s", "step_time_s", "peak_allocated_bytes", "failure")
+"""The fields in which the rows differ and the measured ones, which come after the other fields of the step."""
+_BASELINES = {"eager": ("plain", "off"), "compiled": ("plain", "default")}
+"""Attention and compile mode of the steps that speeds are relative to."""
+
+
+def attention_step_rows(runs: Sequence[Run]) -> list[Row]:
+    """One row per run, with its speed relative to plain attention, eager and compiled; steps of one kind together.
+
+    Empty where no step was measured with two kinds of attention.
+    """
+    # a factory's model brings its own attention
+    pairs = [(run.spec, run) for run in runs if run.spec and run.spec.model.kind != "factory"]
+    rows: list[Row] = []
+    for group in grouped(pairs, lambda pair: dataclasses.replace(pair[0], attention="plain", compile="off")).values():
+        if len({spec.attention for spec, _ in group}) > 1:
+            rows += _rows([run for _, run in group])
+    return rows
+
+
+def _rows(group: Sequence[Run]) -> list[Row]:
+    found = [run_row(run) for run in group]
+    plain = {(row["attention"], row["compile"]): row["step_time_s"] for row in found}
+    return [
+        row | {f"{name}_speed": quotient(plain.get(base), row["step_time_s"]) for name, base in _BASELINES.items()}
+        for row in found
+    ]
+
+
+def attention_steps(runs: Sequence[Run]) -> Table:
+    """The rows as a table."""
+    known = {column.key: column for column in COLUMNS}
+    columns = [known[key] for key in (*(f.column for f in STEP_FIELDS if f.column not in _LAST), *_LAST)]
+    speeds = [Column(key=f"{name}_speed", header=f"vs plain, {name}", quantity=TIMES, rank=1) for name in _BASELINES]
+    return rows_table(attention_step_rows(runs), (*columns[:-2], *speeds, *columns[-2:]))

@@ -10,7 +10,7 @@ from steplab.report.kit.charts import DOTTED, MUTED, PAPER, SERIES, Drawing, dra
 from steplab.report.kit.document import Chart
 from steplab.report.kit.grouping import spread
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import steady_words
+from steplab.report.run.one_run import steady_words
 
 MOST_CURVES = 12
 _WIDTH, _HEIGHT = 300, 150

@@ -1,4 +1,4 @@
-"""What the first steps of a run spend their time on, from their phases, the allocator and the clocks."""
+"""Causes of long first steps, from their phases, the allocator and the clocks."""
 
 from collections.abc import Iterator, Sequence
 from statistics import median
@@ -12,7 +12,7 @@ from steplab.records.timing import Timing, curve
 from steplab.report.kit.document import Column, Table
 from steplab.report.kit.quantities import TIME
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import phase_names
+from steplab.report.run.one_run import phase_names
 
 _NOTICEABLE = 0.1
 """Share of a settled step from which an excess of the first is worth a reason."""

@@ -1,17 +1,237 @@
-"""What is said of one run: its step time, phases, utilization, memory and failure."""
+"""The report of one run: its step time, phases, utilization, memory and failure."""
 
 from collections.abc import Iterator, Sequence
-from statistics import median
+from statistics import fmean, median
 
 from steplab import stats, units
 from steplab.records.failure import Failure
+from steplab.records.ranks import RankSamples
+from steplab.records.record import Record
 from steplab.records.rows import Row
-from steplab.records.run import Run, Utilization
-from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, Timing, find_phase, lead_s, waits_for_host
+from steplab.records.run import NOT_FINITE, Run, Utilization
+from steplab.records.timing import Timing, curve, find_phase, lead_s
 from steplab.report.kit.document import Block, Column, Pairs, Section, Sentences, Table
-from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, SHARE, TIME
-from steplab.report.kit.text import ABSENT
-from steplab.report.run.figures import achieved_flops_per_s, phase_names, warmup_study
+from steplab.report.kit.quantities import COUNT, FLOPS_PER_S, LABEL, SHARE
+from steplab.report.kit.text import ABSENT, dotted, made, quoted_name
+from steplab.specs.step import describe
+from steplab.stats import Summary
+
+WARMUP_COUNTS = (0, 1, 2, 5)
+"""Numbers of warm-up steps whose effect on the figures is shown."""
+
+PARTS = ("forward", "backward", "pipeline", "gradient sync", "optimizer")
+"""Parts of a built-in step, in the order they run."""
+
+
+def warmup_means(timing: Timing) -> dict[int, float | None]:
+    """Mean of as many steps as were measured, in seconds, by the number of warm-up steps; None: the curve is too short.
+
+    One recorded curve serves for every number of warm-up steps, because the first steps of a process are the same
+    however many of them are counted.
+    """
+    samples, step = curve(timing), timing.phase("step")
+    steps = len(step.best_s) if step else 0
+    windows = {count: samples[count : count + steps] for count in WARMUP_COUNTS}
+    return {count: fmean(window) if steps and len(window) == steps else None for count, window in windows.items()}
+
+
+def steady_words(samples: Sequence[float]) -> str:
+    """When the step time settled, with steps counted from 1: 'steady from step 3 of 15'."""
+    if len(samples) < stats.FEWEST_FOR_STEADY:
+        return f"too few steps to tell when it settles ({len(samples)}; at least {stats.FEWEST_FOR_STEADY} are needed)"
+    first = stats.steady_from(samples)
+    if first is None:
+        return f"did not settle in {len(samples)} steps"
+    return f"steady from step {first + 1} of {len(samples)}"
+
+
+def steady_sentence(samples: Sequence[float]) -> str:
+    """The same as a sentence."""
+    words = steady_words(samples)
+    if len(samples) < stats.FEWEST_FOR_STEADY:
+        return f"There are {words}."
+    return f"The step time {'is ' if words.startswith('steady') else ''}{words}."
+
+
+def phase_names(run: Run) -> list[str]:
+    """The timed parts of the run's step in the order they run, or, for a user's own loop, as they were recorded."""
+    timing = run.timing
+    timed = [samples.phase for samples in timing.back_to_back if samples.best_s] if timing else []
+    parts = [name for name in timed if name != "step"]
+    return [name for name in PARTS if name in parts] if set(parts) <= set(PARTS) else parts
+
+
+def achieved_flops_per_s(used: Utilization) -> float | None:
+    """FLOP/s of all devices together; None where the utilization is not known."""
+    if used.value is None or used.peak_flops_per_s is None:
+        return None
+    return used.value * used.peak_flops_per_s * used.num_devices
+
+
+def run_title(run: Run) -> str:
+    """The measured step, in one line."""
+    if run.spec:
+        return describe(run.spec)
+    if run.profile and run.profile.file:
+        return f"{run.name or run.profile.file} (imported trace)"
+    if run.memory_profile:
+        return f"{run.name or run.memory_profile.file or 'a snapshot'} (imported snapshot)"
+    return f"{run.name or 'a loop of your own'} (recorded loop)"
+
+
+def interval_words(summary: Summary) -> str:
+    """'95 % interval 12.1 ms to 12.9 ms, n = 10'; for too few samples, their range."""
+    show = units.format_time
+    if summary.count == 1:
+        return "a single sample"
+    low, middle, high = show(summary.low), show(summary.median), show(summary.high)
+    if low == middle == high:
+        between = f"± {show(max(summary.high - summary.median, summary.median - summary.low))}"
+    else:
+        between = f"{low} to {high}"
+    return f"{'95 % interval' if summary.is_interval else 'range'} {between}, n = {summary.count}"
+
+
+def annotations(record: Record) -> list[str]:
+    """Tags and comment of a record, in sentences."""
+    tags = [f"Tags: {', '.join(record.tags)}."] if record.tags else []
+    return tags + ([f"Note: {record.comment}"] if record.comment else [])
+
+
+def run_subtitle(run: Run) -> str:
+    """The id, date, steplab version and name of the record."""
+    return dotted(made(run, "run"), quoted_name(run))
+
+
+_PRECISIONS = {
+    "bf16": "bf16 autocast",
+    "fp16": "fp16 autocast",
+    "bf16_master": "bf16 autocast over bf16 weights with fp32 masters",
+    "bf16_pure": "bf16 throughout",
+    "fp8": "fp8 products in blocks, bf16 elsewhere",
+    "fp8_torchao": "fp8 products in blocks by torchao, bf16 elsewhere",
+    "tf32": "tf32 matmuls",
+}
+
+
+def precision_words(precision: str) -> str:
+    """A step's precision in words."""
+    return _PRECISIONS.get(precision, precision)
+
+
+def gaps(run: Run) -> list[str]:
+    """Missing measurements and their reasons: notes, gaps of the environment and of utilizations."""
+    told = [note for note in run.notes if not (_is_doubt(note) or _is_of_numbers(note) or _is_choice(note))]
+    told += run.environment.gaps if run.environment else ()
+    return told + _utilization_gaps(run, told)
+
+
+def doubts(run: Run) -> list[str]:
+    """Notes on figures that cannot be right, such as a utilization above 100 % of a peak."""
+    return [note for note in run.notes if _is_doubt(note)]
+
+
+def headline_doubts(run: Run) -> list[str]:
+    """That what was computed is no number any more; and the doubts where they concern the share that the answer tells,
+    MFU by the convention causal."""
+    told = run.utilization("mfu", "causal")
+    of_numbers = [note for note in run.notes if _is_of_numbers(note)]
+    return of_numbers + doubts(run) if told and told.exceeds_peak else of_numbers
+
+
+def choices(run: Run) -> list[str]:
+    """Notes on choices that the spec left open, such as the implementation that attention `auto` chose."""
+    return [note for note in run.notes if _is_choice(note)]
+
+
+def _is_choice(note: str) -> bool:
+    return note.startswith("attention auto: ")
+
+
+def _is_of_numbers(note: str) -> bool:
+    return note.startswith(NOT_FINITE)
+
+
+def _is_doubt(note: str) -> bool:
+    return note.startswith(("MFU over ", "HFU over ", "MFU and HFU over "))
+
+
+def _utilization_gaps(run: Run, told: list[str]) -> list[str]:
+    """Why a timed built-in step has no MFU or no HFU, unless a note says so already."""
+    if run.spec is None or run.failure or run.timing is None:
+        return []
+    reasons = []
+    kinds = {used.kind for used in run.utilizations}
+    if "mfu" not in kinds and not _tells(told, "MFU"):
+        reasons.append(f"MFU: {_why_no_mfu(run)}")
+    if "hfu" not in kinds and not _tells(told, "HFU") and not _tells(told, "MFU and HFU"):
+        reasons.append("HFU: the FLOPs that the step executes were not counted")
+    absent = [used for used in run.utilizations if used.value is None]
+    for source in dict.fromkeys(used.peak_source for used in absent):
+        names = dict.fromkeys(used.kind.upper() for used in absent if used.peak_source == source)
+        reasons.append(f"{' and '.join(names)}: {source}")
+    return reasons
+
+
+def _why_no_mfu(run: Run) -> str:
+    if run.spec is None or run.spec.model.kind != "factory":
+        return "the sizes of the model are not known"
+    if run.model is None:
+        return "its factory returns a whole step, in which the forward pass is not told apart"
+    return "the FLOPs that the model needs were not counted"
+
+
+def _tells(told: list[str], kind: str) -> bool:
+    return any(text.startswith(kind) for text in told)
+
+
+_WAITING = "gradient sync"
+
+
+def rank_blocks(ranks: Sequence[RankSamples]) -> Iterator[Block]:
+    """One row per rank, and the spread over ranks in a sentence."""
+
+    def peak_bytes(rank: RankSamples) -> int | None:
+        peak = rank.peak("step")
+        return peak.peak_allocated_bytes if peak else None
+
+    yield Table.of(
+        "ranks",
+        ranks,
+        (
+            Column(key="rank", quantity=LABEL),
+            Column(key="host", shared="{}"),
+            Column(key="device_name", header="device", shared="{}", wraps_from=16),
+            Column(key="step_s", header="step", value=lambda rank: _median_of(rank, "step")),
+            Column(key="waiting_s", header=_WAITING, value=lambda rank: _median_of(rank, _WAITING)),
+            Column(key="peak_bytes", header="peak allocated", value=peak_bytes),
+            Column(key="host_peak_bytes", header="host peak", rank=1),
+        ),
+        "Medians.",
+    )
+    if told := spread_words(ranks):
+        yield Sentences.of([f"{told}."])
+
+
+def spread_words(ranks: Sequence[RankSamples]) -> str | None:
+    """Spread of the ranks' step times; None if they did not time the same steps."""
+    columns = [samples.best_s for rank in ranks if (samples := rank.phase("step"))]
+    if len(columns) < len(ranks) or len({len(column) for column in columns}) != 1 or not columns[0]:
+        return None
+    medians = sorted(median(column) for column in columns)
+    apart = median(max(step) - min(step) for step in zip(*columns, strict=True))
+    share = units.format_share(apart / medians[0]) if medians[0] > 0 else ABSENT
+    low, high = units.format_time(medians[0]), units.format_time(medians[-1])
+    return (
+        f"Median steps last from {low} to {high} over {units.counted(len(ranks), 'rank')}; within a step the slowest "
+        f"is {units.format_time(apart)} ({share}) behind the fastest, by the median"
+    )
+
+
+def _median_of(rank: RankSamples, phase: str) -> float | None:
+    samples = rank.phase(phase)
+    return median(samples.best_s) if samples and samples.best_s else None
+
 
 _NOTICEABLY = 1.02
 """Sum of the phases' medians over the step's median, from which rounded shares no longer sum to 100 %."""
@@ -91,30 +311,17 @@ def phase_blocks(run: Run, timing: Timing) -> Iterator[Block]:
         rows=tuple(rows),
         caption="Medians.",
     )
-    told = [waiting_words(timing.back_to_back)]
     parts_s = [phase.best_s for phase in map(timing.phase, phase_names(run)) if phase and phase.best_s]
     ratio = sum(map(median, parts_s)) / whole if whole else 1.0
     if ratio > _NOTICEABLY or (run.spec and parts_s and ratio < 1 / _NOTICEABLY):
-        told.append(
+        told = (
             f"The steps differ so much that the medians of the phases add up to {units.format_percent(ratio)} of the "
-            "median of the step."
         )
-    yield Sentences.of(told)
+        yield Sentences.of([f"{told}median of the step."])
 
 
 def _median(samples: Sequence[float] | None) -> float | None:
     return median(samples) if samples else None
-
-
-def warmup_effects(timing: Timing) -> Table:
-    """The figures as they would be after fewer warm-up steps."""
-    effects = warmup_study(timing)
-    mean: Row = {"figure": "mean of the next steps"} | {str(effect.count): effect.mean_s for effect in effects}
-    middle: Row = {"figure": "median of the next steps"} | {str(effect.count): effect.median_s for effect in effects}
-    counts = tuple(Column(key=str(effect.count), header=str(effect.count), quantity=TIME) for effect in effects)
-    return Table(
-        name="warmup", columns=(Column(key="figure", header="warm-up steps left out"), *counts), rows=(mean, middle)
-    )
 
 
 def utilization_blocks(utilizations: Sequence[Utilization]) -> Iterator[Block]:
@@ -160,21 +367,3 @@ def memory_blocks(run: Run) -> Iterator[Block]:
     if run.memory.host_peak_bytes is not None:
         pairs.append(("host peak", f"{units.format_bytes(run.memory.host_peak_bytes)} resident, libraries included"))
     yield Pairs(pairs=tuple(pairs))
-
-
-def waiting_words(phases: Sequence[PhaseSamples]) -> str | None:
-    """A sentence for a step that is nearly launch-bound; None for any other."""
-    if not waits_for_host(phases):
-        return None
-    step = find_phase(phases, "step")
-    assert step is not None
-    parts = [samples.phase for samples in phases if samples.phase != "step"]
-    leads = {name: found for name in parts if (found := lead_s(phases, name)) is not None}
-    late = [name for name, found in leads.items() if found < HARDLY_AHEAD * median(step.best_s)]
-    where = f" of {' and '.join(late)}" if late else ""
-    least = units.format_time(lead_s(phases) or 0.0)
-    return (
-        f"Nearly launch-bound: the host lead at the end{where} is {least}, under 1 % of the step, so the device waits "
-        "for the host at times. If launching kernels is slow, larger batches, compiling or CUDA graphs give the device "
-        "more work per launch; if the host waits for a result, that can be deferred. `steplab profile` shows which."
-    )

@@ -8,7 +8,7 @@ from steplab.report.kit.charts import color_number, series_color, series_legend
 from steplab.report.kit.document import Bar, Bars, Segment
 from steplab.report.kit.grouping import spread
 from steplab.report.run.cells import RunCell, label, varying
-from steplab.report.run.figures import phase_names
+from steplab.report.run.one_run import phase_names
 
 _MOST_BARS = 40
 _FIRST = 12

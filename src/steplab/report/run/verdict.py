@@ -1,4 +1,4 @@
-"""The answer of one or several runs: the step time, how it grows with size, and which choices pay."""
+"""The answer of runs, and the summary of several in figures."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -7,17 +7,16 @@ from statistics import fmean, median, stdev
 from steplab import stats, units
 from steplab.comparison.judging import judged
 from steplab.comparison.samples import compare_samples
-from steplab.records.disturbances import disturbances
+from steplab.records.disturbances import WAITS, disturbances
 from steplab.records.rows import Scalar
 from steplab.records.run import Run
-from steplab.report.kit.document import Verdict
+from steplab.records.timing import HARDLY_AHEAD, waits_for_host
+from steplab.report.kit.document import Fact, Verdict
 from steplab.report.kit.grouping import grouped
 from steplab.report.kit.text import why_failed
 from steplab.report.run.cells import AXES, COMPARED, RunCell, label, said, varying
 from steplab.report.run.effects import Effect, effect_words, effects_of, times_words
-from steplab.report.run.figures import achieved_flops_per_s
-from steplab.report.run.gaps import headline_doubts
-from steplab.report.run.words import interval_words
+from steplab.report.run.one_run import achieved_flops_per_s, headline_doubts, interval_words
 from steplab.specs.resolve import options
 
 _MOST_EFFECTS = 2
@@ -91,7 +90,10 @@ def run_cautions(run: Run) -> Iterator[str]:
         yield f"Warning: {disturbance.text}"
     for doubt in headline_doubts(run):
         yield f"Warning: {doubt}."
-    if found and run.spec:
+    if found and run.spec and all(disturbance.word == WAITS for disturbance in found):
+        if not run.profile:
+            yield f"To see what it waits for: steplab profile {options(run.spec)}"
+    elif found and run.spec:
         verb = "profile" if run.profile else "memory" if run.memory_profile else "run"
         yield f"To repeat it when the machine is quiet: steplab {verb} {options(run.spec)}"
 
@@ -131,7 +133,6 @@ def _warmup_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
 
 
 def _times_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
-    """The step times of a few runs, and of many the least and the most; empty without any."""
     timed = sorted((cell for cell in cells if cell.run.median_s), key=lambda cell: cell.run.median_s or 0)
     times = [(label(cell, fields), units.format_time(cell.run.median_s or 0)) for cell in timed]
     if not times:
@@ -181,7 +182,7 @@ def trend_words(cells: Sequence[RunCell], fields: Sequence[str]) -> str | None:
 
 
 def _telling(series: Sequence[RunCell]) -> tuple[int, bool]:
-    """How much a series says: its length, and whether its steps are whole ones."""
+    """Rank of a series: its length, then whole steps before parts."""
     return len(series), series[0].values["pass"] == "train"
 
 
@@ -241,3 +242,64 @@ def _named(cells: Sequence[RunCell], fields: Sequence[str]) -> str:
     names = list(dict.fromkeys(label(cell, telling) for cell in cells))
     more = f"; and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
     return "; ".join(names[:_MOST_NAMED]) + more
+
+
+_MOST_LATE = 6
+
+
+def facts(cells: Sequence[RunCell]) -> list[Fact]:
+    """The summary of several runs: the effect of each choice, the highest utilization and peak, and what waits."""
+    fields = varying(cells)
+    first = _gains(cells) + _best_utilization(cells, fields) + _largest_peak(cells, fields)
+    return first + _waiting(cells, fields)
+
+
+def _gains(cells: Sequence[RunCell]) -> list[Fact]:
+    told = {effect.choice for effect in main_effects(cells)}
+    effects = [effect for effect in effects_of(cells) if effect.choice not in told]
+    gains = [gain_of(effect) for effect in effects if not effect.is_negligible]
+    if negligible := [effect.choice for effect in effects if effect.is_negligible]:
+        text = "Step times differ by no more than those of equal steps do, in every pair of runs that differ in one of "
+        text += "these choices only"
+        gains.append(Fact(figure="≈ 1×", text=f"{text}: {'; '.join(negligible)}.", wide=True))
+    return gains
+
+
+def gain_of(effect: Effect) -> Fact:
+    """The range of the gains over the pairs that are certain, and how many those are."""
+    ratios = [times_words(pair.ratio) for pair in effect.pairs if pair.decision in ("lower", "higher")]
+    figure = " to ".join(dict.fromkeys((ratios[0], ratios[-1]))) if ratios else "undecided"
+    return Fact(figure=figure, text=effect_words(effect), wide=True)
+
+
+def _best_utilization(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
+    found = [(cell.run.utilization("mfu", "causal"), cell) for cell in cells]
+    known = [(u.value, u, cell) for u, cell in found if u and u.value is not None and not u.exceeds_peak]
+    if not known:
+        return []
+    value, used, cell = max(known, key=lambda item: item[0])
+    peak = units.format_rate(used.peak_flops_per_s or 0, "FLOP/s")
+    text = f"is the highest MFU: {label(cell, fields)} ({used.convention}, of a dense {used.dtype} peak of {peak})."
+    return [Fact(figure=units.format_share(value), text=text)]
+
+
+def _largest_peak(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
+    peaks = [(p.peak_allocated_bytes, c) for c in cells if (p := c.run.peak)]
+    if not peaks:
+        return []
+    size, cell = max(peaks, key=lambda item: item[0])
+    total = cell.run.memory.total_bytes if cell.run.memory else None
+    of_total = f", of {units.format_bytes(total)} on the device" if total else ""
+    text = f"is the largest peak of allocated memory: {label(cell, fields)}{of_total}."
+    return [Fact(figure=units.format_bytes(size), text=text)]
+
+
+def _waiting(cells: Sequence[RunCell], fields: Sequence[str]) -> list[Fact]:
+    late = [c for c in cells if c.run.timing and waits_for_host(c.run.timing.back_to_back)]
+    if not late:
+        return []
+    names = "; ".join(label(cell, fields) for cell in late[:_MOST_LATE])
+    more = f"; and {len(late) - _MOST_LATE} more" if len(late) > _MOST_LATE else ""
+    share = units.format_limit(HARDLY_AHEAD)
+    text = f"Nearly launch-bound cells, in which the host leads by less than {share} of the step: {names}{more}."
+    return [Fact(figure=f"{len(late)} of {len(cells)}", text=text, wide=True)]

@@ -21,7 +21,7 @@ RATIO_IN_TURNS = (
     "around its turn. So what slowed the machine for a while is not in it, and it may differ from the quotient of the "
     "step times."
 )
-"""What a ratio is where runs took turns (comparison.samples)."""
+"""Meaning of a ratio of runs that alternated (comparison.samples)."""
 
 
 def turns_document(
@@ -81,12 +81,11 @@ def _answer(a: str, b: str, ratio: Ratio) -> str:
 
 
 def _but(ratio: Ratio) -> str:
-    """Why the decision says less than the interval."""
     return f"; {ratio.why}" if ratio.why else ""
 
 
 def alternating_caution(why: str) -> str:
-    """What turns that were processes of their own mean for the ratios."""
+    """Effect on ratios of turns in separate processes."""
     return (
         f"Each turn was a process of its own, because {why}. Equal steps in different processes differ by some per "
         "cent, which the intervals do not cover."

@@ -1,0 +1,365 @@
+"""The one way to time on a device.
+
+Back to back: nothing waits between steps, as in training. Marks (CUDA events) are put on the device's timeline at the
+borders of the phases and read only once the loop is over. Python may run ahead of the device exactly as without
+steplab. This is the step time people mean.
+
+Synchronised: the device is idle before and after every phase, and the clocks of both Python and the device run. Where
+Python's figure is much the larger, launching kernels costs more than running them.
+
+With a head start: a loop of a few steps begins with Python and the device level, and a slow Python never gets ahead, so
+the time contains the device's waits for it. Where only the device's time is asked for, the device is held idle before
+the work begins, for longer than Python takes to launch it. The driver's launch queue, of about a thousand kernels,
+limits how far ahead Python can get.
+
+With cold caches: before each call the device's cache is overwritten, as often as keeps the device busy until Python has
+launched the call.
+"""
+
+import math
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from steplab.measurement.machine.device import Device
+from steplab.parallel.collectives import Collectives
+from steplab.records.memory import PeakMemory
+from steplab.records.timing import HARDLY_AHEAD, PhaseSamples, find_phase, joined
+from steplab.units import MIB
+
+OnStep = Callable[[int], None]
+Samples = tuple[PhaseSamples, ...]
+
+LONGEST_HOLD_S = 0.5
+"""The longest hold before a step; Python fills the launch queue in less."""
+_MARGIN = 1.5
+"""Factor on the time that Python took to launch the work; the next launch may take longer."""
+_LEAST_FLUSH_BYTES = 256 * MIB
+MOST_FLUSHES = 40
+"""The most flushes before a call: some milliseconds, in which Python launches any but one of hundreds of kernels."""
+_FLUSHES_TIMED = 20
+_LEAST_WARMUP_CALLS = 3
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Phase:
+    """A named part of the step."""
+
+    name: str
+    run: Callable[[], None]
+
+
+def seconds_of(work: Callable[[], object], device: Device) -> float:
+    """Seconds by Python's clock, with the device idle at both ends."""
+    device.synchronize()
+    started = time.perf_counter()
+    work()
+    device.synchronize()
+    return time.perf_counter() - started
+
+
+def repeats_within(measured_s: float, call_s: float, *, least: int, most: int) -> int:
+    """The number of calls of `call_s` that take `measured_s` together, within bounds."""
+    return int(min(max(measured_s / call_s if call_s else most, least), most))
+
+
+def run_back_to_back(
+    phases: Sequence[Phase],
+    device: Device,
+    iterations: int,
+    on_step: OnStep,
+    *,
+    head_start: Callable[[], None] | None = None,
+    before_drain: Callable[[], None] = lambda: None,
+) -> tuple[tuple[PhaseSamples, ...], float]:
+    """Time `iterations` steps without waiting between them.
+
+    Returns the samples of each phase (summed if it runs several times in a step) and of the whole step, and Python's
+    seconds for the whole loop. The device is idle at its first mark, so that both clocks begin together there; this
+    shows how far Python was ahead. `head_start` is called before the first step, and may launch work that is not timed
+    with the steps; `before_drain` is called when the last step has been launched and may still be running.
+    """
+    device.reserve_marks(iterations * len(phases) + (1 if head_start is None else 2))
+    device.synchronize()
+    started = time.perf_counter()
+    both_clocks_begin = device.mark()
+    marks, given_s = [both_clocks_begin], [0.0]
+    if head_start is not None:
+        head_start()
+        marks, given_s = [device.mark()], [time.perf_counter() - started]
+    for iteration in range(iterations):
+        for phase in phases:
+            phase.run()
+            marks.append(device.mark())
+            given_s.append(time.perf_counter() - started)
+        on_step(iteration)
+    before_drain()
+    device.synchronize()
+    host_s = time.perf_counter() - started
+
+    def column(name: str, parts: Sequence[tuple[int, int]]) -> PhaseSamples:
+        """Seconds between these pairs of a step's borders, summed; a step begins where the previous one ends."""
+        firsts = range(0, iterations * len(phases), len(phases))
+        seconds = tuple(
+            sum(device.seconds_between(marks[first + start], marks[first + end]) for start, end in parts)
+            for first in firsts
+        )
+        if not device.asynchronous:
+            return PhaseSamples(phase=name, host_s=seconds)
+        leads = tuple(
+            min(leads_s[first + border] for start, end in parts for border in range(start + 1, end + 1))
+            for first in firsts
+        )
+        return PhaseSamples(phase=name, device_s=seconds, lead_s=leads)
+
+    leads_s = [
+        max(device.seconds_between(both_clocks_begin, mark) - given, 0.0)
+        for mark, given in zip(marks, given_s, strict=True)
+    ]
+    parts: dict[str, list[tuple[int, int]]] = {}
+    for index, phase in enumerate(phases):
+        parts.setdefault(phase.name, []).append((index, index + 1))
+    columns = [column(name, of_phase) for name, of_phase in parts.items()]
+    if "step" not in parts:
+        columns.append(column("step", [(0, len(phases))]))
+    return tuple(columns), host_s
+
+
+def run_synchronised(
+    phases: Sequence[Phase], device: Device, iterations: int, on_step: OnStep
+) -> tuple[tuple[PhaseSamples, ...], tuple[PeakMemory, ...]]:
+    """Time each phase by both clocks with the device idle before and after it, and take its peak memory.
+
+    The peak of a phase is the largest of all iterations; the times of a phase that runs several times in a step are
+    summed.
+    """
+    host_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
+    device_s: dict[str, list[float]] = {phase.name: [0.0] * iterations for phase in phases}
+    peaks: dict[str, PeakMemory] = {}
+    for iteration in range(iterations):
+        for phase in phases:
+            device.synchronize()
+            device.reset_peak()
+            started = time.perf_counter()
+            start = device.mark()
+            phase.run()
+            end = device.mark()
+            device.synchronize()
+            host_s[phase.name][iteration] += time.perf_counter() - started
+            device_s[phase.name][iteration] += device.seconds_between(start, end)
+            peak = device.peak(phase.name)
+            if peak is not None:
+                peaks[phase.name] = peak.with_larger_of(peaks.get(phase.name, peak))
+        on_step(iteration)
+    samples = tuple(
+        PhaseSamples(phase=name, device_s=tuple(device_s[name]), host_s=tuple(host_s[name])) for name in host_s
+    )
+    return samples, tuple(peaks.values())
+
+
+def lengthen_launch_queues() -> None:
+    """Ask CUDA for its longest launch queue, unless the user has set another. To be called before CUDA is first
+    used."""
+    if torch.version.cuda is not None:
+        os.environ.setdefault("CUDA_SCALE_LAUNCH_QUEUES", "4x")
+
+
+class HeadStart:
+    """Holds a device before timed work, for the same time on all ranks; all methods are collective.
+
+    A CPU has no queue to get ahead of, and is not held.
+    """
+
+    def __init__(self, device: Device, collectives: Collectives, longest_s: float = LONGEST_HOLD_S) -> None:
+        """`longest_s` is the longest useful hold, after which Python has filled the launch queue or waits for the
+        device."""
+        self._device, self._collectives, self._longest_s = device, collectives, longest_s
+        self._token = torch.zeros(1, device=device.torch_device)
+        self.seconds = 0.0
+        """The length of the hold, in seconds."""
+        if device.asynchronous:  # the first call of either takes long and is not part of a hold
+            device.hold(1e-3)
+            self._meet()
+            device.synchronize()
+
+    def give(self) -> None:
+        """Hold the device, and then wait on it until the holds of all ranks are over; returns at once."""
+        if self._device.asynchronous:
+            self._device.hold(self.seconds)
+            self._meet()
+
+    def lengthen(self, started_s: float) -> bool:
+        """Lengthen the hold for work that Python took `started_s` to launch on the slowest rank; returns whether it
+        grew."""
+        slowest_s = max(self._collectives.host_gather(started_s))
+        before_s, self.seconds = self.seconds, max(self.seconds, min(_MARGIN * slowest_s, self._longest_s))
+        return self.seconds > before_s
+
+    def run(
+        self,
+        phases: Sequence[Phase],
+        iterations: int,
+        is_behind: Callable[[Samples], bool],
+        *,
+        meet: Callable[[], object] = lambda: None,
+        before: Callable[[], object] = lambda: None,
+    ) -> Samples:
+        """Time `iterations` steps back to back after a head start: again with a longer hold as long as Python
+        `is_behind` on some rank, and a longer one helps. Ranks `meet` before each attempt; `before` launches work
+        behind the hold that is not timed."""
+        begun_s = started_s = 0.0
+
+        def give() -> None:
+            nonlocal begun_s
+            self.give()
+            begun_s = time.perf_counter()
+            before()
+
+        def on_step(iteration: int) -> None:
+            nonlocal started_s
+            started_s = time.perf_counter() - begun_s
+
+        while True:
+            meet()
+            samples, _ = run_back_to_back(phases, self._device, iterations, on_step, head_start=give)
+            if not any(self._collectives.host_gather(is_behind(samples))) or not self.lengthen(started_s):
+                return samples
+
+    def _meet(self) -> None:
+        self._collectives.all_reduce(self._token, average=False).wait()
+
+
+def run_turns(
+    variants: Sequence[Sequence[Phase]],
+    device: Device,
+    collectives: Collectives,
+    steps: int,
+    turn: int,
+    on_step: OnStep,
+) -> list[tuple[Samples, float | None]]:
+    """At least `steps` samples of each variant, `turn` in a row, and the longest hold before a step; every rank calls
+    this.
+
+    Python has a head start before each step. The order of variants is reversed in every other round, so that none
+    always follows the same one. A variant has no work under way between two steps.
+    """
+    head_starts = [HeadStart(device, collectives, LONGEST_HOLD_S) for _ in variants]
+    found: list[list[Samples]] = [[] for _ in variants]
+    done = 0
+    while done < steps:
+        order = list(range(len(variants)))
+        if (done // turn) % 2:
+            order.reverse()
+        for number in order:
+            phases, head_start = variants[number], head_starts[number]
+            device.synchronize()
+            collectives.host_gather(None)
+            started = time.perf_counter()
+            for phase in phases:  # a step that is not counted shows how long Python takes to launch one
+                phase.run()
+            head_start.lengthen(time.perf_counter() - started)
+            found[number] += [head_start.run(phases, 1, _hardly_ahead) for _ in range(turn)]
+        done += turn
+        on_step(min(done, steps) - 1)
+    held = [head_start.seconds if device.asynchronous else None for head_start in head_starts]
+    return [(joined(turns), held_s) for turns, held_s in zip(found, held, strict=True)]
+
+
+def _hardly_ahead(samples: Samples) -> bool:
+    step = find_phase(samples, "step")
+    assert step is not None
+    return step.lead_s is not None and min(step.lead_s) < HARDLY_AHEAD * min(step.best_s)
+
+
+@dataclass(kw_only=True, slots=True)
+class ColdCall:
+    """A call that is timed with cold caches."""
+
+    run: Callable[[Any], object]
+    """The call, on what `prepare` returns."""
+    prepare: Callable[[], Any] = lambda: None
+    """Work before each call that is not timed, in front of the flush."""
+    num_flushes: int = 1
+    """How often the cache is overwritten before the call."""
+    num_waits: int = 0
+    """The number of timed calls in which the device may have waited for Python."""
+
+
+class ColdCaches:
+    """Times calls on one device, whose cache is overwritten before each."""
+
+    def __init__(self, device: Device) -> None:
+        self._device = device
+        self._flush = flush_buffer(device)
+        self._flush_s = 0.0
+        if self._flush is not None:
+            self._flush_s = seconds_of(self._flush_often, device) / _FLUSHES_TIMED
+
+    def warm_up(self, call: ColdCall, warmup_s: float) -> float:
+        """Call until the device is up to speed; returns the seconds of a call at the end, everything included."""
+        calls, batch = 0, 1
+        self._device.synchronize()
+        started = time.perf_counter()
+        while True:
+            batch_started = time.perf_counter()
+            for _ in range(batch):
+                self._run(call)
+            self._device.synchronize()
+            calls += batch
+            now = time.perf_counter()
+            if calls >= _LEAST_WARMUP_CALLS and now - started >= warmup_s:
+                break
+            batch *= 2
+        call.num_flushes = self._enough_flushes(call)
+        return (now - batch_started) / batch + (call.num_flushes - 1) * self._flush_s
+
+    def run_ahead(self, call: ColdCall) -> tuple[object, object]:
+        """Call once; returns the marks around it. If the device reached it before all of it was launched, call again
+        behind more flushes; at the most flushes count it as one that may have waited."""
+        while True:
+            span = self._run(call)
+            if self._flush is None or not self._device.has_passed(span[0]):
+                return span
+            if call.num_flushes == MOST_FLUSHES:
+                call.num_waits += 1
+                return span
+            call.num_flushes = min(2 * call.num_flushes, MOST_FLUSHES)
+
+    def _enough_flushes(self, call: ColdCall) -> int:
+        """The number of flushes that keep the device busy for longer than Python takes to launch the call."""
+        if self._flush is None:
+            return 1
+        issued_s = []
+        for _ in range(_LEAST_WARMUP_CALLS):
+            self._device.synchronize()
+            started = time.perf_counter()
+            self._run(call)
+            issued_s.append(time.perf_counter() - started)
+        self._device.synchronize()
+        return max(1, min(math.ceil(_MARGIN * min(issued_s) / self._flush_s), MOST_FLUSHES))
+
+    def _run(self, call: ColdCall) -> tuple[object, object]:
+        given = call.prepare()
+        if self._flush is not None:
+            for _ in range(call.num_flushes):
+                self._flush.zero_()
+        start = self._device.mark()
+        call.run(given)
+        return start, self._device.mark()
+
+    def _flush_often(self) -> None:
+        assert self._flush is not None
+        for _ in range(_FLUSHES_TIMED):
+            self._flush.zero_()
+
+
+def flush_buffer(device: Device) -> torch.Tensor | None:
+    """The buffer that is written before each call; None if the device has no cache to flush."""
+    if device.torch_device.type != "cuda":
+        return None
+    cache_bytes = int(getattr(torch.cuda.get_device_properties(device.torch_device), "L2_cache_size", 0))
+    return torch.empty(max(_LEAST_FLUSH_BYTES, 2 * cache_bytes), dtype=torch.uint8, device=device.torch_device)

@@ -1,0 +1,125 @@
+"""The wire between a process and those that measure for it: messages of JSON over `multiprocessing.connection`.
+
+A message is `{"kind": ..., "value": ...}`, and the first to a measuring process is its request. A measuring process may
+run a user's code, so `receive` and `read` refuse by BadMessage what no process of steplab says; nothing is unpickled.
+"""
+
+import contextlib
+import socket
+import struct
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from steplab.printing import remark
+from steplab.records.codec import encode
+from steplab.records.validation import cleaned, first_problem
+from steplab.units import MIB, format_bytes
+
+MOST_BYTES = 256 * MIB
+"""Bytes of the longest message: a record of ten million samples."""
+_PATIENCE_S = 10
+"""How long the other end may pause within a message, in seconds."""
+_NULL = msgspec.Raw(b"null")
+
+Kind = Literal[
+    "stage", "step", "environment", "measured", "ready", "facts", "at", "cell", "result", "failed", "refused", "ended",
+    "request", "turn", "where",
+]  # fmt: skip
+
+STAGE = tuple[Annotated[str, msgspec.Meta(max_length=1000)], int]
+"""The type of a stage's name, which progress shows, and of its number of steps."""
+
+
+class BadMessage(Exception):
+    """A process sent what is no message; the text says what was wrong with it."""
+
+    def __init__(self, why: str) -> None:
+        super().__init__(remark(why))  # it may quote the message
+
+
+class Message(msgspec.Struct):
+    """A message, its value not yet decoded."""
+
+    kind: Kind
+    value: msgspec.Raw = _NULL
+
+
+class Request(msgspec.Struct, kw_only=True):
+    """The first message to a measuring process."""
+
+    job: str
+    """The name of the job, one of jobs.JOBS."""
+    task: msgspec.Raw
+    """The job's task, of the job's own type."""
+    device: str = "auto"
+    """The device of several processes: auto, cuda or cpu; a single process finds it in its task."""
+    processes: int = 1
+    """The number of processes that do this together."""
+    folder: str | None = None
+    """The private folder in which several processes meet; None for a single one, and under torchrun."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Whereabouts:
+    """Where a process stands when it is asked."""
+
+    state: str
+    """`collective` if it waits for other ranks, `device` if it waits for its device, else `code`."""
+    line: str
+    """The innermost line of code outside of torch and Python's library."""
+
+
+class Wire:
+    """One end of a connection. Any thread may send, one may receive."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self._lock = threading.Lock()
+
+    def send(self, kind: Kind, value: object = None) -> None:
+        """Send one message. A process that is gone does not receive it."""
+        text = encode({"kind": kind, "value": value})
+        with self._lock, contextlib.suppress(OSError):
+            self.connection.send_bytes(text)
+
+    def receive(self) -> Message | None:
+        """Wait for the next message; None if the other process is gone. Raises BadMessage if it is unreadable."""
+        try:
+            text = self.connection.recv_bytes(MOST_BYTES)
+        except BlockingIOError:
+            raise BadMessage(f"it breaks off for {_PATIENCE_S} s") from None
+        except (EOFError, OSError):
+            if not self.connection.readable:
+                raise BadMessage(f"it has more than {format_bytes(MOST_BYTES)}") from None
+            return None
+        message: Message = decoded(text, Message)
+        return message
+
+
+def wire_to_a_child() -> tuple[Wire, Connection]:
+    """A wire and its other end, whose descriptor a process inherits. The wire never waits forever within a message."""
+    ours, theirs = socket.socketpair()
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        ours.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", _PATIENCE_S, 0))
+    return Wire(Connection(ours.detach())), Connection(theirs.detach())
+
+
+def decoded(text: bytes | msgspec.Raw, type: Any) -> Any:
+    """A message, or the value of one, as this type. Raises BadMessage if it is not of the type."""
+    try:
+        return msgspec.json.decode(text, type=type)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise BadMessage(str(error)) from error
+
+
+def read(text: bytes | msgspec.Raw, type: Any) -> Any:
+    """The same for values of records: their texts are cleaned, and BadMessage refuses numbers that cannot be right."""
+    value = cleaned(decoded(text, type))
+    problem = first_problem(value)
+    if problem is not None:
+        raise BadMessage(problem)
+    return value

@@ -1,0 +1,97 @@
+"""The one way through the cells of a benchmark, in one process or on each of several ranks.
+
+Importing torch and compiling take longer than most cells, so a process measures many, and nothing of one cell may
+affect the next: what a failure held is freed, and the memory that stays is compared with that before. A process that
+cannot go on ends, and another one measures the other cells (`processes.cells_launch`).
+"""
+
+import gc
+import time
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+from steplab.measurement.machine.device import Device, allocated_bytes
+from steplab.measurement.machine.environment import read_clocks, read_environment
+from steplab.measurement.machine.failures import failure_from
+from steplab.measurement.observer import Observer
+from steplab.records.failure import Failure
+from steplab.units import MIB
+
+T = TypeVar("T")
+TOLERATED_BYTES = 256 * MIB
+"""How much more memory may be held after a cell: libraries allocate some once and keep it."""
+
+
+class Broken(Exception):
+    """The device no longer answers, or holds memory that nothing refers to."""
+
+
+class Runner:
+    """The device of a benchmark's cells, and the observer that hears of them."""
+
+    def __init__(self, device: Device, observer: Observer) -> None:
+        self.device, self.observer = device, observer
+        self.environment = read_environment(device.torch_device)
+        observer.on_environment(self.environment)
+        self.idle_bytes = allocated_bytes(device)
+        """Bytes allocated while no cell is in memory; None if the allocator does not count."""
+
+    def run(self, groups: Sequence[Sequence[int]], measure: Callable[[Sequence[int]], None]) -> bool:
+        """Measure group after group; returns whether this process could measure further cells."""
+        try:
+            for group in groups:
+                self.observer.on_under_way(list(group))
+                measure(group)
+        except Broken:
+            return False
+        return True
+
+    def read_clocks(self) -> None:
+        """Report the clocks, which are those of work if the device is at work."""
+        self.observer.on_environment(read_clocks(self.environment, self.device.torch_device))
+
+    def begin(self, stage: str, num_steps: int = 0) -> None:
+        self.observer.on_stage(stage, num_steps)
+
+    def tell(self, number: int, cell: Any) -> None:
+        self.observer.on_cell(number, cell)
+
+    def settle(self) -> None:
+        """From now on, what is held now is that of the idle device."""
+        self.idle_bytes = allocated_bytes(self.device)
+
+    def free(self) -> int | None:
+        """Free what nothing refers to; returns the bytes still allocated, None if the allocator does not count."""
+        gc.collect()
+        self.device.synchronize()
+        self.device.free_unused()
+        return allocated_bytes(self.device)
+
+    def stays(self, beyond: int = 0, patience_s: float = 0.0) -> int:
+        """Free what nothing refers to; the bytes that stay beyond those of the idle device and `beyond`, after waiting
+        for `patience_s`, or 0 if no more stay than libraries may keep."""
+        until_s = time.monotonic() + patience_s
+        while True:
+            held, idle = self.free(), self.idle_bytes
+            if held is None or idle is None or held <= idle + beyond + TOLERATED_BYTES:
+                return 0
+            if time.monotonic() > until_s:
+                return held - idle - beyond
+            time.sleep(0.1)
+
+    def check(self, beyond: int = 0) -> None:
+        """Raises Broken if the device does not answer, or if memory stays."""
+        try:
+            stays = self.stays(beyond)
+        except Exception as error:
+            raise Broken from error
+        if stays:
+            raise Broken
+
+
+def attempt(stage: str, work: Callable[[], T], device: Device) -> tuple[T | None, Failure | None]:
+    """What some work gives, or its failure, of which nothing is alive any more."""
+    try:
+        return work(), None
+    except Exception as error:
+        return None, failure_from(error, stage, None, device)

@@ -1,0 +1,70 @@
+"""A figure of a record, declared once: rows, columns of tables and comparisons follow from it."""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from steplab.records.failure import Outcome
+from steplab.records.measured import Group, MeasuredCell, MeasuredFigure
+from steplab.specs.step_fields import Scalar
+
+Item = TypeVar("Item")
+Cell = TypeVar("Cell", bound=Outcome)
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Figure(Generic[Item]):
+    """One figure of a run, or of a cell of a benchmark."""
+
+    key: str
+    """Name in rows, JSON and CSV; ends in the unit, by which tables write its values."""
+    find: Callable[[Item], Scalar]
+    """Function that reads the value; it gives None for a missing value."""
+    header: str | None = None
+    """Heading of its column; None: tables leave it out."""
+    unit: str = ""
+    """Name of the unit of tables (report.kit.quantities.UNITS), where `key` does not end in it."""
+    is_words: bool = False
+    """Whether its values are words, and not numbers."""
+    rank: int = 0
+    """Order in which columns are dropped on a narrow terminal, the highest rank first; 0 is never dropped."""
+    shared: str = ""
+    """Words of a caption for a value that all rows share, with {} for the value; empty: it remains a column."""
+    note: str = ""
+    """Explanation below a table with the column, in whole sentences."""
+    group: Group | None = None
+    """Group among the figures of a comparison; None: it is not compared."""
+    name: str = ""
+    """Name in comparisons; empty: the header."""
+    samples: Callable[[Item], Sequence[float]] | None = None
+    """Raw samples for comparisons, in seconds; None: the single value."""
+    decides: bool = False
+    """Whether a comparison is decided by it; more is worse."""
+
+    def measured(self, item: Item) -> MeasuredFigure | None:
+        """The figure for comparisons; None without a value."""
+        value = self.find(item)
+        if self.group is None or not isinstance(value, int | float) or not value:
+            return None
+        return MeasuredFigure(
+            name=self.name or self.header or self.key,
+            group=self.group,
+            unit="bytes" if self.key.endswith("_bytes") else "s",
+            samples=tuple(self.samples(item)) if self.samples else (float(value),),
+            decides=self.decides,
+        )
+
+
+def values(figures: Iterable[Figure[Item]], item: Item) -> dict[str, Scalar]:
+    """The figures' part of the item's row."""
+    return {figure.key: figure.find(item) for figure in figures}
+
+
+def measured_cell(cell: Cell, key: dict[str, Scalar], label: str, figures: Iterable[Figure[Cell]]) -> MeasuredCell:
+    """A cell of a benchmark as it is compared."""
+    return MeasuredCell(
+        key=key,
+        label=label,
+        figures=tuple(found for figure in figures if (found := figure.measured(cell))),
+        failure=cell.failure.message if cell.failure else None,
+    )
